@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for note in (
         *prepared.unused,
         *told_layouts(prepared),
+        *prepared.settled,
         *told_memory(prepared),
         *(check.finish() if check is not None else ()),
     ):

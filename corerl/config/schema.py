@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from corerl.messages import short_repr
 
@@ -232,17 +232,28 @@ class TrainConfig:
         "packed if the model allows it",
         default="auto",
     )
-    precision: Precision = option(
+    precision: Precision | Literal["auto"] = option(
         "precision of the forward and backward passes; weights and moments stay in float32. float16 uses a dynamic "
-        "loss scale, which skips an occasional step",
-        default="float32",
+        "loss scale, which skips an occasional step. auto: bfloat16 on cuda, if the backend has it, else float32",
+        default="auto",
     )
-    recompute: Literal["none", "full"] = option(
-        "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer",
-        default="none",
+    recompute: Literal["auto", "none", "full"] = option(
+        "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer; "
+        "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
+        default="auto",
     )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
+
+    def settled(self, device: str, *, bfloat16: bool = True) -> TrainConfig:
+        """The same with a precision in place of 'auto', for a backend with or without bfloat16, and with nothing
+        recomputed in place of 'auto'."""
+        precision: Precision = "bfloat16" if device == "cuda" and bfloat16 else "float32"
+        return evolve(
+            self,
+            precision=precision if self.precision == "auto" else self.precision,
+            recompute="none" if self.recompute == "auto" else self.recompute,
+        )
 
 
 @frozen(kw_only=True)

@@ -55,6 +55,11 @@ class Forecast:
     stages: Mapping[str, StageMemory] = field(factory=dict)
     unknown: tuple[str, ...] = ()  # why a role is not part of it
 
+    def tight(self, role: str, *, there: int) -> bool:
+        """Whether `role` may not be trainable on devices of `there` bytes (0: of unknown size)."""
+        stage = self.stages.get(training(role))
+        return bool(there) and stage is not None and stage.total > there * (1 - MARGIN)
+
     @property
     def lines(self) -> list[str]:
         """A line for each stage, the fullest first."""
@@ -92,7 +97,7 @@ class Forecaster:
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
         """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
         plan = self.plan.roles[role]
-        train = evolve(plan.assignments[0].config.train, **changed)
+        train = evolve(self.plan.train_of(role), **changed)
         hf, backend = self.models[role], plan.backend
         longest = self.longest or train.tokens_per_micro_batch
         samples = self.config.rollout.prompts * self.config.rollout.samples // train.mini_batches

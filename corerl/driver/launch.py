@@ -390,6 +390,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if config.run.trains:
         yield from told_layouts(prepared)
         yield from told_memory(prepared, fullest=True)
+    yield from prepared.settled
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

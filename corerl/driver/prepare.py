@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from corerl.driver.inputs import (
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.prompt_check import PromptCheck
 from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
+from corerl.driver.settle import told, with_precisions, with_recomputation
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.tokenizer import CHARACTERS
@@ -67,6 +69,7 @@ class Prepared:
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     layouts: Mapping[str, Layout]  # role -> the way through its model
+    settled: tuple[str, ...]  # a line for each setting of [train] that was left open, on GPUs
     memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training
     reward: Reward
     params: SamplingParams
@@ -129,25 +132,27 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
             problems.add(line)
     _require_versions(config, problems)
     config = _resolve_plugins(config, problems)
+    asked = config
+    planned = functools.partial(
+        plan_processes,
+        problems=problems,
+        device=device,
+        models=models,
+        built=built,
+        layouts=layouts,
+        run_dir=run_dir,
+        resume=resume if problems.none_in("checkpoint") else None,
+    )
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
-        fits = resume if problems.none_in("checkpoint") else None
-        plan = plan_processes(
-            config,
-            problems,
-            device=device,
-            models=models,
-            built=built,
-            layouts=layouts,
-            run_dir=run_dir,
-            resume=fits,
-        )
+        config = with_precisions(config, device)
+        plan = planned(config)
     problems.raise_all()
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
     assert prompts is not None and reward is not None and params is not None
-    memory = _memory(config, plan, models, built, problems, device=device, longest=context)
+    config, plan, memory = _fitted(config, plan, planned, problems, models, built, longest=context)
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
@@ -166,6 +171,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         layouts=layouts,
         memory=memory,
+        settled=tuple(told(asked, config)) if device == "cuda" else (),
         reward=reward,
         params=params,
         function=function,
@@ -174,29 +180,39 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     )
 
 
-def _memory(
+def _fitted(
     config: Config,
     plan: ProcessPlan,
+    planned: Callable[[Config], ProcessPlan | None],
+    problems: Problems,
     models: Mapping[str, PreTrainedConfig],
     built: Mapping[str, PreTrainedModel],
-    problems: Problems,
     *,
-    device: str,
     longest: int,
-) -> Forecast | None:
-    """What the devices will hold. On this machine's, a role that cannot be trained is a problem."""
-    if device != "cuda" or not config.run.trains:
-        return None
+) -> tuple[Config, ProcessPlan, Forecast | None]:
+    """The config with recomputation where it was left open and memory wants it, its plan, and the memory predicted of
+    GPUs. On this machine's, a role that cannot be trained is a problem."""
+    if next(iter(plan.roles.values())).assignments[0].config.device != "cuda" or not config.run.trains:
+        return with_recomputation(config, {}), plan, None
     from corerl.driver.forecast import Forecaster  # slow to import: takes seconds
 
     forecaster = Forecaster(config=config, plan=plan, models=models, built=built, longest=longest)
-    found = forecaster.forecast()
-    if not config.cluster.address:  # whose devices are not known yet
-        devices = range(torch.cuda.device_count())
-        there = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
-        for line in forecaster.too_large(found, there=there):
-            problems.add(line)
-    return found
+    memory, there = forecaster.forecast(), device_memory(config)
+    config = with_recomputation(config, {role: memory.tight(role, there=there) for role in plan.roles})
+    if any(config.train_of(role).recompute != plan.train_of(role).recompute for role in plan.roles):
+        plan = planned(config) or plan
+        forecaster = evolve(forecaster, config=config, plan=plan)
+        memory = forecaster.forecast()
+    for line in forecaster.too_large(memory, there=there) if there else ():
+        problems.add(line)
+    return config, plan, memory
+
+
+def device_memory(config: Config) -> int:
+    """Bytes of this machine's smallest GPU; 0 for a cluster, whose devices are not known yet."""
+    if config.cluster.address:
+        return 0
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
 def told_memory(prepared: Prepared, *, fullest: bool = False) -> list[str]:

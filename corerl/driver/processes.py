@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import uneven
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterInfo, Config
+from corerl.config.schema import ClusterInfo, Config, TrainConfig
 from corerl.driver.transports import choose_transport, senders
 from corerl.errors import ConfigError
 from corerl.models.config import experts
@@ -37,6 +37,10 @@ class ProcessPlan:
     seating: Seating
     transport: str  # for weight updates
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
+
+    def train_of(self, role: str) -> TrainConfig:
+        """The training settings that the role's ranks get."""
+        return self.roles[role].assignments[0].config.train
 
 
 def plan_processes(

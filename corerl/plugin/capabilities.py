@@ -61,7 +61,7 @@ def asked_by_role(role: str, train: TrainConfig, *, device: str, ranks: int, val
         asked[Capability.MULTI_RANK] = f"roles.{role}.ranks = {ranks}"
     if train.precision in PRECISIONS:
         asked[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
-    if train.recompute != "none":
+    if train.recompute == "full":
         asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if train.layout == "whole":
         asked[Capability.WHOLE] = "train.layout = 'whole'"

@@ -47,6 +47,7 @@ VALUE_LOSS = LossSpec(name="value", params={"value_clip": 0.3}, outputs=(Output.
 # No value is a default, so that a value that is ignored shows. eps is far above the rounding of gradients: with 1e-8, a
 # gradient of 1e-9 that is pure rounding error moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
+    precision="float32",
     tokens_per_micro_batch=32,
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
 )
@@ -137,7 +138,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
     """The role's config, with the backend's options as a plain table."""
     return RoleConfig(
         model=ModelConfig(path=setup.model, config=setup.fields),
-        train=setup.train,
+        train=setup.train.settled(setup.device),
         options=dict(setup.options),
         weights=setup.weights,
         device=setup.device,

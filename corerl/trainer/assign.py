@@ -78,7 +78,8 @@ def plan_role(
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
     options = role_options(config, role, backend)
-    cluster = cluster_of(role, config, device=device, model=model, layout=layout)
+    half = backend.spec.support(Capability.BFLOAT16).full
+    cluster = cluster_of(role, config, device=device, model=model, layout=layout, bfloat16=half)
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
@@ -122,10 +123,17 @@ def plan_role(
 
 
 def cluster_of(
-    role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None, layout: LayoutName | None = None
+    role: str,
+    config: Config,
+    *,
+    device: str,
+    model: Mapping[str, Any] | None = None,
+    layout: LayoutName | None = None,
+    bfloat16: bool = True,
 ) -> ClusterInfo:
-    """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`."""
-    ranks, train = config.chosen_roles[role].ranks, config.train_of(role)
+    """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`, and what its
+    [train] leaves open is settled, for a backend with or without bfloat16."""
+    ranks, train = config.chosen_roles[role].ranks, config.train_of(role).settled(device, bfloat16=bfloat16)
     return ClusterInfo(
         device=device,
         ranks=ranks,
@@ -139,7 +147,8 @@ def needed(
 ) -> dict[Capability, str]:
     """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
-    train, value_head = config.train_of(role), role == CRITIC
+    asked, value_head = config.train_of(role), role == CRITIC
+    train = evolve(cluster.train or asked, layout=asked.layout)
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")

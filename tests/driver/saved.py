@@ -74,7 +74,7 @@ def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) ->
             "rollout_step": step,
             "prompts": {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "seed": 0},
         },
-        "config": to_plain(config),
+        "config": to_plain(evolve(config, train=config.train.settled("cpu"))),  # as a run records it
     }
     return commit(partial, state)
 

@@ -78,7 +78,7 @@ def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
     config = config_for("plain", roles=RolesConfig(actor=RoleChoice(ranks=2, backend=FAKE, train=own)))
     plan = planned(config)
     assert plan.backend.name == FAKE
-    assert [assignment.config.train for assignment in plan.assignments] == [own, own]
+    assert [assignment.config.train for assignment in plan.assignments] == [own.settled("cpu")] * 2
 
 
 def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
@@ -254,7 +254,7 @@ def test_a_critic_is_planned_with_its_own_backend_settings_loss_and_model() -> N
     plan = plan_role("critic", config, experts=1, device="cpu", run_dir="runs/x", resume="")
     assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
     role = plan.assignments[0].config
-    assert (role.value_head, role.train, role.model.path) == (True, own, "models/value")
+    assert (role.value_head, role.train, role.model.path) == (True, own.settled("cpu"), "models/value")
     assert plan.backend.name == FAKE
     assert not planned(config).assignments[0].config.value_head
     assert planned(config).assignments[0].config.model == config.model

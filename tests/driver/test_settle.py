@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import TrainConfig
+from corerl.driver import prepare as preparing
+from corerl.driver.forecast import GIB
+from corerl.driver.prepare import Prepared, prepare
+from corerl.driver.settle import with_trains
+from corerl.errors import ConfigError
+from tests.driver.saved import CRITIC, DATA, config_in, make_config
+from tests.driver.test_forecast import LARGE
+
+
+def prepared_on(there: int, tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Prepared:
+    """A run on GPUs of `there` bytes."""
+    model = {**DATA["model"], "config": LARGE}
+    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": model, **tables})
+    config = evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
+    with mock.patch.object(preparing, "device_memory", return_value=there):
+        return prepare(config)
+
+
+def settings(prepared: Prepared, role: str = "actor") -> tuple[str, str]:
+    """Of the config, which are those that ranks get."""
+    train, given = prepared.config.train_of(role), prepared.plan.train_of(role)
+    assert (train.precision, train.recompute) == (given.precision, given.recompute)
+    return train.precision, train.recompute
+
+
+def test_on_a_cpu_passes_are_in_float32_and_recompute_nothing_and_nobody_is_told(tmp_path: Path) -> None:
+    prepared = prepare(config_in(tmp_path / "run"))
+    assert settings(prepared) == ("float32", "none") and prepared.settled == ()
+
+
+def test_on_gpus_passes_are_in_bfloat16_and_recompute_layers_where_memory_wants_it(tmp_path: Path) -> None:
+    roomy = prepared_on(80 * GIB, tmp_path)
+    assert settings(roomy) == ("bfloat16", "none")
+    assert roomy.settled == (
+        "train.precision: 'auto' is 'bfloat16' for the actor",
+        "train.recompute: 'auto' is 'none' for the actor",
+    )
+    assert roomy.memory is not None
+    needed = roomy.memory.stages["train actor"].total
+    tight = prepared_on(needed, tmp_path)
+    assert settings(tight) == ("bfloat16", "full")
+    assert tight.settled[1] == "train.recompute: 'auto' is 'full' for the actor"
+    assert tight.memory is not None and tight.memory.stages["train actor"].total < 0.8 * needed
+    unknown = prepared_on(0, tmp_path)
+    assert settings(unknown) == ("bfloat16", "none")
+
+
+def test_what_is_asked_for_stays(tmp_path: Path) -> None:
+    prepared = prepared_on(200 * GIB, tmp_path, train={"precision": "float32", "recompute": "none"})
+    assert settings(prepared) == ("float32", "none") and prepared.settled == ()
+    assert prepared.memory is not None
+    there = round(prepared.memory.stages["train actor"].total / 1.2)
+    with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: a device has .* set train\.recompute='full' \("):
+        prepared_on(there, tmp_path, train={"precision": "float32", "recompute": "none"})
+
+
+def test_a_role_whose_backend_lacks_bfloat16_gets_settings_of_its_own(tmp_path: Path) -> None:
+    roles = {"critic": {"ranks": 1, "backend": "plain"}}
+    prepared = prepared_on(0, tmp_path, **{**CRITIC, "roles": roles})
+    assert settings(prepared) == ("bfloat16", "none") and settings(prepared, "critic") == ("float32", "none")
+
+
+def test_roles_that_share_settings_share_them_afterwards_unless_they_differ() -> None:
+    config = make_config(**CRITIC)
+    both = with_trains(config, dict.fromkeys(("actor", "critic"), TrainConfig(mini_batches=2)))
+    assert both.train.mini_batches == 2 and both.roles.actor.train is None
+    one = with_trains(config, {"actor": config.train, "critic": TrainConfig(mini_batches=2)})
+    assert one.train == config.train and one.train_of("actor") == config.train
+    assert one.train_of("critic").mini_batches == 2
