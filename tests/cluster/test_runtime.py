@@ -44,6 +44,7 @@ with runtime.ray_session(address="", cpus=1):
     print(sorted({name for name, (_, parent, group, *_) in children
                   if int(parent) == os.getpid() and int(group) == os.getpgrp()}))
     print(*(oct((Path.home() / each).stat().st_mode)[-3:] for each in (".ray", ".ray/auth_token")))
+    print(os.environ["RAY_AUTH_MODE"])  # which Ray's processes, those of the run among them, have inherited
 """
 
 
@@ -62,10 +63,10 @@ def test_rays_processes_have_a_process_group_and_its_token_a_directory_that_are_
         env={**environment, "HOME": str(tmp_path)},
     )
     assert found.returncode == 0, found.stderr
-    group, modes = found.stdout.splitlines()
+    group, modes, demanded = found.stdout.splitlines()
     assert ("gcs_server" in group and "raylet" in group) == there, group
     assert there or group == "[]"
-    assert modes == ("755 644" if there else "700 644")
+    assert (modes, demanded) == ("755 644" if there else "700 644", "token")
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
