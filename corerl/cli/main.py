@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = place(error, lambda frame: True)
         print(f"corerl: error: the command was ended by SystemExit({error.code!r}){where}; remove it", file=sys.stderr)
         return 2
+    except ValueError:  # as Python has it
+        if not sys.stdout.closed:
+            raise
+        print("corerl: error: code that the command imported has closed sys.stdout; remove that", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -132,7 +137,7 @@ def _refused(error: OSError) -> str:
 def _discard_unwritten() -> None:
     """Discard what standard output does not take: Python would complain of it at exit, with a status of its own."""
     try:
-        if sys.stdout is not None:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import runpy
 import subprocess
@@ -312,6 +313,21 @@ def test_no_command_ends_well_whose_output_a_full_disk_does_not_take(
         said = capsys.readouterr().err
         assert said.startswith("corerl: error: cannot read or write: No space left on device ("), (line, said)
         assert said.count("\n") == 1
+
+
+def test_code_that_closes_standard_output_is_told(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    monkeypatch.setattr(Failing, "run", lambda self, args: closed.close() or print("an answer"))
+    with monkeypatch.context() as own:
+        own.setattr(sys, "stdout", closed)
+        assert run_failing(0) == 2
+    said = "corerl: error: code that the command imported has closed sys.stdout; remove that\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(ValueError, match="^theirs$"):
+        monkeypatch.undo()
+        run_failing(ValueError("theirs"))
 
 
 def test_a_full_disk_hides_no_error_and_no_status(
