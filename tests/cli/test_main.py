@@ -325,8 +325,8 @@ def test_code_that_closes_standard_output_is_told(
         assert run_failing(0) == 2
     said = "corerl: error: code that the command imported has closed sys.stdout; remove that\n"
     assert capsys.readouterr().err == said
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="^theirs$"):
-        monkeypatch.undo()
         run_failing(ValueError("theirs"))
 
 
