@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
+from typing import TextIO
 
 from corerl import __version__
 from corerl.errors import CorerlError, UserError
@@ -32,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_module(f"corerl.cli.{name}").add_parser(subparsers)
     args: argparse.Namespace | None = None
     debug = os.environ.get("CORERL_DEBUG") == "1"
+    stdout = sys.stdout  # which code that the command imports may close or replace
     try:
         _require_surroundings()
         args = _parse(parser, argv)
         debug = debug or args.debug
         status: int = args.run(args)
-        sys.stdout.flush()
+        stdout.flush()
         return status
     except CorerlError as error:
         if debug:
@@ -58,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"corerl: error: the command was ended by SystemExit({error.code!r}){where}; remove it", file=sys.stderr)
         return 2
     except ValueError:  # as Python has it
-        if not sys.stdout.closed:
+        if not stdout.closed:
             raise
         print("corerl: error: code that the command imported has closed sys.stdout; remove that", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        if not _reader_is_gone():
+        if not _reader_is_gone(stdout):
             raise
         return 141  # a shell's status for SIGPIPE
     except (
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"corerl: error: {_refused(error)}", file=sys.stderr)
         return 1
     finally:
-        _discard_unwritten()
+        _discard_unwritten(stdout)
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -134,17 +136,18 @@ def _refused(error: OSError) -> str:
     return f"{what}: {why}" if what else f"cannot read or write: {why}{place(error, lambda frame: True)}"
 
 
-def _discard_unwritten() -> None:
+def _discard_unwritten(stdout: TextIO | None) -> None:
     """Discard what standard output does not take: Python would complain of it at exit, with a status of its own."""
+    if stdout is None or stdout.closed:
+        return
     try:
-        if sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()
+        stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
-def _reader_is_gone() -> bool:
+def _reader_is_gone(stdout: TextIO) -> bool:
     """Whether the reader of stdout is gone, as with `head`."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    poll.register(stdout.fileno(), select.POLLOUT)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -315,7 +315,7 @@ def test_no_command_ends_well_whose_output_a_full_disk_does_not_take(
         assert said.count("\n") == 1
 
 
-def test_code_that_closes_standard_output_is_told(
+def test_code_that_closes_standard_output_is_told_and_may_replace_it(
     run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = io.StringIO()
@@ -325,6 +325,10 @@ def test_code_that_closes_standard_output_is_told(
         assert run_failing(0) == 2
     said = "corerl: error: code that the command imported has closed sys.stdout; remove that\n"
     assert capsys.readouterr().err == said
+    with monkeypatch.context() as own:
+        own.setattr(sys, "stdout", io.StringIO())
+        own.setattr(Failing, "run", lambda self, args: setattr(sys, "stdout", None) or 0)
+        assert run_failing(0) == 0
     monkeypatch.undo()
     with pytest.raises(ValueError, match="^theirs$"):
         run_failing(ValueError("theirs"))
