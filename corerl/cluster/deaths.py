@@ -41,9 +41,9 @@ ENDED = (
 LONGEST = 300  # characters of Ray's own words
 # Lines of an ActorDiedError that are the same in all, or describe the actor in Ray's terms.
 COMMON = re.compile(r"The actor died unexpectedly|The actor never ran|\s*(class_name|actor_id|pid|name|namespace|ip): ")
-# "Memory on the node (...) was 51.33GB / 54.00GB (0.95)", since Ray 2.60 "was 51.33GB used / 54.00GB limit (0.95)"; and
-# of each process that was ended "memory used=3.33GB".
-MACHINE = re.compile(r"was ([\d.]+)GB(?: used)? / ([\d.]+)GB")
+# "Memory on the node (...) was 51.33GB used / 54.00GB limit (0.95)"; and of each process that was ended "memory
+# used=3.33GB".
+MACHINE = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB")
 PROCESS = re.compile(r"memory used=([\d.]+)GB")
 
 
@@ -97,6 +97,6 @@ def _out_of_memory(text: str) -> str:
 
 def _had(text: str) -> str:
     """GB that the process had; "" if Ray ended several at once, and does not say which of them it was."""
-    entries = [line for line in text.splitlines() if "Selected to kill" in line] or [text]
+    entries = [line for line in text.splitlines() if "Selected to kill" in line]
     found = [each for entry in entries for each in PROCESS.findall(entry)]
     return found[0] if len(found) == 1 else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import socket
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from corerl.messages import last_line
+
+SIOCGIFADDR = 0x8915  # of Linux, from linux/sockios.h: the address of an interface
 
 
 @frozen(kw_only=True)
@@ -30,6 +34,19 @@ def this_node() -> str:
         return socket.gethostname()
     own = ray.get_runtime_context().get_node_id()
     return next((_label(node) for node in ray.nodes() if node["NodeID"] == own), socket.gethostname())
+
+
+def interface_of(address: str) -> str:
+    """This machine's network interface that has the IPv4 `address`; "" if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no such address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
 
 
 def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeout: float) -> list[Answer]:

@@ -17,10 +17,10 @@ from typing import Any
 import ray
 from attrs import evolve, frozen
 
-from corerl.cluster.nodes import this_node
+from corerl.cluster.nodes import interface_of, this_node
 from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
-from corerl.config.variables import READ_AT_START
+from corerl.config.variables import GLOO_INTERFACE, READ_AT_START
 from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
 from corerl.messages import one_line
@@ -86,6 +86,10 @@ class Process:
     ) -> None:
         os.environ.update(environment or {})
         tempfile.tempdir = None  # Python asks for TMPDIR once
+        # Else gloo takes the address that the host's name stands for, which may be one that no other node reaches.
+        known = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+        if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
+            os.environ[GLOO_INTERFACE] = interface
         if niceness is not None:
             take_niceness(niceness)
         if THREADS not in started_with():

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -78,6 +79,7 @@ def _init(address: str, cpus: float, forward: bool) -> None:
         if address:
             ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
             return
+        _keep_token_private()
         with _group_of_its_own():
             ray.init(
                 address="local",  # never a cluster that someone else started here
@@ -89,6 +91,15 @@ def _init(address: str, cpus: float, forward: bool) -> None:
                 # No workers in advance: ours need environments of their own.
                 _system_config={"prestart_worker_first_driver": False},
             )
+
+
+def _keep_token_private() -> None:
+    """Let nobody else into the directory in which Ray keeps the token that its sockets demand: Ray, up to 2.60, leaves
+    both readable for all users."""
+    directory = Path.home() / ".ray"
+    with contextlib.suppress(OSError, RuntimeError):  # Ray says so if it needs a home to write to and there is none
+        directory.mkdir(exist_ok=True)
+        directory.chmod(stat.S_IRWXU)
 
 
 def _timed_out(error: Exception) -> bool:
@@ -103,7 +114,7 @@ def _group_of_its_own() -> Iterator[None]:
     `timeout` and job schedulers send SIGTERM to the whole group. Ray shields its processes from SIGINT only, and if
     they die first, a run cannot end properly. They still end with this process, however it ends: the kernel sees to
     that. Where it cannot, Ray's reaper looks for them in this group, so they stay in it.
-    Read in Ray 2.40 and 2.60; requested in https://github.com/ray-project/ray/issues/2830.
+    Read in Ray 2.59 and 2.60; requested in https://github.com/ray-project/ray/issues/2830.
     """
     if not detect_fate_sharing_support():
         yield
@@ -175,7 +186,7 @@ def _require_answering(address: str) -> None:
 
 
 def _no_token(address: str) -> ConfigError:
-    """The cluster was started with a token, as Ray 2.59 and later do for a user who has one. Ray's own message is long
+    """The cluster was started with a token, as `ray start` does for a user who has one. Ray's own message is long
     and does not say that it looks for a token only in one of its modes."""
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return ConfigError(

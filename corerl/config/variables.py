@@ -1,4 +1,4 @@
-"""Which environment variables have done their work before a rank or an engine can set them."""
+"""Names of environment variables; which of them have done their work before a rank or an engine can set them."""
 
 from __future__ import annotations
 
@@ -11,3 +11,4 @@ READ_AT_START = re.compile(
     r"MALLOC_[A-Z_]+$|GLIBC_TUNABLES$|(OMP|KMP|GOMP|MKL|OPENBLAS)_|LC_[A-Z]+$|(LANG|TZ)$"
 )
 RAYS = re.compile(r"RAY_")  # read by Ray's own processes, which are there before those of a run
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # the network interface over which gloo's ranks talk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from corerl.config.variables import GLOO_INTERFACE
 from corerl.driver.prepare import Prepared
 from corerl.plugin import hooktrace
 from corerl.plugin.options import USER, merge_environments
@@ -22,7 +23,7 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
     if hooktrace.wanted():
         environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
     if not prepared.config.cluster.address:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up or trusted
+        environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
     if prepared.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
     elif TRANSPORTS[prepared.plan.transport].joins and prepared.config.cluster.placement == "disaggregated":

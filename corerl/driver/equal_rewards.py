@@ -24,12 +24,18 @@ def without_spread(rewards: FloatArray, groups: IntArray) -> tuple[int, int]:
 
 class EqualRewards:
     """Hears the rewards of each step. Two cases are told apart: all samples have one reward, which the reward or the
-    data explain, and each group has a reward of its own, for which there is dynamic sampling."""
+    data may explain, and each group has a reward of its own."""
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, *, samples: bool) -> None:
+        """`samples` is whether the run samples, and so could sample other prompts."""
         # With a critic, or KL in the rewards, groups of equal rewards still teach.
         self._compares = algorithm.name == "grpo" and algorithm.kl_in != "reward"
-        self._attempts = algorithm.dynamic_sampling
+        self._cure = "use prompts that this model answers right sometimes"
+        if self._compares and samples:
+            others = "set algorithm.dynamic_sampling, which samples other prompts in their place"
+            if set_to := algorithm.dynamic_sampling:
+                others = f"raise algorithm.dynamic_sampling={set_to}, the times that other prompts are sampled instead"
+            self._cure = f"{others}, or {self._cure}"
         self._learned = "nothing but shorter answers is" if algorithm.overlong == "penalty" else "nothing is"
         self._constant = 0  # steps in a row in which all samples had one reward
         self._dull: deque[tuple[int, int]] = deque(maxlen=STEPS)  # of the steps in a row: equal groups, all groups
@@ -47,18 +53,14 @@ class EqualRewards:
         if self._constant == STEPS:
             return (
                 f"all samples of a step had the same reward, {STEPS} steps in a row, now {rewards[0]:g}: "
-                f"{self._learned} learned from that; check reward.name, data.answer_key and the samples"
+                f"{self._learned} learned from that; check reward.name, data.answer_key and the samples; if these are "
+                f"right, {self._cure}"
             )
         if self._constant or self._told or len(self._dull) < STEPS:
             return ""
         self._told = True
         counts = " of ".join(str(sum(each)) for each in zip(*self._dull, strict=True))
-        cure = "set algorithm.dynamic_sampling, which samples other prompts in their place"
-        if self._attempts:
-            cure = (
-                f"raise algorithm.dynamic_sampling={self._attempts}, the times that other prompts are sampled instead"
-            )
         return (
             f"in the last {STEPS} steps, the samples of {counts} groups had equal rewards: {self._learned} learned "
-            f"from these; {cure}, or use prompts that this model answers right sometimes"
+            f"from these; {self._cure}"
         )

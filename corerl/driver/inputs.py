@@ -79,8 +79,7 @@ def load_sampled(
         reward = reward_of(config.reward)
         aside = config.rollout.source != "synchronous" and config.run.mode == "train"
         if prompts is not None and aside and not config.reward.processes:
-            first = prompts.prompt(int(prompts.train[0]))
-            require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
+            require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
     return prompts, reward, params
 
 

@@ -126,7 +126,9 @@ class Run:
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[Shown, ...] = ()
-    _equal: EqualRewards = Factory(lambda self: EqualRewards(self.config.algorithm), takes_self=True)
+    _equal: EqualRewards = Factory(
+        lambda self: EqualRewards(self.config.algorithm, samples=self.config.run.samples), takes_self=True
+    )
     _evaluation: dict[str, float] = field(factory=dict)
 
     # ---- state ------------------------------------------------------------------------------------------------------

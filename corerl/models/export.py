@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,8 @@ from corerl.weights.chunks import finite
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HOW_LOADED = ("backend", "auto_map", "is_local", "local_files_only")  # written to a tokenizer_config.json all the same
-FLOAT = "__float__"
+FLOAT = "__float__"  # the only key of an object that transformers 5 writes for a number that JSON has not
+INFINITE = re.compile(rf'\{{\s*"{FLOAT}":\s*"(-?)Infinity"\s*\}}')
 # Model type -> what version 4 calls its kinds of layers; it refuses them by any other name.
 OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
 NEW_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "PythonBackend")  # of tokenizers, in transformers 5 only
@@ -64,7 +67,7 @@ def export_directory(
             tokenizer.save_pretrained(staging)
             _rewrite(staging / TOKENIZER_CONFIG, lambda written: _older_tokenizer(written, tokenizer.name_or_path))
         if generation is not None:
-            (staging / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+            (staging / GENERATION).write_text(_json(generation), encoding="utf-8")
         for file in files:
             if not (staging / file.name).exists():
                 shutil.copyfile(file, staging / file.name)
@@ -90,14 +93,26 @@ def write_config(config: PreTrainedConfig, directory: Path) -> None:
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the contents of a JSON file, with infinities as numbers: version 4 would take the objects in which
-    version 5 writes them for the setting itself."""
-    written = change(json.loads(file.read_text(encoding="utf-8"), object_hook=_untagged))
-    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Replace the contents of a JSON file."""
+    file.write_text(_json(change(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
 
 
-def _untagged(written: dict[str, Any]) -> Any:
-    return float(written[FLOAT]) if written.keys() == {FLOAT} else written
+def _json(value: Any) -> str:
+    """JSON, in which an infinity is a number that is too large for a float: every version of transformers reads that as
+    infinite. Version 5 itself writes an object, which version 4 would take for the setting; that one wrote Infinity,
+    which is no JSON. NaN stays such an object."""
+    text = json.dumps(_tagged(value), indent=2, sort_keys=True, allow_nan=False)
+    return INFINITE.sub(r"\g<1>1e999", text) + "\n"
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _tagged(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tagged(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    return value
 
 
 def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[str, Any]:

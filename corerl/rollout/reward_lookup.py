@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
 from corerl.config.functions import imported, signature_of
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, RewardError
 from corerl.messages import nearest
-from corerl.rollout.rewards import Reward, Term, WeightedSum, takes_tokens, told
+from corerl.rollout.rewards import Reward, Term, WeightedSum, takes_tokens
 
 if TYPE_CHECKING:
     from corerl.config.schema import RewardConfig
@@ -88,34 +88,23 @@ def resolve_reward(
     return Reward(name=name, function=function, options=options, weights=weights or {})
 
 
-def require_any_thread(reward: Reward, prompt: Prompt, *, setting: str) -> None:
-    """Try a reward in a thread, as a run with `setting` calls it. Raises ConfigError if it needs the main thread, which
-    alone may set signals; other errors may be those of this sample alone."""
-    refused: list[BaseException] = []
+def require_any_thread(reward: Reward, prompt: Prompt) -> None:
+    """Try a reward in a thread, as a run calls it whose source samples ahead. Raises ConfigError if it needs the main
+    thread, which alone may set signals; other errors may be those of this sample alone. One that needs it for some
+    samples only ends the run at the first of them."""
+    refused: list[RewardError] = []
 
     def call() -> None:
         try:
-            reward.value(prompt, prompt.answer, ())
-        except BaseException as error:
-            refused.extend(each for each in _causes(error) if "main thread" in str(each))
+            reward.outcomes([(prompt, prompt.answer, ())])
+        except RewardError as error:
+            refused.append(error)
 
     thread = threading.Thread(target=call, name="reward trial", daemon=True)
     thread.start()
     thread.join()
     if refused:
-        raise ConfigError(
-            f"reward.processes: 0 scores in a thread of the driver with {setting}, but reward {reward.name!r} needs "
-            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or "
-            "rollout.source='synchronous'"
-        )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
+        raise ConfigError(f"reward.processes: {refused[0]}") from refused[0]
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:

@@ -125,11 +125,20 @@ class Reward:
         return value if isinstance(value, Failure) else self._judged(value, prompt, response)
 
     def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
+        """What the call returns, or why it does not. Raises RewardError if it needs the main thread, and this is none:
+        whichever samples it does that for, their rewards would be wrong."""
         try:
             return call(prompt, response, tokens)
         except SystemExit as error:  # in the driver it would end the run, silently and with any status
             return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
         except (Exception, asyncio.CancelledError) as error:  # as it is where the function is async
+            aside = threading.current_thread() is not threading.main_thread()
+            if aside and (needs := next((each for each in _causes(error) if "main thread" in str(each)), None)):
+                raise RewardError(
+                    f"reward {self.name!r} needs the main thread ({told(needs)}), but with reward.processes=0 and this "
+                    "rollout.source it is called in another one; set reward.processes to at least 1, or "
+                    "rollout.source='synchronous'"
+                ) from error
             return self.failure("raised", f"raised {told(error)}", prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
@@ -288,6 +297,14 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 async def _all(values: Sequence[Any]) -> list[Any]:
     waiting = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
     return [next(waiting) if inspect.isawaitable(value) else value for value in values]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -46,7 +46,13 @@ class Scripted:
     """An episode to pass to a rollout function, and the requests of the function that were not refused."""
 
     episode: Episode
+    player: Player
     requests: list[ChatRequest] = field(factory=list)
+
+    @property
+    def text(self) -> str:
+        """What the reward gets where the function returns None: the last answer so far."""
+        return self.player.conversation.text
 
     @property
     def asked(self) -> list[list[str]]:
@@ -62,12 +68,14 @@ def scripted(
     model: ModelConfig | None = None,
     rollout: RolloutConfig = LONG,
     template_options: Mapping[str, Any] | None = None,
+    special_tokens: bool = False,
 ) -> Iterator[Scripted]:
     """Give `answers` one after the other, as a policy that is certain of them: every log-prob is 0. All else is as in
     a run, whose code this is: what is refused, where answers end or are cut, tool calls, tokens and usage.
 
     `model` has the tokenizer and the end tokens; without it there is one token per byte. `rollout` has the limits, the
-    sampling and the format of tool calls; its default limits nothing. Raises ModelError and ConfigError as a run does.
+    sampling and the format of tool calls; its default limits nothing. `template_options` are those of `data`,
+    `special_tokens` is `reward`'s. Raises ModelError and ConfigError as a run does.
     """
     tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path) if model else byte_tokenizer()
     params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, model or ModelConfig()))
@@ -92,14 +100,16 @@ def scripted(
         state=state,
         longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
         template_options=template_options,
+        special_tokens=special_tokens,
     )
-    table.admit([Player(number=0, group=0, prompt=prompt, key=0)])
+    player = Player(number=0, group=0, prompt=prompt, key=0)
+    table.admit([player])
     requests: list[ChatRequest] = []
     policy = _Policy(table, state, over, tokenizer=tokenizer, answers=answers, requests=requests)
     thread = threading.Thread(target=policy.run, name="script", daemon=True)
     thread.start()
     try:
-        yield Scripted(episode=handed.result(), requests=requests)
+        yield Scripted(episode=handed.result(), player=player, requests=requests)
     finally:
         over.set()
         with state:

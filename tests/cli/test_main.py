@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import runpy
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import corerl
 from corerl.cli import main as command
+from corerl.cli import trial
 from corerl.errors import ConfigError, HookFailed, NothingLeft, PluginNotFound, SaveFailed
 from tests.machine import paced
 
@@ -286,6 +288,63 @@ def test_what_the_system_refuses_is_one_line_with_its_path(
 ) -> None:
     assert run_failing(error) == 1
     assert capsys.readouterr().err == f"corerl: error: {said}\n"
+
+
+@pytest.mark.processes  # `models` forks
+def test_no_command_ends_well_whose_output_a_full_disk_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "beside", lambda modules, plugins: lambda: None)  # imports have tests of their own
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'backend.name = "plain"\nrollout.engine = "fake"\n'
+        '[model]\ntokenizer = "characters:0123456789>"\nconfig.model_type = "qwen3"\n'
+    )
+    helps = ["--help", "--version"]
+    helps += [f"{each} --help" for each in ("train", "eval", "export", "config check", "config show", "models")]
+    helps += [f"{each} --help" for each in ("backends", "engines", "extensions", "verify", "options", "doctor")]
+    answers = ["models qwen3", "backends", "engines", "extensions", "options plain", "doctor"]
+    answers += [f"config check {config}", f"config show {config}", f"new-backend mine {tmp_path / 'mine'}"]
+    by_line = [(line, 1) for line in [*helps, "options plain"]]  # as with PYTHONUNBUFFERED
+    for line, buffering in [*by_line, *((line, -1) for line in [*helps, *answers])]:
+        with open("/dev/full", "w", buffering) as full, monkeypatch.context() as own:
+            own.setattr(sys, "stdout", full)
+            assert (line, command.main(line.split())) == (line, 1)
+        said = capsys.readouterr().err
+        assert said.startswith("corerl: error: cannot read or write: No space left on device ("), (line, said)
+        assert said.count("\n") == 1
+
+
+def test_code_that_closes_standard_output_is_told_and_may_replace_it(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    monkeypatch.setattr(Failing, "run", lambda self, args: closed.close() or print("an answer"))
+    with monkeypatch.context() as own:
+        own.setattr(sys, "stdout", closed)
+        assert run_failing(0) == 2
+    said = "corerl: error: code that the command imported has closed sys.stdout; remove that\n"
+    assert capsys.readouterr().err == said
+    with monkeypatch.context() as own:
+        own.setattr(sys, "stdout", io.StringIO())
+        own.setattr(Failing, "run", lambda self, args: setattr(sys, "stdout", None) or 0)
+        assert run_failing(0) == 0
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="^theirs$"):
+        run_failing(ValueError("theirs"))
+
+
+def test_a_full_disk_hides_no_error_and_no_status(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say, run = (lambda: print("half an answer")), Failing.run
+    monkeypatch.setattr(Failing, "run", lambda self, args: say() or run(self, args))
+    for outcome, status in ((ConfigError("a: b"), 2), (KeyboardInterrupt(), 130)):
+        with open("/dev/full", "w") as full, monkeypatch.context() as own:
+            own.setattr(sys, "stdout", full)
+            assert run_failing(outcome) == status
+            full.flush()  # as Python does at exit
+    assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: interrupted\n"
 
 
 def test_what_a_file_says_moves_no_cursor_and_begins_no_line(

@@ -20,6 +20,19 @@ WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
 FOREVER = 600.0  # seconds; longer than any test waits
 
 
+def listening() -> list[tuple[str, int]]:
+    """The host and port of each TCP socket of this process that listens."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.family != socket.AF_UNIX and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.append(own.getsockname()[:2])
+        except OSError:
+            continue  # no socket
+    return found
+
+
 class Leaves:
     def __init__(self, code: Any) -> None:
         self.code = code
@@ -53,15 +66,7 @@ class Member:
 
     def listens_at(self, port: int) -> str:
         """The local address of this process's socket that listens at the port; "" if there is none."""
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                with socket.socket(fileno=os.dup(int(name))) as own:
-                    host, at = own.getsockname()[:2]
-            except (OSError, ValueError):
-                continue  # no socket, or none with an address
-            if at == port:
-                return str(host)
-        return ""
+        return next((host for host, at in listening() if at == port), "")
 
     def temporary_directory(self) -> str:
         return tempfile.gettempdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from corerl.trainer.collectives import collectives_begun
+from tests.cluster.members import listening
+
+RAYS_OWN = "::"  # on all interfaces, but with a token
 
 
 class Rank:
@@ -22,6 +26,14 @@ class Rank:
         """The id of the Ray node that it is on."""
         name: str = ray.get_runtime_context().get_node_id()
         return name
+
+    def hosts(self) -> list[str]:
+        """The addresses on which it listens."""
+        return sorted({host for host, _ in listening()})
+
+    def interface(self) -> str:
+        """Over which gloo talks."""
+        return os.environ["GLOO_SOCKET_IFNAME"]
 
     def collectives(self) -> dict[str, int]:
         return collectives_begun()

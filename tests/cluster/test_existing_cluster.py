@@ -15,11 +15,13 @@ import pytest
 import ray
 
 from corerl.cluster.group import RayGroup
+from corerl.cluster.nodes import interface_of
 from corerl.cluster.objects import share
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
 from tests.cluster.nodes import cluster, session
+from tests.cluster.ranks import RAYS_OWN
 from tests.end_to_end.command import AGENTS
 from tests.machine import paced
 
@@ -40,7 +42,7 @@ def address() -> Iterator[str]:
 
 
 def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(address: str) -> None:
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1"}
     with ray_session(address=address, cpus=4.0):
         there = ray.cluster_resources()["CPU"]
         with seated(arrange({"ranks": 4}), timeout=paced(60.0)) as seats:
@@ -54,6 +56,9 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
             nodes = group.call("node")
             assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # neighbors in rank are neighbors in the machine
             assert group.call("train", "") == [10.0] * 4
+            known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            assert group.call("hosts") == [[known[node], RAYS_OWN] for node in nodes]
+            assert group.call("interface") == [interface_of(known[node]) for node in nodes] != [""] * 4
             group.kill()
     with ray_session(address=address, cpus=4.0):
         assert ray.cluster_resources()["CPU"] == there == 4.0

@@ -13,6 +13,7 @@ from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
+from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
 
 RANK = "tests.cluster.ranks:Rank"
@@ -117,6 +118,10 @@ def ranks(told: Told, shared_ray: None) -> Iterator[RayGroup]:
         group.wait(group.start_each("init", meeting))
         yield group
         group.kill()
+
+
+def test_on_one_machine_ranks_meet_and_talk_over_its_loopback_interface_alone(ranks: RayGroup) -> None:
+    assert ranks.call("hosts") == [["127.0.0.1", RAYS_OWN]] * 4
 
 
 def test_a_rank_that_is_late_in_its_beginning_is_named_with_its_phase(ranks: RayGroup, told: Told) -> None:

@@ -10,14 +10,12 @@ from corerl.driver.equal_rewards import EqualRewards, without_spread
 
 CONSTANT = (
     "all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from that; check "
-    "reward.name, data.answer_key and the samples"
+    "reward.name, data.answer_key and the samples; if these are right, {}"
 )
-EQUAL = (
-    "in the last 3 steps, the samples of {} groups had equal rewards: nothing is learned from these; {}, or use "
-    "prompts that this model answers right sometimes"
-)
-SET = "set algorithm.dynamic_sampling, which samples other prompts in their place"
-RAISE = "raise algorithm.dynamic_sampling=2, the times that other prompts are sampled instead"
+EQUAL = "in the last 3 steps, the samples of {} groups had equal rewards: nothing is learned from these; {}"
+OTHERS = "use prompts that this model answers right sometimes"
+SET = "set algorithm.dynamic_sampling, which samples other prompts in their place, or " + OTHERS
+RAISE = "raise algorithm.dynamic_sampling=2, the times that other prompts are sampled instead, or " + OTHERS
 
 
 def step(*rewards: str) -> tuple[Any, Any]:
@@ -32,8 +30,8 @@ NEARLY = step("12", *["11", "22", "33"] * 3)  # 9 of 10
 FEWER = step("12", "12", *["11", "22"] * 4)  # 8 of 10
 
 
-def told(*steps: tuple[Any, Any], **algorithm: Any) -> list[str]:
-    equal = EqualRewards(AlgorithmConfig(**algorithm))
+def told(*steps: tuple[Any, Any], samples: bool = True, **algorithm: Any) -> list[str]:
+    equal = EqualRewards(AlgorithmConfig(**algorithm), samples=samples)
     return [equal.hear(*each) for each in steps]
 
 
@@ -42,7 +40,14 @@ def test_groups_are_counted_by_their_numbers_of_which_some_may_be_gone() -> None
 
 
 def test_one_reward_for_all_is_told_each_time_that_it_has_lasted_three_steps() -> None:
-    assert told(*[SAME] * 5, FEWER, *[SAME] * 3) == ["", "", CONSTANT, "", "", "", "", "", CONSTANT]
+    line = CONSTANT.format(SET)
+    assert told(*[SAME] * 5, FEWER, *[SAME] * 3) == ["", "", line, "", "", "", "", "", line]
+    assert told(*[SAME] * 3, dynamic_sampling=2)[-1] == CONSTANT.format(RAISE)
+
+
+def test_a_run_of_saved_batches_is_told_of_no_setting_that_samples_others() -> None:
+    assert told(*[SAME] * 3, samples=False)[-1] == CONSTANT.format(OTHERS)
+    assert told(*[NEARLY] * 3, samples=False)[-1] == EQUAL.format("27 of 30", OTHERS)
 
 
 def test_groups_of_equal_rewards_are_told_once_with_what_samples_others() -> None:
@@ -57,20 +62,20 @@ def test_what_lasts_less_than_three_steps_and_what_teaches_is_not_told() -> None
 
 
 def test_samples_that_are_all_alike_are_not_told_as_groups_too() -> None:
-    assert told(EACH_ITS_OWN, *[SAME] * 4) == ["", "", "", CONSTANT, ""]
-    assert told(*[SAME] * 3, NEARLY)[-2:] == [CONSTANT, EQUAL.format("29 of 30", SET)]
+    assert told(EACH_ITS_OWN, *[SAME] * 4) == ["", "", "", CONSTANT.format(SET), ""]
+    assert told(*[SAME] * 3, NEARLY)[-2:] == [CONSTANT.format(SET), EQUAL.format("29 of 30", SET)]
 
 
 def test_where_long_answers_are_worth_less_that_is_learned_all_the_same() -> None:
     penalty = {"overlong": "penalty", "overlong_buffer": 2}
     length = "nothing but shorter answers is learned"
-    for steps, line in (([SAME] * 3, CONSTANT), ([EACH_ITS_OWN] * 3, EQUAL.format("30 of 30", SET))):
+    for steps, line in (([SAME] * 3, CONSTANT.format(SET)), ([EACH_ITS_OWN] * 3, EQUAL.format("30 of 30", SET))):
         assert told(*steps, **penalty)[-1] == line.replace("nothing is learned", length)
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "ppo"}, {"kl_in": "reward", "kl_coef": 0.1}])
 def test_where_groups_of_equal_rewards_teach_only_one_reward_for_all_is_told(algorithm: dict[str, Any]) -> None:
     assert not any(told(*[EACH_ITS_OWN] * 5, **algorithm))
-    assert told(*[SAME] * 3, **algorithm)[-1] == CONSTANT
+    assert told(*[SAME] * 3, **algorithm)[-1] == CONSTANT.format(OTHERS)
     alone = step("1", "2", "1")  # as with a single sample per prompt
     assert not any(told(*[alone] * 5, **algorithm))

@@ -308,7 +308,8 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
     line = (
         "all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from that; check "
-        "reward.name, data.answer_key and the samples"
+        "reward.name, data.answer_key and the samples; if these are right, set algorithm.dynamic_sampling, which "
+        "samples other prompts in their place, or use prompts that this model answers right sometimes"
     )
     for expected in (0, 0, 1, 1):
         run.report(same, None, {})

@@ -153,7 +153,9 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
         assert notes == [
             (
                 "note: all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from "
-                "that; check reward.name, data.answer_key and the samples"
+                "that; check reward.name, data.answer_key and the samples; if these are right, set "
+                "algorithm.dynamic_sampling, which samples other prompts in their place, or use prompts that this "
+                "model answers right sometimes"
             )
         ]
         before = content(run_dir)

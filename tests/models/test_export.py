@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -225,11 +226,27 @@ def test_layers_have_the_names_that_version_4_takes(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path / "hf").layer_types == config.layer_types
 
 
-def test_an_infinite_setting_is_a_number_to_every_version(tmp_path: Path) -> None:
+def strict(text: str) -> Any:
+    """Read JSON, and nothing but JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_an_infinite_setting_is_a_number_to_every_version_and_the_file_is_json(tmp_path: Path) -> None:
     config = smallest_config("mamba2", time_step_limit=(0.5, float("inf")))
-    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
-    assert json.loads((tmp_path / "hf/config.json").read_text())["time_step_limit"] == [0.5, float("inf")]
-    assert list(AutoConfig.from_pretrained(tmp_path / "hf").time_step_limit) == [0.5, float("inf")]
+    config.lowest, config.unset, config.word = -float("inf"), float("nan"), '{"__float__": "Infinity"}'
+    tensors, generation = [("a", torch.zeros(2))], {"length_penalty": float("inf"), "top_k": 5}
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors, generation=generation)
+    written = strict((tmp_path / "hf/config.json").read_text())
+    assert (written["time_step_limit"], written["lowest"]) == ([0.5, float("inf")], -float("inf"))
+    assert (written["unset"], written["word"]) == ({"__float__": "NaN"}, config.word)
+    read = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert (list(read.time_step_limit), read.lowest, read.word) == ([0.5, float("inf")], -float("inf"), config.word)
+    assert math.isnan(read.unset)
+    assert strict((tmp_path / "hf/generation_config.json").read_text()) == generation
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:

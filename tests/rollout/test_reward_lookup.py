@@ -1,4 +1,5 @@
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -99,20 +100,31 @@ def test_without_several_functions_the_one_named_is_the_reward() -> None:
     assert (reward.name, reward.failed_value, reward(SORT, "01358")) == ("exact-match", -2.0, 1.0)
 
 
+NEEDS = (
+    "reward 'tests.rollout.user_rewards:alarmed' needs the main thread (ValueError: signal only works in main thread"
+)
+HELPS = "set reward.processes to at least 1, or rollout.source='synchronous'"
+
+
 @pytest.mark.parametrize("options", [{}, {"hidden": True}])
 def test_a_reward_that_needs_the_main_thread_is_told_where_it_will_run_in_another(options: dict[str, Any]) -> None:
     reward = resolve_reward("tests.rollout.user_rewards:alarmed", options)
     assert reward(SORT, "x") == 1.0  # here, in the main thread
     with pytest.raises(ConfigError) as caught:
-        require_any_thread(reward, SORT, setting="rollout.source='one-step-off'")
-    assert caught.value.message.startswith(
-        "reward.processes: 0 scores in a thread of the driver with rollout.source='one-step-off', but reward "
-        "'tests.rollout.user_rewards:alarmed' needs the main thread (ValueError: signal only works in main thread of "
-        "the main interpreter (tests/rollout/user_rewards.py:"
-    )
-    assert caught.value.message.endswith("); set reward.processes to at least 1, or rollout.source='synchronous'")
+        require_any_thread(reward, SORT)
+    assert caught.value.message.startswith(f"reward.processes: {NEEDS} of the main interpreter (tests/rollout/user_rew")
+    assert caught.value.message.endswith(f" it is called in another one; {HELPS}")
+
+
+def test_a_reward_that_needs_the_main_thread_for_some_answers_ends_the_run_at_the_first_of_them() -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:alarmed", {"only": "hard"})
+    require_any_thread(reward, SORT)
+    with ThreadPoolExecutor(1) as source, pytest.raises(RewardError) as caught:
+        source.submit(reward.outcomes, [(SORT, "easy", ()), (SORT, "hard", ())]).result()
+    assert caught.value.message.startswith(NEEDS) and caught.value.message.endswith(HELPS)
+    assert [each.reward for each in reward.outcomes([(SORT, "hard", ())])] == [1.0]
 
 
 def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
     for name in ("picky", "act"):
-        require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT, setting="")
+        require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT)

@@ -9,12 +9,13 @@ import pytest
 
 from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models.tokenizer import end_tokens, load_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
+from corerl.rollout.sampler import Sampler
 from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
 from corerl.testing.models import tiny_fields
 
@@ -152,6 +153,29 @@ def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_pa
     asked = renderer.ask(Conversation(), script.episode.messages)
     assert tokenizer.decode(asked.tokens) == "u:2+3=<eos>;a:?"
     assert (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]) == (len(asked.tokens), 2)
+
+
+@pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])
+def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward_does(
+    tmp_path: Path, special_tokens: bool, text: str
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789+=", path="")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    with scripted(PROMPT, ["<think>2+3=<think>5"], model=model, special_tokens=special_tokens) as script:
+        assert script.text == ""
+        said = script.episode.chat(script.episode.messages)["message"]["content"]
+        assert (said, script.text) == ("2+3=5", text)
+
+    sampler = Sampler(
+        tokenizer=tokenizer,
+        generate=lambda request: _drawn("<think>2+3=<think>5", request, tokenizer),
+        seed=0,
+        special_tokens=special_tokens,
+    )
+    params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
+    assert sampler.sample([PROMPT], rollout_step=0, samples=1, params=params).texts == [text]
 
 
 def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() -> None:
