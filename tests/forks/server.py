@@ -68,6 +68,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
         os.rename(directory / f"{place}.bound", directory / place)  # whoever sees it may connect
     preload(PRELOAD)
     importlib.import_module("tests.forks.once").look_once()
+    warm_up()
     place = SOCKET
     if os.fork() == 0:
         place = WITH_RAY
@@ -138,6 +139,15 @@ def preload(modules: Sequence[str]) -> None:
         for module in modules:
             with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
                 importlib.import_module(module)
+
+
+def warm_up() -> None:
+    """Start a rank of a small model: the first one of a process takes 0.1 s more than others."""
+    from corerl.testing.harness import Setup, start
+    from corerl.testing.models import tiny_fields
+
+    worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
+    worker.shutdown("warm")
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
