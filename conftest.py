@@ -17,7 +17,6 @@ from corerl.cli import trial
 from corerl.rollout import templates
 from corerl.testing import pool
 from corerl.testing.marks import MARK
-from corerl.testing.pool import Ranks
 from tests import machine
 from tests.forks import server
 
@@ -123,7 +122,11 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     """A command tries imports in another process, and renders chat templates in one; only tests with the mark may
-    start them."""
+    start them. And all take a model for packable that is like one that was."""
+    if "corerl.models.layout" in sys.modules:
+        from tests.forks.once import look_once
+
+        look_once()
     with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
@@ -131,15 +134,6 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
                 templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
             )
         yield
-
-
-@pytest.fixture(scope="session")
-def rank_sets(rank_sets: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
-    """This process is the one rank of a set."""
-    from tests.forks.once import look_once
-
-    look_once()
-    return rank_sets
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -32,7 +31,6 @@ from corerl.config.load import config_of, dump_toml, load_config, recorded, to_p
 from corerl.config.schema import Config
 from corerl.driver.prepare import prepare
 from corerl.errors import ConfigError, CorerlError, NothingLeft
-from corerl.plugin import registry, requirements
 from corerl.rollout.encoding import encode
 from fuzz.case import SECRET, Case
 from fuzz.edits import apply
@@ -132,11 +130,6 @@ def _set_alarms(cpu: float, wall: float) -> None:
 def surroundings() -> Iterator[None]:
     """What a process that tries cases needs around all of them: runs in the process itself, an alarm, errors that are
     remembered, and a limit on memory that a case cannot leave."""
-    # What is installed stays the same, and looking for it takes most of the time of a case.
-    scan, copies, unmet = registry.scan, registry.copies, requirements._unmet
-    registry.scan = functools.cache(scan)
-    registry.copies = lambda of: []
-    requirements._unmet = functools.cache(lambda name: list(unmet(name)))  # type: ignore[assignment]
     own = corerl.train.evaluate, corerl.train.execute, CorerlError.message
     free = [number for which, number in _alarms.items() if not any(signal.getitimer(which))]  # not pytest's
     handlers = {number: signal.signal(number, _raise) for number in free}
@@ -149,7 +142,6 @@ def surroundings() -> Iterator[None]:
     try:
         yield
     finally:
-        registry.scan, registry.copies, requirements._unmet = scan, copies, unmet
         corerl.train.evaluate, corerl.train.execute, CorerlError.message = own  # type: ignore[method-assign]
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from corerl.imports import uncollected
+from corerl.imports import importable, uncollected
 
 
 class Loop:
@@ -45,3 +47,16 @@ def test_an_import_that_fails_leaves_collections_on_and_one_without_them_leaves_
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_can_be_imported_differs_after_something_is_put_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = importable()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "nothing")
+    os.utime(tmp_path, ns=(0, 1))  # else the clock of a file system may be too coarse to tell
+    there = importable()
+    (tmp_path / "module.py").touch()
+    assert set(there) - set(before) == {(str(tmp_path), 1), (str(tmp_path / "nothing"), 0)}
+    assert importable() != there

@@ -48,6 +48,9 @@ class PromptSource(ABC):
     held_out: IntArray  # [h] indices
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
+    characters: int | None = (
+        None  # of the longest prompt, if all are ASCII texts and it is known without a look at each
+    )
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
@@ -90,6 +93,8 @@ def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, 
 
 class SortDigits(PromptSource):
     """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Random weights can learn it."""
+
+    characters = len("35018>")
 
     def __init__(self, *, held_out: int, seed: int) -> None:
         self.train, self.held_out = split(10**5, held_out=held_out, seed=seed, name="sort-digits")

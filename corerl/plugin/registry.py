@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import attrs
 from attrs import asdict, field, frozen
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
 from corerl.plugin.spec import BackendSpec, EngineSpec, ExtensionSpec, Spec
@@ -200,7 +201,7 @@ def kinds_of(name: str) -> list[Kind]:
     module, colon, _ = name.partition(":")
     found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(is_named(entry, name) for entry in scan(kind))]
     if not found and colon and _is_module(module):
-        spec = _import("plugin", name, name, cure="")
+        spec = _import("plugin", name, name, cure=lambda: "")
         found = [kind for kind in Kind if isinstance(spec, kind.spec)]
         if not found:
             wanted = ", ".join(kind.spec.__name__ for kind in Kind)
@@ -241,11 +242,17 @@ def locate(kind: Kind, name: str) -> Entry:
 
 def load_implementation(kind: Kind, loaded: Loaded) -> Any:
     """Import the class that the spec names, and with it torch. Raises PluginBroken with its cause chained."""
-    return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=_cure(loaded))
+    return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=lambda: _cure(loaded))
 
 
-def scan(kind: Kind) -> list[Entry]:
+def scan(kind: Kind) -> Sequence[Entry]:
     """Every entry point of this kind on sys.path, from metadata alone."""
+    return _scanned(kind, importable())
+
+
+@functools.lru_cache(maxsize=8)
+def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
+    """What is installed there: each worker and each command asks several times."""
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
     from importlib.metadata import distributions
 
@@ -253,26 +260,9 @@ def scan(kind: Kind) -> list[Entry]:
     # plain duplicates (lib64 links, editable installs).
     entries: dict[tuple[str, str, str], Entry] = {}
     for distribution in distributions():
-        for entry in _entries_of(distribution, kind):
+        for entry in _read(distribution, kind):
             entries.setdefault((entry.name, entry.value, _normalized(entry.distribution)), entry)
-    return sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution))
-
-
-def _entries_of(distribution: Distribution, kind: Kind) -> Sequence[Entry]:
-    path = _path(distribution)
-    try:
-        changed = os.stat(os.path.join(path, "entry_points.txt")).st_mtime_ns
-    except OSError:  # it has no entry points, or a finder of its own
-        return () if os.path.isdir(path) else _read(distribution, kind)
-    return _read_once(path, changed, kind)
-
-
-@functools.cache
-def _read_once(path: str, changed: int, kind: Kind) -> Sequence[Entry]:
-    """What is installed in `path` since `changed`: each worker and each command scans several times."""
-    from importlib.metadata import Distribution
-
-    return _read(Distribution.at(path), kind)
+    return tuple(sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution)))
 
 
 def _read(distribution: Distribution, kind: Kind) -> Sequence[Entry]:
@@ -306,7 +296,7 @@ def _loaded(kind: Kind, entry: Entry) -> Loaded:
 
 
 def _load_spec(kind: Kind, entry: Entry) -> Spec:
-    spec = _import(kind.noun, str(entry), entry.value, cure=_cure(entry))
+    spec = _import(kind.noun, str(entry), entry.value, cure=lambda: _cure(entry))
     if not isinstance(spec, kind.spec):
         raise PluginBroken(
             f"{kind.noun} {entry}: {entry.value} is a {type(spec).__name__}, expected a {kind.spec.__name__}; "
@@ -318,8 +308,8 @@ def _load_spec(kind: Kind, entry: Entry) -> Spec:
     return spec  # type: ignore[return-value]  # isinstance of a class chosen at run time
 
 
-def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
-    """Import the object that 'package.module:attribute' names. `cure` ends the error message if that fails."""
+def _import(noun: str, label: str, value: str, *, cure: Callable[[], str]) -> Any:
+    """Import the object that 'package.module:attribute' names. If that fails, `cure()` ends the error message."""
     module, _, attributes = value.partition("[")[0].strip().partition(":")
     try:
         found = importlib.import_module(module)
@@ -328,7 +318,7 @@ def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything
-        raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure}") from error
+        raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure()}") from error
     return found
 
 

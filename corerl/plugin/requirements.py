@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from corerl.errors import PluginIncompatible
+from corerl.imports import Where, importable
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution
-
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -37,7 +35,7 @@ def unmet(distributions: Iterable[str]) -> list[Unmet]:
     extras do not count, nor those for other Pythons and systems; a name that is not installed requires nothing."""
     found: dict[str, Unmet] = {}
     for name in dict.fromkeys(distributions):
-        for each in _unmet(name):
+        for each in _unmet(name, importable()):
             found.setdefault(each.wanted, each)
     return list(found.values())
 
@@ -53,15 +51,19 @@ def installing(lacks: Iterable[Unmet]) -> str:
     return " ".join(["python -m pip install", *(f"'{each.wanted}'" for each in lacks)])
 
 
-def _unmet(name: str) -> Iterator[Unmet]:
-    own = _installed(name)
+@functools.lru_cache(maxsize=64)
+def _unmet(name: str, where: Where) -> Sequence[Unmet]:
+    """What the distribution lacks: each worker asks."""
+    own = _installed(name, where)
     if own is None:  # run from a source tree
-        return
+        return ()
+    found = []
     for wanted in own.requires:
-        other = _installed(wanted.name)
-        found = "" if other is None else other.version
-        if not found or not _admits(wanted.specifier, found):
-            yield Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=found)
+        other = _installed(wanted.name, where)
+        version = "" if other is None else other.version
+        if not version or not _admits(wanted.specifier, version):
+            found.append(Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=version))
+    return tuple(found)
 
 
 @frozen
@@ -70,33 +72,18 @@ class _Installed:
     requires: tuple[Requirement, ...]  # those that hold for this Python and system, without their markers
 
 
-def _installed(name: str) -> _Installed | None:
+@functools.lru_cache(maxsize=256)
+def _installed(name: str, where: Where) -> _Installed | None:
+    """What METADATA says: packages put their whole README into it, and several require the same ones."""
     # It costs more to import than all of `import corerl`.
     from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import InvalidRequirement, Requirement
 
     try:
         found = distribution(name)
     except (PackageNotFoundError, ValueError):  # ValueError: no name at all
         return None
-    path = str(getattr(found, "_path", os.devnull))
-    try:
-        changed = os.stat(os.path.join(path, "METADATA")).st_mtime_ns
-    except OSError:  # an egg-info, or a finder of its own
-        return _read(found)
-    return _read_once(path, changed)
-
-
-@functools.cache
-def _read_once(path: str, changed: int) -> _Installed:
-    """What METADATA in `path` says since `changed`: packages put their whole README into it, and each worker asks."""
-    from importlib.metadata import Distribution
-
-    return _read(Distribution.at(path))
-
-
-def _read(found: Distribution) -> _Installed:
-    from packaging.requirements import InvalidRequirement, Requirement
-
     requires = []
     for line in found.requires or ():
         try:

@@ -255,6 +255,8 @@ def unusable(
     part by part, in the order of indices."""
     if not source.chat and longest == UNLIMITED:
         return
+    if source.characters is not None and _tokens_at_most("x" * source.characters) <= longest:
+        return
     prompts = map(source.prompt, np.sort(np.concatenate([source.train, source.held_out])).tolist())
     while found := _written(tokenizer, itertools.islice(prompts, PART), options, seconds=PART_SECONDS):
         nothing = "the tokenizer's chat template writes nothing for its messages"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forks.client import Forked, forked_for, processes_of
-from tests.forks.ray import environment, shared
+from tests.forks.ray import environment, place_of, shared
 from tests.forks.server import FORK_PYTHON
 from tests.machine import paced, wait_for_memory
 
@@ -123,9 +123,9 @@ class Command:
         given = {name: value for name, value in environment(**own).items() if name not in without}
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             program = Path(sys.executable).with_name("corerl")
-            self.process = Forked(
-                [program, *map(str, arguments)], code, environment=given, directory=directory, stdout=out, stderr=err
-            )
+            words = [program, *map(str, arguments)]
+            where = {"environment": given, "directory": directory, "place": place_of(given)}
+            self.process = Forked(words, code, stdout=out, stderr=err, **where)
 
     def __enter__(self) -> Command:
         return self

@@ -37,6 +37,7 @@ class Forked:
         stderr: IO[Any],
         stdin: IO[Any] | None = None,
         directory: Path | None = None,
+        place: str = SOCKET,
     ) -> None:
         request = {
             "argv": list(map(str, argv)),
@@ -46,7 +47,7 @@ class Forked:
             "descriptors": [0, 1, 2],
             "leads": True,
         }
-        self._answers = connect()
+        self._answers = connect(place)
         with open(os.devnull, "rb") as nothing:
             body = json.dumps(request).encode()
             given = [each.fileno() for each in (stdin or nothing, stdout, stderr)]
@@ -88,7 +89,7 @@ class Forked:
         return int(line)
 
 
-def connect() -> socket.socket:
+def connect(place: str = SOCKET) -> socket.socket:
     """To the server, which the first of a session's processes to ask starts."""
     sys.audit("tests.forks")
     directory = Path(os.environ[DIRECTORY])
@@ -114,7 +115,7 @@ def connect() -> socket.socket:
                 time.sleep(0.01)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(STARTS_WITHIN)
-    connection.connect(str(path))
+    connection.connect(str(directory / place))
     return connection
 
 

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from corerl.models import layout
+from corerl.models import layout, mixers
 
 
 def look_once() -> None:
-    """A pass on meta through a model that is like one that passed tells nothing new; `models.layout` leaves it out."""
-    look = layout.require_packed_attention
-    passed: set[tuple[type, str]] = set()
+    """A model that is like one that passed tells nothing new, nor does the code of a class that was read:
+    `models.layout` and `models.mixers` leave them out. Once is enough for a process."""
+    remember(layout, "require_packable", like)
+    remember(layout, "require_packed_attention", like)
+    remember(mixers, "_has", lambda module, *words: (type(module), *words))
 
-    @functools.wraps(look)
-    def looked(model: PreTrainedModel) -> None:
-        key = type(model), model.config.to_json_string(use_diff=False)
-        if key not in passed:
-            look(model)
-            passed.add(key)
 
-    layout.require_packed_attention = looked
+def like(model: PreTrainedModel, *_: Any) -> Hashable:
+    return type(model), model.config.to_json_string(use_diff=False)
+
+
+def remember(module: ModuleType, name: str, key: Callable[..., Hashable]) -> None:
+    """What the function has returned for arguments with the same key, it is not asked again."""
+    function = getattr(module, name)
+    if hasattr(function, "__wrapped__"):
+        return
+    known: dict[Hashable, Any] = {}
+
+    @functools.wraps(function)
+    def remembering(*args: Any) -> Any:
+        asked = key(*args)
+        if asked not in known:
+            known[asked] = function(*args)
+        return known[asked]
+
+    setattr(module, name, remembering)

@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from attrs import frozen
 from ray._private import ray_constants
 
 from tests.forks.client import ROOT, Forked, connect, kill_session
+from tests.forks.server import RAYS, SOCKET, WITH_RAY
 from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")
@@ -69,9 +70,8 @@ def head() -> Iterator[Head]:
     told, tells = os.pipe()
     with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
         own = environment(PYTHONPATH=str(ROOT))
-        process = Forked(
-            [sys.executable], HEAD, environment=own, directory=ROOT, stdin=stdin, stdout=stdout, stderr=stdout
-        )
+        streams = {"stdin": stdin, "stdout": stdout, "stderr": stdout}
+        process = Forked([sys.executable], HEAD, environment=own, directory=ROOT, place=place_of(own), **streams)
         stdout.close()
         lines = []
         try:
@@ -92,8 +92,13 @@ def head() -> Iterator[Head]:
 
 def environment(**more: str) -> dict[str, str]:
     """Of a process of a test: one thread, and no end of it by Ray where memory is short, which tests wait for."""
-    own = {"OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    return {**os.environ, **own, **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **RAYS, **more}
+
+
+def place_of(environment: Mapping[str, str]) -> str:
+    """Where a driver is asked for."""
+    own = {name: value for name, value in environment.items() if name.startswith("RAY_")}
+    return WITH_RAY if own == RAYS else SOCKET
 
 
 def fork_workers() -> None:

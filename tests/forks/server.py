@@ -46,9 +46,12 @@ PRELOAD = [
     *BACKENDS,
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
 ]
+# A second server has imported Ray, for drivers whose variables of Ray are these.
+RAY = ["corerl.cluster.process", "corerl.cli.main", "corerl.cli.train", "corerl.driver.launch"]
+RAYS = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
-SOCKET, PROCESSES = "socket", "processes"
+SOCKET, WITH_RAY, PROCESSES = "socket", "socket-with-ray", "processes"
 LENGTH = struct.Struct("!I")
 DESCRIPTORS = 8  # at most, in a request
 
@@ -58,16 +61,24 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     (directory / PROCESSES).mkdir(exist_ok=True)
     # Whoever asks while modules are being imported is served afterwards.
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(directory / f"{SOCKET}.bound"))
-    listening.listen(64)
-    os.rename(directory / f"{SOCKET}.bound", directory / SOCKET)  # whoever sees it may connect
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for module in PRELOAD:
-            with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
-                importlib.import_module(module)
+    places = {place: socket.socket(socket.AF_UNIX) for place in (WITH_RAY, SOCKET)}
+    for place, listening in places.items():
+        listening.bind(str(directory / f"{place}.bound"))
+        listening.listen(64)
+        os.rename(directory / f"{place}.bound", directory / place)  # whoever sees it may connect
+    preload(PRELOAD)
     importlib.import_module("tests.forks.once").look_once()
+    warm_up()
+    place = SOCKET
+    if os.fork() == 0:
+        place = WITH_RAY
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            del os.environ[name]
+        os.environ.update(RAYS)
+        preload(RAY)
+    listening = places.pop(place)
+    for other in places.values():
+        other.close()
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -120,6 +131,23 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                 asking.close()
             else:
                 os._exit(0)  # its owner is gone
+
+
+def preload(modules: Sequence[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
+                importlib.import_module(module)
+
+
+def warm_up() -> None:
+    """Start a rank of a small model: the first one of a process takes 0.1 s more than others."""
+    from corerl.testing.harness import Setup, start
+    from corerl.testing.models import tiny_fields
+
+    worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
+    worker.shutdown("warm")
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,6 +67,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         )
         for module, source in modules.items():
             (directory / f"{module}.py").write_text(source.replace("IMPLEMENTATION", f"{module}_code:Code"))
+        os.utime(directory, ns=(0, time.time_ns()))  # which the clock of a file system is too coarse for
         return directory
 
     yield install

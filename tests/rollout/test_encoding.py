@@ -213,6 +213,13 @@ def test_the_prompts_that_are_too_long_are_those_that_encode_to_more_tokens(limi
     assert longer_than(limit, source, ours) == {index: n for index, n in lengths.items() if n > limit}
 
 
+@pytest.mark.parametrize(("longest", "looked_at"), [(39, 60), (40, 0)])
+def test_texts_that_fit_whatever_the_tokenizer_makes_of_them_are_not_looked_at(longest: int, looked_at: int) -> None:
+    source = Lengths(60)
+    source.characters = 6  # at most 4 * 6 + 16 tokens
+    assert sum(part.looked_at for part in unusable(source, tokenizer(), longest=longest)) == looked_at
+
+
 class One(PromptSource):
     """A single prompt."""
 

@@ -53,8 +53,6 @@ from corerl.testing.outcomes import SELECTED, SESSION
 from corerl.testing.subject import STEPS, Runs
 from tests.testing import reached
 
-# What is installed stays so, and each of some thousand workers would look for it again.
-registry.scan = functools.cache(registry.scan)
 overridden = functools.cache(reached.overridden)
 reached_in = {}  # check and its parameters -> methods
 sharing = Runs.trained_as
