@@ -4,6 +4,7 @@ for which packed sequences become rows of their own."""
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -72,8 +73,13 @@ def mixers(decoder: nn.Module) -> list[nn.Module]:
 
 def _has(module: nn.Module, *words: str) -> bool:
     """Whether one of the words is in the code of the module's class, or of those that it extends."""
-    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
-    return any(word in inspect.getsource(each) for each in classes for word in words)
+    code = _code(type(module))
+    return any(word in code for word in words)
+
+
+@functools.cache  # reading a class takes milliseconds, and models have many modules of few classes
+def _code(kind: type[nn.Module]) -> str:
+    return "\n".join(inspect.getsource(each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)])
 
 
 def _values(kind: type[nn.Module]) -> int | None:

@@ -9,15 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from corerl.models import layout, mixers
+from corerl.models import layout
 
 
 def look_once() -> None:
-    """A model that is like one that passed tells nothing new, nor does the code of a class that was read:
-    `models.layout` and `models.mixers` leave them out. Once is enough for a process."""
+    """A model that is like one that passed tells nothing new: `models.layout` leaves it out. Once is enough for a
+    process."""
     remember(layout, "require_packable", like)
     remember(layout, "require_packed_attention", like)
-    remember(mixers, "_has", lambda module, *words: (type(module), *words))
 
 
 def like(model: PreTrainedModel, *_: Any) -> Hashable:
