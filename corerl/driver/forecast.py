@@ -12,8 +12,10 @@ from corerl.config.schema import ClusterInfo, Config
 from corerl.driver.processes import ProcessPlan
 from corerl.driver.residency import FORWARD, GIB, UPDATE, training
 from corerl.driver.run import passes_of
-from corerl.messages import one_line
+from corerl.driver.settle import supports
+from corerl.errors import ModelError
 from corerl.models.activations import size_of
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.options import role_options
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.trainer.footprint import RoleMemory, role_memory
@@ -69,9 +71,10 @@ class Forecast:
 
 @frozen(kw_only=True)
 class Forecaster:
-    """Predicts the memory of a run with `plan`, for samples of at most `longest` tokens (0: of any length)."""
+    """Predicts the memory of a run with `plan`, for samples of at most `longest` tokens (0: that fit a micro-batch)."""
 
-    config: Config  # with its plugins' tables resolved
+    config: Config  # with its plugins' tables resolved, and its [train] settled
+    asked: Config  # the same as the user has written it
     plan: ProcessPlan
     models: Mapping[str, PreTrainedConfig]
     built: Mapping[str, PreTrainedModel]
@@ -96,24 +99,26 @@ class Forecaster:
 
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
         """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
-        plan = self.plan.roles[role]
+        plan, config = self.plan.roles[role], self.config
         train = evolve(self.plan.train_of(role), **changed)
         hf, backend = self.models[role], plan.backend
         longest = self.longest or train.tokens_per_micro_batch
-        samples = self.config.rollout.prompts * self.config.rollout.samples // train.mini_batches
+        samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
+        # Saved batches, episodes and functions may bring other numbers of samples.
+        counted = config.run.mode == "train" and not config.rollout.function and not config.rollout.postprocess
         try:
             found = role_memory(
                 backend.spec,
-                role_options(self.config, role, backend),
+                role_options(config, role, backend),
                 ClusterInfo(device="cuda", ranks=len(plan.assignments), model=hf.to_dict(), train=train),
                 hf,
                 self.built[role],
-                outputs=loss_of(role, self.config).outputs,
+                outputs=loss_of(role, config).outputs,
                 longest=longest,
-                single=samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
+                single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
             )
-        except Exception as error:  # a model's code may ask for values, of which there are none
-            return f"its model cannot be run without a device ({one_line(error)})"
+        except ModelError as error:
+            return error.message
         return f"the backend {backend.name!r} does not tell" if found is None else found
 
     def too_large(self, found: Forecast, *, there: int) -> Iterator[str]:
@@ -123,25 +128,29 @@ class Forecaster:
             stage = found.stages.get(training(role))
             if stage is None or stage.total <= there * (1 + MARGIN):
                 continue
-            ways = [f"{setting} ({total / GIB:.1f} GiB)" for setting, total in self._ways(role, stage)]
+            ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
+            cures = [f"{setting} ({total / GIB:.1f} GiB)" for setting, total in ways.items()]
+            if supports(self.config, role, Capability.MULTI_RANK):
+                cures.append("more ranks")
+            cures.append("options of the backend that split or offload the model")
             yield (
-                f"roles.{role}.ranks: a device has {there / GIB:.1f} GiB, but needs more: {stage}; set "
-                f"{', or '.join([*ways, 'more ranks'])}, or options of the backend that split or offload the model"
+                f"roles.{role}.ranks: training needs {stage.total / GIB:.1f} GiB of a device, which has "
+                f"{there / GIB:.1f}: {stage}; set {', or '.join(cures)}"
             )
 
     def _ways(self, role: str, stage: StageMemory) -> Iterator[tuple[str, int]]:
-        """Settings with which less memory is needed in `stage`, and how much then."""
-        table, train = self.config.train_table_of(role), self.config.train_of(role)
-        settings: dict[str, dict[str, Any]] = {}
-        if train.recompute != "full":
-            settings[f"{table}.recompute='full'"] = {"recompute": "full"}
-        if (half := train.tokens_per_micro_batch // 2) >= max(self.longest, 1):
-            settings[f"{table}.tokens_per_micro_batch={half}"] = {"tokens_per_micro_batch": half}
+        """Settings with which less memory may be needed in `stage`, and how much then."""
+        table, train = self.asked.train_table_of(role), self.config.train_of(role)
+        fewer = {"tokens_per_micro_batch": train.tokens_per_micro_batch // 2}
+        ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= max(self.longest, 1) else []
+        if train.recompute != "full" and supports(self.config, role, Capability.RECOMPUTE):
+            ways = [{"recompute": "full"}, *ways, *({"recompute": "full", **way} for way in ways)]
         now = self.role(role)
-        for setting, changed in settings.items():
+        for changed in ways:
             then = self.role(role, **changed)
-            if isinstance(now, RoleMemory) and isinstance(then, RoleMemory) and then.training < now.training:
-                yield setting, stage.total - now.training + then.training
+            if isinstance(now, RoleMemory) and isinstance(then, RoleMemory):
+                settings = " and ".join(f"{table}.{name}={value!r}" for name, value in changed.items())
+                yield settings, stage.total - now.training + then.training
 
     @property
     def _sharing(self) -> tuple[str, ...]:
@@ -150,39 +159,56 @@ class Forecaster:
     def _training(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[role]
         kinds = memory.rank.kinds
-        parts = {f"{role}'s {NAMES[kind]}": kinds[kind] for kind in MemoryKind if kinds.get(kind)}
-        parts["activations"] = memory.training - sum(kinds.values())
+        parts = {f"{role}'s {NAMES[kind]}": count for kind, count in kinds.items() if count}
+        parts[self._activations(role)] = memory.training - sum(kinds.values())
         return StageMemory(stage=training(role), parts={**parts, **self._beside(role, known)})
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[role]
-        kinds = [PARAM] if role in self._sharing else [kind for kind in MemoryKind if kind is not MemoryKind.GRAD]
-        parts = {f"{role}'s {NAMES[kind]}": memory.rank.kinds.get(kind, 0) for kind in kinds}
-        parts["activations"] = memory.passing - memory.rank.kinds[PARAM]
+        held = {PARAM: memory.rank.kinds[PARAM]} if role in self._sharing else _between_steps(memory)
+        parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
+        parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
         return StageMemory(stage=f"{FORWARD} {role}", parts={**parts, **self._beside(role, known)})
 
+    def _activations(self, role: str) -> str:
+        return f"activations of {max(self.plan.train_of(role).tokens_per_micro_batch, self.longest):,} tokens"
+
     def _updating(self, memory: RoleMemory) -> StageMemory:
-        config, engine = self.config, self.plan.engine
-        dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
-        sent = size_of(self.built[ACTOR]).total * (4 if dtype == "float32" else 2)
-        bundles = engine.spec.bundles(config.engines[engine.name], self.plan.engines)
-        return StageMemory(
-            stage=UPDATE,
-            parts={
-                f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
-                "buckets": 2 * (config.weights.bucket_bytes or proportionate_bucket(sent)),
-                "the engine's weights": sent // bundles,
-                **self._beside(ACTOR, {}),
-            },
-        )
+        parts = {
+            f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
+            "buckets": 2 * (self.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
+            "the engine's weights": self._engine,
+        }
+        return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, {})})
 
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
-        """What others hold on the device meanwhile: nothing but their processes, if they take turns."""
+        """What others hold on the device meanwhile: nothing but their processes, if they take turns. An engine's caches
+        are not known here."""
         together = [each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.apart)]
-        parts = {
-            f"the {each}": sum(known[each].rank.kinds.values())
-            for each in together
-            if each != role and each in known and role not in self._sharing
-        }
         engine = self.config.run.samples and self.config.cluster.placement == "colocated"
+        parts = {}
+        if role not in self._sharing:
+            others = [each for each in together if each != role and each in known]
+            parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
+            if engine and role not in self.config.apart:
+                parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
+
+    @property
+    def _sent(self) -> int:
+        """Bytes of the weights that engines get."""
+        config = self.config
+        dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
+        return size_of(self.built[ACTOR]).total * (4 if dtype == "float32" else 2)
+
+    @property
+    def _engine(self) -> int:
+        """Bytes of them on a device."""
+        engine = self.plan.engine
+        return self._sent // engine.spec.bundles(self.config.engines[engine.name], self.plan.engines)
+
+
+def _between_steps(memory: RoleMemory) -> dict[MemoryKind, int]:
+    """What a rank holds that does not sleep."""
+    kinds = memory.rank.kinds
+    return {kind: kinds[kind] for kind in kinds if not (kind is MemoryKind.GRAD and memory.rank.gradients_grow)}

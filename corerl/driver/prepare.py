@@ -47,6 +47,8 @@ from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.weights.transports import AUTO, transport_named
 
+AMPERE = (8, 0)  # the first compute capability with bfloat16
+
 if TYPE_CHECKING:
     from corerl.driver.forecast import Forecast
     from corerl.models.layout import Layout
@@ -135,7 +137,6 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     asked = config
     planned = functools.partial(
         plan_processes,
-        problems=problems,
         device=device,
         models=models,
         built=built,
@@ -145,14 +146,14 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     )
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
-        config = with_precisions(config, device)
-        plan = planned(config)
+        config = with_precisions(config, device, bfloat16=has_bfloat16(config, device))
+        plan = planned(config, problems)
     problems.raise_all()
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
     assert prompts is not None and reward is not None and params is not None
-    config, plan, memory = _fitted(config, plan, planned, problems, models, built, longest=context)
+    config, plan, memory = _fitted(config, asked, plan, planned, problems, models, built)
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
@@ -182,13 +183,12 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
 
 def _fitted(
     config: Config,
+    asked: Config,
     plan: ProcessPlan,
-    planned: Callable[[Config], ProcessPlan | None],
+    planned: Callable[[Config, Problems], ProcessPlan | None],
     problems: Problems,
     models: Mapping[str, PreTrainedConfig],
     built: Mapping[str, PreTrainedModel],
-    *,
-    longest: int,
 ) -> tuple[Config, ProcessPlan, Forecast | None]:
     """The config with recomputation where it was left open and memory wants it, its plan, and the memory predicted of
     GPUs. On this machine's, a role that cannot be trained is a problem."""
@@ -196,16 +196,26 @@ def _fitted(
         return with_recomputation(config, {}), plan, None
     from corerl.driver.forecast import Forecaster  # slow to import: takes seconds
 
-    forecaster = Forecaster(config=config, plan=plan, models=models, built=built, longest=longest)
+    # Not by the model's positions, which are often many times as many as samples ever have tokens.
+    longest = config.rollout.context_length
+    forecaster = Forecaster(config=config, asked=asked, plan=plan, models=models, built=built, longest=longest)
     memory, there = forecaster.forecast(), device_memory(config)
-    config = with_recomputation(config, {role: memory.tight(role, there=there) for role in plan.roles})
-    if any(config.train_of(role).recompute != plan.train_of(role).recompute for role in plan.roles):
-        plan = planned(config) or plan
+    full = with_recomputation(config, {role: memory.tight(role, there=there) for role in plan.roles})
+    config = with_recomputation(config, {})
+    if full != config and (again := planned(full, Problems())) is not None:  # None: a backend cannot, as configured
+        config, plan = full, again
         forecaster = evolve(forecaster, config=config, plan=plan)
         memory = forecaster.forecast()
     for line in forecaster.too_large(memory, there=there) if there else ():
         problems.add(line)
     return config, plan, memory
+
+
+def has_bfloat16(config: Config, device: str) -> bool:
+    """Whether the GPUs of this machine compute in bfloat16; those of a cluster, which are not known yet, may."""
+    if device != "cuda" or config.cluster.address:
+        return True
+    return all(torch.cuda.get_device_capability(index) >= AMPERE for index in range(torch.cuda.device_count()))
 
 
 def device_memory(config: Config) -> int:

@@ -13,12 +13,12 @@ from corerl.plugin.options import backend_name
 from corerl.plugin.registry import Kind, load
 
 
-def with_precisions(config: Config, device: str) -> Config:
-    """The config with a precision for every role in place of 'auto'."""
+def with_precisions(config: Config, device: str, *, bfloat16: bool) -> Config:
+    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`."""
     trains = {}
     for role in config.chosen_roles:
         train = config.train_of(role)
-        half = supports(config, role, Capability.BFLOAT16)
+        half = bfloat16 and supports(config, role, Capability.BFLOAT16)
         trains[role] = evolve(train, precision=train.settled(device, bfloat16=half).precision)
     return with_trains(config, trains)
 
@@ -58,6 +58,6 @@ def told(before: Config, after: Config) -> Iterator[str]:
     """A line for each setting that was settled."""
     for role in before.chosen_roles:
         table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
-        for name in ("precision", "recompute"):
+        for name in ("precision", "recompute") if before.run.trains else ("precision",):
             if getattr(was, name) == "auto":
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}"

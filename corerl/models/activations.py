@@ -93,8 +93,11 @@ def activations_of(
 def size_of(model: PreTrainedModel) -> ModelSize:
     """The elements of a model's weights, by where they are."""
     layers = list(dict.fromkeys(decoder_layers(model)))
-    inside = [dict(layer.named_parameters()) for layer in layers]
-    held = {id(param) for params in inside for param in params.values()}
+    held: set[int] = set()  # a weight that layers share is counted in the first of them
+    inside: list[dict[str, torch.nn.Parameter]] = []
+    for layer in layers:
+        inside.append({name: param for name, param in layer.named_parameters() if id(param) not in held})
+        held.update(map(id, inside[-1].values()))
     embedding: Any = model.get_input_embeddings().weight
     head: Any = model.get_submodule(VALUE_HEAD) if hasattr(model, VALUE_HEAD) else model.get_output_embeddings()
     ahead = None if head is None or head.weight is embedding else head.weight
@@ -108,7 +111,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         embedding=embedding.numel(),
         head=0 if ahead is None else ahead.numel(),
         rest=sum(param.numel() for param in model.parameters() if id(param) not in known),
-        hidden=model.config.get_text_config().hidden_size,
+        hidden=embedding.shape[1],
     )
 
 

@@ -71,13 +71,18 @@ class Process(Enum):
     WORKER = "worker"
 
 
+def _of_all_kinds(given: Mapping[MemoryKind, int]) -> Mapping[MemoryKind, int]:
+    return {kind: given.get(kind, 0) for kind in MemoryKind}
+
+
 @frozen(kw_only=True)
 class RankMemory:
     """Bytes that the fullest rank of a role needs on its device."""
 
     # While the rank is in training; gradients also if they exist only in a step. Kinds that stay on the host are 0.
-    kinds: Mapping[MemoryKind, int]
-    # Whether a step's first backward pass makes the gradients, in place of the activations that it has used up.
+    kinds: Mapping[MemoryKind, int] = field(converter=_of_all_kinds)
+    # Whether a step's first backward pass makes the gradients, in place of the activations that it has used up, and its
+    # end drops them.
     gradients_grow: bool = False
     gathered: int = 0  # further in every pass: weights of other ranks, or copies of its own
     reducing: int = 0  # further in a layer's backward pass: gradients on their way

@@ -10,6 +10,8 @@ from attrs import frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ClusterInfo
+from corerl.errors import ModelError
+from corerl.messages import one_line
 from corerl.models.activations import activations_of, size_of
 from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.types import MemoryKind, Output
@@ -54,21 +56,24 @@ def role_memory(
 ) -> RoleMemory | None:
     """The memory of a role that trains the model of `config`, here on meta, with `cluster.train`: micro-batches are
     full of sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend
-    cannot tell. Raises what `activations_of` does."""
+    cannot tell. Raises ModelError if the model's code asks for values, of which there are none."""
     if spec.memory is None or cluster.train is None:
         return None
     train = cluster.train
     rank = spec.memory(options, cluster, size_of(model))
-    whole = activations_of(
-        config,
-        tokens=train.tokens_per_micro_batch,
-        longest=min(longest, train.tokens_per_micro_batch),
-        precision=train.precision,
-        outputs=outputs,
-        layout=train.layout,
-        recompute=train.recompute == "full",
-        fused=rank.fused,
-    )
+    try:
+        whole = activations_of(
+            config,
+            tokens=max(train.tokens_per_micro_batch, longest),  # a longer sample is a micro-batch of its own
+            longest=longest,
+            precision=train.precision,
+            outputs=outputs,
+            layout=train.layout,
+            recompute=train.recompute == "full",
+            fused=rank.fused,
+        )
+    except Exception as error:  # whatever a model's code does without values
+        raise ModelError(f"its model cannot be run without a device ({one_line(error)})") from error
     return RoleMemory(
         rank=rank,
         forward=math.ceil(whole.forward * rank.activations),

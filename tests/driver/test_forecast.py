@@ -39,7 +39,9 @@ def on_gpus(tmp_path: Path, **tables: Any) -> Prepared:
 def forecaster_of(prepared: Prepared) -> Forecaster:
     models = {role: hf_config(prepared.config.model_of(role)) for role in prepared.plan.roles}
     built = {role: look_at(hf, value_head=role == "critic") for role, hf in models.items()}
-    return Forecaster(config=prepared.config, plan=prepared.plan, models=models, built=built, longest=2048)
+    return Forecaster(
+        config=prepared.config, asked=prepared.config, plan=prepared.plan, models=models, built=built, longest=2048
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,17 @@ def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None
     found = forecaster.forecast()
     needed = found.stages["train actor"].total
     assert list(forecaster.too_large(found, there=needed)) == []
-    (line,) = forecaster.too_large(found, there=20 * GIB)
-    assert line.startswith("roles.actor.ranks: a device has 20.0 GiB, but needs more: train actor ")
+    now, half = forecaster.role("actor"), forecaster.role("actor", tokens_per_micro_batch=4096)
     less = forecaster.role("actor", recompute="full")
-    now = forecaster.role("actor")
-    assert not isinstance(less, str) and not isinstance(now, str)
+    assert not isinstance(less, str) and not isinstance(now, str) and not isinstance(half, str)
+    there = needed - now.training + half.training
+    (line,) = forecaster.too_large(found, there=there)
+    wanted = f"training needs {needed / GIB:.1f} GiB of a device, which has {there / GIB:.1f}: train actor "
+    assert line.startswith(f"roles.actor.ranks: {wanted}")
     assert f"set train.recompute='full' ({(needed - now.training + less.training) / GIB:.1f} GiB)" in line
-    assert "train.tokens_per_micro_batch=4096 (" in line and "or more ranks" in line
+    assert f"train.tokens_per_micro_batch=4096 ({there / GIB:.1f} GiB)" in line and "or more ranks" in line
+    (line,) = forecaster.too_large(found, there=5 * GIB)  # where no setting is enough
+    assert "; set more ranks, or options of the backend" in line
 
 
 def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside_each_other(tmp_path: Path) -> None:
@@ -108,8 +114,11 @@ def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside
     critic = together.role("critic")
     assert not isinstance(critic, str)
     parts = together.forecast().stages["train actor"].parts
-    assert parts["the critic"] == sum(critic.rank.kinds.values())
-    assert "the critic" not in in_turns.forecast().stages["train actor"].parts
+    kinds = critic.rank.kinds  # whose gradients are gone by then
+    assert parts["the critic"] == sum(kinds.values()) - kinds[MemoryKind.GRAD] > 0
+    assert parts["the engine's weights"] == in_turns.forecast().stages["update"].parts["the engine's weights"] > 0
+    alone = in_turns.forecast().stages["train actor"].parts
+    assert "the critic" not in alone and "the engine's weights" not in alone
 
 
 def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
@@ -120,6 +129,38 @@ def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> Non
     found = evolve(forecaster, plan=evolve(prepared.plan, roles={"actor": silent})).forecast()
     assert found.stages == {}
     assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
+
+
+def test_samples_that_are_longer_than_a_micro_batch_are_counted_as_one(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": {**LARGE, "max_position_embeddings": 40960}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    rollout = {**DATA["rollout"], "context_length": 8192}
+    short, long = (
+        on_gpus(tmp_path, model=model, train=train, rollout=each).memory for each in (DATA["rollout"], rollout)
+    )
+    assert short is not None and long is not None
+    few, many = short.stages["train actor"].parts, long.stages["train actor"].parts
+    assert many["activations of 8,192 tokens"] > 1.4 * few["activations of 4,096 tokens"]
+
+
+def test_saved_batches_may_be_larger_than_those_that_a_run_samples(tmp_path: Path) -> None:
+    prepared = on_gpus(tmp_path, rollout={**DATA["rollout"], "prompts": 2, "samples": 2})
+    forecaster = evolve(forecaster_of(prepared), longest=8)
+    saved = evolve(prepared.config, run=evolve(prepared.config.run, mode="train-only"))
+    counted, unknown = forecaster.role("actor"), evolve(forecaster, config=saved).role("actor")
+    assert not isinstance(counted, str) and not isinstance(unknown, str)
+    assert counted.single and not unknown.single and counted.training < unknown.training
+
+
+def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> None:
+    def memory(*_: object) -> None:
+        raise TypeError("a fault of the plugin")
+
+    prepared = on_gpus(tmp_path)
+    plan = prepared.plan.roles["actor"]
+    faulty = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=memory)))
+    with pytest.raises(TypeError, match="a fault of the plugin"):
+        evolve(forecaster_of(prepared), plan=evolve(prepared.plan, roles={"actor": faulty})).forecast()
 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:

@@ -55,12 +55,25 @@ def test_on_gpus_passes_are_in_bfloat16_and_recompute_layers_where_memory_wants_
     assert settings(unknown) == ("bfloat16", "none")
 
 
+def test_layers_are_not_recomputed_where_the_backend_as_configured_cannot(tmp_path: Path) -> None:
+    options = {"megatron": {"recompute_method": "uniform", "recompute_layers": 3}}
+    roomy = prepared_on(200 * GIB, tmp_path, backend="megatron", backends=options)
+    assert roomy.memory is not None
+    tight = prepared_on(roomy.memory.stages["train actor"].total, tmp_path, backend="megatron", backends=options)
+    assert settings(tight) == ("bfloat16", "none")
+
+
+def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
+    with mock.patch.object(preparing, "has_bfloat16", return_value=False):
+        assert settings(prepared_on(0, tmp_path)) == ("float32", "none")
+
+
 def test_what_is_asked_for_stays(tmp_path: Path) -> None:
     prepared = prepared_on(200 * GIB, tmp_path, train={"precision": "float32", "recompute": "none"})
     assert settings(prepared) == ("float32", "none") and prepared.settled == ()
     assert prepared.memory is not None
     there = round(prepared.memory.stages["train actor"].total / 1.2)
-    with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: a device has .* set train\.recompute='full' \("):
+    with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: training needs .* set train\.recompute='full' \("):
         prepared_on(there, tmp_path, train={"precision": "float32", "recompute": "none"})
 
 

@@ -25,16 +25,18 @@ def memory(config: MegatronConfig, cluster: ClusterInfo, size: ModelSize) -> Ran
     )
     etp = config.expert_tensor_parallel or tp
     # The first stage has the embedding, the last one the head, which is a copy of the embedding if they are tied.
-    ends = [size.embedding, (size.head or size.embedding) + size.rest]
-    outside = sum(ends) if pp == 1 and size.head else max(ends)
-    experts = sum(size.experts) / pp
-    dense = (sum(size.layers) / pp - experts + outside) / tp
-    experts /= ep * etp
+    here = len(size.layers) // pp
+    stages = [slice(first, first + here) for first in range(0, len(size.layers), here)]
+    experts = [sum(size.experts[stage]) / (ep * etp) for stage in stages]
+    dense = [(sum(size.layers[stage]) - sum(size.experts[stage])) / tp for stage in stages]
+    dense[0] += size.embedding / tp
+    dense[-1] += (size.head + size.rest if size.head or pp == 1 else size.embedding + size.rest) / tp
+    fullest = max(range(len(stages)), key=lambda stage: dense[stage] + experts[stage])
     copies, expert_copies = cluster.ranks // (tp * pp), cluster.ranks // (etp * ep * pp)
-    weights = round(dense + experts)
+    weights = round(dense[fullest] + experts[fullest])
     masters = weights
     if config.distributed_optimizer:
-        masters = round(dense / copies + experts / expert_copies)
+        masters = round(dense[fullest] / copies + experts[fullest] / expert_copies)
     tokens = train.tokens_per_micro_batch if train is not None else 0
     replicated = 0
     if tp > 1 and not config.sequence_parallel and train is not None and train.recompute == "none":
