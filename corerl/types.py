@@ -14,6 +14,8 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from corerl.errors import ContractError
+from corerl.kinds import MemoryKind as MemoryKind
+from corerl.kinds import ModelSize as ModelSize
 
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
@@ -21,31 +23,6 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 Scalar = bool | int | float | str
-
-
-class MemoryKind(StrEnum):
-    """What a backend's memory is for: the unit of `sleep` and `wake_up`."""
-
-    PARAM = "param"  # what forward and update_weights read
-    MASTER = "master"  # float32 copies of the parameters, if separate
-    GRAD = "grad"  # dropped on sleep, never copied
-    OPTIMIZER = "optimizer"  # moments
-
-
-@frozen(kw_only=True)
-class ModelSize:
-    """How many elements a model's weights have, before any of them is split."""
-
-    layers: tuple[int, ...]  # of each decoder layer, its experts included
-    experts: tuple[int, ...]  # of each decoder layer's experts; 0 in a dense one
-    embedding: int
-    head: int  # what turns hidden states into logits or a value; 0 if it is the embedding
-    rest: int  # all others, such as the final norm
-    hidden: int  # elements of a hidden state
-
-    @property
-    def total(self) -> int:
-        return sum(self.layers) + self.embedding + self.head + self.rest
 
 
 class Output(StrEnum):

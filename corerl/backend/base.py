@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from attrs import evolve
 
 from corerl.checkpoint.format import BUFFER, WEIGHTS, index_file, require_fields
 from corerl.checkpoint.reader import CheckpointSource, read_extra
@@ -188,6 +189,8 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
+        # The driver settles what [train] leaves open; so does whoever makes a role's config without it.
+        config = evolve(config, train=config.train.settled(config.device))
         self.config, self.context = config, context
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
         self._communicators = Communicators(self.device)

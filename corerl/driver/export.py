@@ -45,7 +45,9 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     model = config.model_of(role)
     hf = hf_config(model)
     weights.require_same_model(checkpoint, role, weights.built(role, hf))  # else nothing could load the export
-    kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).precision)]
+    kept = DTYPES[
+        dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
+    ]
     source = CheckpointSource(checkpoint / role, *WEIGHTS)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,8 +16,8 @@ from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
 from corerl.config.schema import ClusterInfo
+from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import FULL, Capability, Support
-from corerl.types import MemoryKind, ModelSize
 
 Environment: TypeAlias = Mapping[str, str]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from attrs import evolve, frozen
 
 from corerl.config.schema import ClusterInfo
+from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.testing.plain.spec import PlainConfig, memory
-from corerl.types import MemoryKind, ModelSize
 
 
 @frozen(kw_only=True)
@@ -103,8 +103,7 @@ LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while th
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
 WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")
 PREDICTS_TOO_LITTLE = evolve(
-    broken_on_several_ranks("DataParallel", "its spec predicts memory without moments", seen_by="C65"),
-    memory=without_moments,
+    broken("PredictsTooLittle", "its spec predicts memory without moments", seen_by="C65"), memory=without_moments
 )
 
 BROKEN: dict[str, str] = {  # name of a backend -> the check that must fail

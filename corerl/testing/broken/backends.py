@@ -318,6 +318,13 @@ class KeepsMomentsAwake(PlainBackend):
         return [] if kind is MemoryKind.OPTIMIZER else super().tensors(kind)
 
 
+class PredictsTooLittle(PlainBackend):
+    """Without a fault here: what it holds is more than its spec says."""
+
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        return super().tensors(kind)
+
+
 class WakesDirty(PlainBackend):
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         result = super().wake_up(kinds)

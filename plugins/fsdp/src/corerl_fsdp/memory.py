@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from corerl.config.schema import ClusterInfo
+from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.spec import RankMemory
-from corerl.types import MemoryKind, ModelSize
 from corerl_fsdp.config import FsdpConfig
 
 FLOAT32 = 4
