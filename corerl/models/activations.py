@@ -14,6 +14,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,9 +28,9 @@ from corerl.types import ModelSize, Output
 
 EXPERTS = ".experts."  # in the names of the weights of experts that tokens are routed to
 BLOCK = 512  # torch's allocator for CUDA rounds sizes up to a multiple of this
+ITEM = torch.ops.aten._local_scalar_dense.default
 # The partitioner of torch's compiler chooses what a compiled layer keeps; the rest of the compiler, which needs the
 # device, does not change that.
-ITEM = torch.ops.aten._local_scalar_dense.default
 PARTITIONED = "aot_eager_decomp_partition"
 
 
@@ -76,10 +78,10 @@ def activations_of(
     for param in policy.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_forget)
-    with _Allocations(policy) as held, torch.no_grad():
+    with _FusedAttention(), _Allocations(policy) as held, torch.no_grad():
         policy(*inputs, 1.0, outputs)
     forward = held.peak
-    with _Allocations(policy) as held:
+    with _FusedAttention(), _Allocations(policy) as held:
         found = policy(*inputs, 1.0, outputs)
         kept = held.now
         torch.stack([each.sum() for each in found.values()]).sum().backward()
@@ -144,6 +146,37 @@ def _kept(policy: Policy, inputs: tuple[Tensor, PackedSequences, Tensor], output
         )
         policy(*inputs, 1.0, outputs)
     return sum(map(_size, kept.values()))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Has torch's attention take the kernel that it takes on a GPU; on meta it would take the one that holds all
+    scores."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is scaled_dot_product_attention and args[0].is_meta:
+            return _fused(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The arguments of `scaled_dot_product_attention`."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    found: Tensor = attend(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return found
 
 
 class _Allocations(TorchDispatchMode):

@@ -94,10 +94,12 @@ def test_every_kind_of_layer_can_be_counted(family: str) -> None:
     assert 0 < found.forward < found.train and 0 < found.kept < found.train
 
 
-def test_rows_that_are_padded_are_counted_with_all_that_transformers_makes() -> None:
+def test_rows_that_are_full_keep_what_packed_ones_do_and_no_scores() -> None:
     fields = {**tiny_fields("qwen3"), **WIDE}
-    packed, whole = of(fields), of(fields, layout="whole")
-    assert whole.kept > packed.kept
+    packed = of(fields, longest=64)
+    short, long = (of(fields, longest=longest, layout="whole") for longest in (64, 512))
+    assert short.kept == pytest.approx(packed.kept, rel=0.1)
+    assert long.kept == pytest.approx(short.kept, rel=0.05)  # scores would be eight times as many
 
 
 def test_a_models_size_is_that_of_its_parts() -> None:
