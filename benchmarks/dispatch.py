@@ -17,8 +17,9 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
+from corerl.driver.algorithm import plan_algorithm
 from corerl.plugin.options import resolve_tables
-from corerl.trainer.assign import loss_of, plan_role
+from corerl.trainer.assign import plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.types import Step, TrainResult
 
@@ -54,7 +55,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
             extensions=(),
         )
     )
-    loss = loss_of("actor", config)
+    loss = plan_algorithm(config).objectives["actor"].loss
     plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)

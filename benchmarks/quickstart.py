@@ -25,9 +25,12 @@ from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptStream
+from corerl.driver.algorithm import plan_algorithm
 from corerl.models.config import hf_config
 from corerl.models.random import RandomSource
 from corerl.models.tokenizer import load_tokenizer
+from corerl.plugin.options import resolve_tables, settle_algorithm
+from corerl.plugin.spec import ACTOR
 
 EXAMPLE = ROOT / "examples" / "quickstart.toml"
 PEERS = ROOT / "benchmarks" / "peers"
@@ -108,6 +111,7 @@ def write_task(config: Config, directory: Path) -> None:
     for name, chosen in tables.items():
         rows = [json.dumps({"prompt": prompt.text, "answer": prompt.answer}) for prompt in chosen]
         (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    loss = plan_algorithm(resolve_tables(settle_algorithm(config))).objectives[ACTOR].loss
     settings = {
         "steps": config.run.steps * config.train.mini_batches,
         "prompts": config.rollout.prompts,
@@ -115,8 +119,8 @@ def write_task(config: Config, directory: Path) -> None:
         "mini_batches": config.train.mini_batches,
         "temperature": config.rollout.temperature,
         "max_tokens": config.rollout.max_tokens,
-        "clip_low": config.algorithm.clip_low,
-        "clip_high": config.algorithm.clip_high,
+        "clip_low": loss.params["clip_low"],
+        "clip_high": loss.params["clip_high"],
         "entropy_coef": config.algorithm.entropy_coef,
         "optimizer": asdict(config.train.optimizer),
         "schedule": asdict(config.train.schedule),

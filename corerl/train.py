@@ -18,11 +18,11 @@ def train(config: Config) -> Summary:
         run.evaluate()
         for scored in run.source:  # sampled on demand, with the last pushed weights, or ahead of time
             with run.training():
-                stamped = run.with_advantages(scored)
-                results = run.optimize(stamped)
+                batch = run.with_advantages(scored)
+                results = run.optimize(batch)
                 run.progress.step += 1
                 run.push_weights()
-                run.report(scored, stamped, results)
+                run.report(scored, batch, results)
                 run.save()
             run.evaluate()
             if run.stopping:

@@ -41,6 +41,13 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
     return centred.astype(np.float32)
 
 
+def sample_rewards(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> FloatArray:
+    """[B] each sample's reward and the sum of its tokens' own, which are [B] and [N]."""
+    sums = np.bincount(samples.sample_of, weights=token_rewards, minlength=len(samples))
+    summed: FloatArray = rewards + sums.astype(np.float32)
+    return summed
+
+
 def broadcast(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
     """[N] each sample's number from [B] at all of its loss tokens, 0 elsewhere."""
     per_token = np.repeat(np.asarray(per_sample, dtype=np.float32), batch.lengths)

@@ -23,6 +23,7 @@ class LossInputs:
     entropy: Tensor | None = None  # [T] with gradient, if requested
     values: Tensor | None = None  # [T] with gradient, if requested
     columns: Mapping[str, Tensor] = field(factory=dict)  # each [T]: weights, advantages, old_logprobs, ...
+    bounds: Tensor | None = None  # [S + 1] sample s is tokens bounds[s]:bounds[s + 1]; none is split over micro-batches
 
 
 @frozen
@@ -46,80 +47,140 @@ class Loss(Protocol):
     def __call__(self, inputs: LossInputs, *args: Any, **params: Any) -> LossResult: ...
 
 
-def clipped(
-    inputs: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    entropy_coef: float = 0.0,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-) -> LossResult:
-    """PPO's clipped policy loss, with separate lower and upper bounds, an entropy bonus and a KL penalty.
+@frozen(kw_only=True, eq=False)
+class PolicyTokens:
+    """What the loss of a policy reads of T packed tokens, each [T] and 0 at tokens that do not count.
 
-        r_t  = exp(logprobs_t - old_logprobs_t)
-        loss = sum_t weights_t * ( -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
-                                   - entropy_coef * H_t + kl_coef * KL_t )
-
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025, "DAPO"; the
-    penalty in the loss: Shao et al. 2024, "DeepSeekMath", eq. 3. Estimators of the KL: `corerl.algorithms.kl`.
-
-    Columns, each [T]: `weights` (include 1 / denominator), `advantages`, `old_logprobs`, `rollout_logprobs`, and with a
-    `kl_coef` also `ref_logprobs`. Only tokens with a nonzero weight count: values at prompts, padding and fillers, even
-    inf or NaN, affect neither the loss nor a gradient nor a metric.
-
-    Metrics: `loss` and `policy_loss` are sums with the loss's own weights. All others are means over loss tokens, each
-    counted once whatever the aggregation, so that runs can be compared: `entropy`, `ratio`, `clip_fraction` (the clip
-    is active and the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference), and
-    those of `mismatch` between trainer and engine.
-
-    `entropy` may be None if entropy_coef is 0; its metric is then missing. ContractError if another input is missing.
+    Only tokens with a nonzero weight count: values at prompts, padding and fillers, even inf or NaN, affect neither the
+    loss nor a gradient nor a metric.
     """
-    if inputs.logprobs is None:
-        raise ContractError(
-            "loss 'clipped' got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
+
+    inputs: LossInputs
+    name: str  # of the loss, for messages
+    weights: Tensor  # include 1 / denominator
+    counted: Tensor  # bool
+    logprobs: Tensor  # with gradient
+    advantages: Tensor
+    log_ratio: Tensor  # logprobs - old_logprobs, clamped to +-20
+
+    @classmethod
+    def of(cls, inputs: LossInputs, *, name: str) -> PolicyTokens:
+        """Reads the columns `weights`, `advantages` and `old_logprobs`. ContractError if one, or the log-probs, are
+        missing."""
+        if inputs.logprobs is None:
+            raise ContractError(
+                f"loss {name!r} got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
+            )
+        column = partial(_column, inputs, loss=name)
+        weights = column("weights")
+        counted = weights != 0
+        logprobs = _where(counted, inputs.logprobs)
+        advantages = _where(counted, column("advantages"))
+        log_ratio = logprobs - _where(counted, column("old_logprobs"))
+        return cls(
+            inputs=inputs,
+            name=name,
+            weights=weights,
+            counted=counted,
+            logprobs=logprobs,
+            advantages=advantages,
+            log_ratio=log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
         )
-    column = partial(_column, inputs, loss="clipped")
-    weights = column("weights")
-    counted = weights != 0
-    at_loss_tokens = partial(_where, counted)
-    logprobs = at_loss_tokens(inputs.logprobs)
-    advantages = at_loss_tokens(column("advantages"))
-    log_ratio = logprobs - at_loss_tokens(column("old_logprobs"))
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+
+    def column(self, name: str) -> Tensor:
+        """[T] another column of the batch. ContractError if it is missing."""
+        return _where(self.counted, _column(self.inputs, name, loss=self.name))
+
+    def sample_mean(self, values: Tensor) -> Tensor:
+        """[T] at each token the mean of `values` [T] over the counted tokens of its sample, with gradient."""
+        bounds = self.inputs.bounds
+        if bounds is None:
+            raise ContractError(f"loss {self.name!r} needs to know where each sample begins; pass LossInputs.bounds")
+        bounds = bounds.long()
+        sums = torch.segment_reduce(_where(self.counted, values), "sum", offsets=bounds, initial=0)
+        counts = torch.segment_reduce(self.counted.to(values.dtype), "sum", offsets=bounds, initial=0)
+        return (sums / counts.clamp(min=1)).repeat_interleave(bounds.diff(), output_size=len(values))
+
+    def result(
+        self,
+        policy_term: Tensor,
+        metrics: Mapping[str, Tensor] | None = None,
+        *,
+        entropy_coef: float = 0.0,
+        kl_coef: float = 0.0,
+        kl_estimator: str = "k3",
+    ) -> LossResult:
+        """The loss whose policy term at each token is `policy_term` [T], with what all policy losses share: an entropy
+        bonus and a KL penalty.
+
+            loss = sum_t weights_t * (policy_term_t - entropy_coef * H_t + kl_coef * KL_t)
+
+        The penalty in the loss: Shao et al. 2024, "DeepSeekMath", eq. 3; estimators of the KL: `corerl.algorithms.kl`.
+        Reads the column `rollout_logprobs`, and with a `kl_coef` also `ref_logprobs`.
+
+        Metrics: `loss` and `policy_loss` are sums with the loss's own weights. All others are means over loss tokens,
+        each counted once whatever the aggregation, so that runs can be compared: `metrics`, each [T], `entropy`,
+        `ratio`, `approx_kl` (from the old policy), `kl` (from the reference), and those of `mismatch` between trainer
+        and engine. `entropy` is missing without one in the inputs; ContractError if `entropy_coef` needs it.
+        """
+        entropy, tokens = self.inputs.entropy, self.counted.sum()
+        policy_loss = (self.weights * policy_term).sum()
+        loss = policy_loss
+
+        def mean(values: Tensor) -> TensorMetric:
+            return TensorMetric(_where(self.counted, values.detach()).sum(), tokens)
+
+        found = {
+            "ratio": mean(self.log_ratio.exp()),
+            **{name: mean(values.to(self.logprobs.dtype)) for name, values in (metrics or {}).items()},
+            # k3 with the roles swapped: the old policy sampled
+            "approx_kl": mean(self.log_ratio.expm1() - self.log_ratio),
+            **mismatch(self.logprobs.detach(), self.column("rollout_logprobs"), self.counted),
+        }
+        if entropy is not None:
+            found["entropy"] = mean(entropy)
+        if entropy_coef:
+            if entropy is None:
+                raise ContractError(
+                    f"loss {self.name!r} has entropy_coef={entropy_coef} but got no entropy; "
+                    "request it in LossSpec.outputs, and pass it in LossInputs"
+                )
+            loss = loss - entropy_coef * (self.weights * _where(self.counted, entropy)).sum()
+        if kl_coef:
+            kl = estimator(kl_estimator)(self.logprobs, self.column("ref_logprobs"))
+            found["kl"] = mean(kl)
+            loss = loss + kl_coef * (self.weights * kl).sum()
+        found["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
+        found["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.SUM)
+        return LossResult(loss, found)
+
+
+def clipped(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0, **common: Any
+) -> LossResult:
+    """PPO's clipped policy loss, with separate lower and upper bounds.
+
+        r_t    = exp(logprobs_t - old_logprobs_t)
+        term_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    and with a `dual_clip` c, at least -c A_t where A_t is negative: a token that has become much likelier does not push
+    without bound. Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025,
+    "DAPO", eq. 8; the third: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
+    Learning", eq. 5. `common`, and what is read besides: `PolicyTokens`.
+
+    Metrics besides the common ones: `clip_fraction` and `dual_clip_fraction`, of tokens at which the clip is active and
+    the policy term's gradient is 0.
+    """
+    tokens = PolicyTokens.of(inputs, name="clipped")
+    ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    policy_loss = (weights * -torch.minimum(free, bounded)).sum()
-    loss = policy_loss
-
-    tokens = counted.sum()
-
-    def mean(values: Tensor) -> TensorMetric:
-        return TensorMetric(at_loss_tokens(values.detach()).sum(), tokens)
-
-    metrics = {
-        "ratio": mean(ratio),
-        "clip_fraction": mean((bounded < free).to(ratio.dtype)),
-        "approx_kl": mean(log_ratio.expm1() - log_ratio),  # k3 with the roles swapped: the old policy sampled
-        **mismatch(logprobs.detach(), at_loss_tokens(column("rollout_logprobs")), counted),
-    }
-    if inputs.entropy is not None:
-        metrics["entropy"] = mean(inputs.entropy)
-    if entropy_coef:
-        if inputs.entropy is None:
-            raise ContractError(
-                f"loss 'clipped' has entropy_coef={entropy_coef} but got no entropy; "
-                "request it in LossSpec.outputs, and pass it in LossInputs"
-            )
-        loss = loss - entropy_coef * (weights * at_loss_tokens(inputs.entropy)).sum()
-    if kl_coef:
-        kl = estimator(kl_estimator)(logprobs, at_loss_tokens(column("ref_logprobs")))
-        metrics["kl"] = mean(kl)
-        loss = loss + kl_coef * (weights * kl).sum()
-    metrics["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
-    metrics["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.SUM)
-    return LossResult(loss, metrics)
+    gain, metrics = torch.minimum(free, bounded), {"clip_fraction": bounded < free}
+    if dual_clip:
+        lowest = dual_clip * advantages
+        metrics["dual_clip_fraction"] = (advantages < 0) & (gain < lowest)
+        gain = torch.where(advantages < 0, torch.maximum(gain, lowest), gain)
+    return tokens.result(-gain, metrics, **common)
 
 
 APART = (0.1, 1.0)  # log-prob differences above which tokens are counted: ratios of 1.1 and e

@@ -46,46 +46,35 @@ def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[Los
     return partial(function, **params)
 
 
-def loss_spec(
-    *, loss: str, clip_low: float, clip_high: float, entropy_coef: float, kl_coef: float, kl_estimator: str
-) -> LossSpec:
-    """The loss of a run as data, from the fields of `[algorithm]`.
+def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float, kl_estimator: str) -> LossSpec:
+    """The policy's loss as data: the algorithm's `own` with the common terms of `[algorithm]`, or the user's `loss`,
+    which gets those parameters of both that it takes.
 
-    A loss gets the fields that it has parameters for. It need not clip, but a nonzero coefficient that it does not take
-    is a ConfigError. The entropy is always requested, as a metric: if entropy_coef is 0 it has no gradient, and only
-    costs one more sum over logits that the log-probs read anyway.
+    A nonzero coefficient that the loss does not take is a ConfigError. The entropy is always requested, as a metric: if
+    entropy_coef is 0 it has no gradient, and only costs one more sum over logits that the log-probs read anyway.
     """
-    fields: dict[str, Scalar] = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "entropy_coef": entropy_coef,
-        "kl_coef": kl_coef,
-        "kl_estimator": kl_estimator,
-    }
-    function = _find(loss)
+    name = loss or own.name
+    common: dict[str, Scalar] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_estimator": kl_estimator}
+    fields = {**own.params, **common}
+    function = _find(name)
     if function is value:
-        raise ConfigError(f"algorithm.loss={loss!r} is the loss of a critic; choose a loss for the policy")
-    parameters = _parameters(function, name=loss)
+        raise ConfigError(f"algorithm.loss={name!r} is the loss of a critic; choose a loss for the policy")
+    parameters = _parameters(function, name=name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters}
     for coefficient in ("entropy_coef", "kl_coef"):
         if fields[coefficient] and not takes_any and coefficient not in taken:
             raise ConfigError(
-                f"algorithm.{coefficient}={fields[coefficient]}, but loss {loss!r} has no such parameter; "
+                f"algorithm.{coefficient}={fields[coefficient]}, but loss {name!r} has no such parameter; "
                 f"set it to 0, or add it to the function"
             )
     spec = LossSpec(
-        name=loss,
-        params={name: value for name, value in fields.items() if takes_any or name in taken},
-        outputs=(Output.LOGPROBS, Output.ENTROPY),
+        name=name,
+        params={each: given for each, given in fields.items() if takes_any or each in taken},
+        outputs=tuple(dict.fromkeys([*own.outputs, Output.LOGPROBS, Output.ENTROPY])),
     )
     resolve_loss(spec)
     return spec
-
-
-def value_loss_spec(*, value_clip: float) -> LossSpec:
-    """The critic's loss as data."""
-    return LossSpec(name="value", params={"value_clip": value_clip}, outputs=(Output.VALUES,))
 
 
 def _find(name: str) -> Loss:

@@ -29,6 +29,7 @@ class DeviceBatch:
             entropy=outputs.get(Output.ENTROPY),
             values=outputs.get(Output.VALUES),
             columns=self.columns,
+            bounds=self.packing.cu_seqlens,
         )
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     for action in (check, show):
         action.add_argument("file", metavar="FILE", help="a TOML file")
         action.add_argument(
-            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithm.clip_high=0.28"
+            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithms.grpo.clip_high=0.28"
         )
     parser.set_defaults(run=run)
 
@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
-        from corerl.plugin.options import resolve_tables
+        from corerl.plugin.options import resolve_tables, settle_algorithm
 
         tried()
-        resolved = resolve_tables(config)
+        resolved = resolve_tables(settle_algorithm(config))
         toml = dump_toml(resolved)
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0

@@ -8,9 +8,11 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("options", help="print a plugin's settings as TOML, each with its default")
-    parser.add_argument("name", metavar="NAME", help="a backend, an engine or an extension")
+    parser.add_argument("name", metavar="NAME", help="a backend, an engine, an extension or an algorithm")
     parser.add_argument(
-        "--kind", choices=("backend", "engine", "extension"), help="needed if several plugins have this name"
+        "--kind",
+        choices=("backend", "engine", "extension", "algorithm"),
+        help="needed if several plugins have this name",
     )
     parser.set_defaults(run=run)
 
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if len(kinds) > 1:
         nouns = [kind.noun for kind in kinds]
         raise PluginConflict(
-            f"{args.name!r} is the name of {' and '.join(f'an {n}' if n[0] == 'e' else f'a {n}' for n in nouns)}; "
+            f"{args.name!r} is the name of {' and '.join(f'an {n}' if n[0] in 'ae' else f'a {n}' for n in nouns)}; "
             f"write {' or '.join(f'--kind {noun}' for noun in nouns)}"
         )
     print(table_of(kinds[0], load(kinds[0], args.name)), end="")

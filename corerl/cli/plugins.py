@@ -1,4 +1,4 @@
-"""`corerl backends`, `engines` and `extensions`, each `[--json]`: list what is installed, and why some cannot run."""
+"""`corerl backends`, `engines`, `extensions`, `algorithms` `[--json]`: what is installed, and why some cannot run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from corerl.plugin.registry import Installed
 
 
-KINDS = {"backends": "training backends", "engines": "rollout engines", "extensions": "observers and wrappers"}
+KINDS = {
+    "backends": "training backends",
+    "engines": "rollout engines",
+    "extensions": "observers and wrappers",
+    "algorithms": "algorithms",
+}
 
 
 def add_parser(subparsers: Any) -> None:

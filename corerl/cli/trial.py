@@ -18,18 +18,18 @@ def try_imports(config: Config) -> Callable[[], None]:
 
     Raises PluginIncompatible at once if what is installed is not what CoreRL and the plugins require: then the imports
     that a command does next may raise anything."""
-    from corerl.plugin.options import distributions_of, selected
-    from corerl.plugin.registry import Kind
+    from corerl.plugin.options import TABLES, distributions_of, selected
     from corerl.plugin.requirements import require_met
 
     require_met(distributions_of(config))
 
     rewards = (config.reward.name, *(each.name for each in config.reward.functions))
-    names = (*rewards, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)
+    names = (*rewards, config.rollout.function, config.rollout.postprocess)
+    names += (config.algorithm.loss, config.algorithm.advantages)
     modules = [name.partition(":")[0] for name in names if ":" in name]
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.
-    plugins += [(kind, name) for kind in (Kind.BACKENDS, Kind.ENGINES) for name in getattr(config, kind.value)]
+    plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
     return beside(modules, list(dict.fromkeys(plugins)))
 
 

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import Config, CriticConfig, EpisodesConfig
+from corerl.config.schema import Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
@@ -30,12 +30,6 @@ def _mode(config: Config) -> Iterator[str]:
         )
     if config.run.mode == "eval" and not config.data.held_out:
         yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
-    warm = config.algorithm.critic.warmup_steps
-    if warm and warm >= config.run.steps:
-        yield (
-            f"algorithm.critic.warmup_steps: got {warm}, which leaves none of run.steps={config.run.steps} to train "
-            "the actor; set it below run.steps"
-        )
     if from_files and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
     sends = config.run.samples and config.run.trains
@@ -138,32 +132,7 @@ def _use_multiple(value: int, unit: int) -> str:
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    algorithm, critic = config.algorithm, config.roles.critic
-    if algorithm.name == "ppo" and critic is None:
-        yield "roles.critic: missing, but algorithm.name='ppo' needs a critic; add one, such as roles.critic.ranks=1"
-    if algorithm.name != "ppo" and critic is not None:
-        yield (
-            f"roles.critic: set, but algorithm.name={algorithm.name!r} uses no critic; remove it, or set "
-            "algorithm.name='ppo'"
-        )
-    if algorithm.name != "ppo" and algorithm.critic != CriticConfig():
-        yield f"algorithm.critic: set, but algorithm.name={algorithm.name!r} does not use it; remove it"
-    if algorithm.name == "grpo" and config.rollout.samples < 2:
-        yield (
-            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or "
-            "algorithm.name='ppo'"
-        )
-    if algorithm.dynamic_sampling and config.rollout.samples < 2:
-        yield (
-            "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
-            "at least 2, or this to 0"
-        )
-    if algorithm.dynamic_sampling and (algorithm.name == "ppo" or algorithm.kl_in == "reward"):
-        yield (
-            "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
-            f"{'algorithm.name=' if algorithm.name == 'ppo' else 'algorithm.kl_in='}"
-            f"{(algorithm.name if algorithm.name == 'ppo' else algorithm.kl_in)!r}; set it to 0"
-        )
+    algorithm = config.algorithm
     if algorithm.kl_target and not algorithm.kl_coef:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
@@ -178,16 +147,16 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "
             "algorithm.old_logprobs='recompute'"
         )
-    penalised = algorithm.overlong == "penalty"
+    penalised, buffer = algorithm.overlong == "penalty", algorithm.overlong_buffer or 0
     if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
         yield (
             f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has "
             f"{config.rollout.prompts * config.rollout.samples} samples, so one step could make kl_coef negative; set "
             "it to more than a fifth of that"
         )
-    if penalised != bool(algorithm.overlong_buffer) or algorithm.overlong_buffer > config.rollout.max_tokens:
+    if penalised != bool(buffer) or buffer > config.rollout.max_tokens:
         yield (
-            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} with algorithm.overlong={algorithm.overlong!r}; "
+            f"algorithm.overlong_buffer: {buffer} with algorithm.overlong={algorithm.overlong!r}; "
             f"'penalty' needs 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
         )
 

@@ -1,7 +1,8 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
 Every field has help text, which `corerl config` prints; a field without a default is required.
-Options of a single backend or engine are in `backends.NAME` and `engines.NAME`, as the plugin's own class.
+Options of a single backend, engine or algorithm are in `backends.NAME`, `engines.NAME` and `algorithms.NAME`, as the
+plugin's own class.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from corerl.messages import short_repr
 
 Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
+Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 Precision = Literal["float32", "bfloat16", "float16"]
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -290,46 +292,21 @@ class CriticChoice(RoleChoice):
 @frozen(kw_only=True)
 class RolesConfig:
     actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
-    critic: CriticChoice | None = option("the value function, required by algorithm.name = 'ppo'", default=None)
-
-
-@frozen(kw_only=True)
-class CriticConfig:
-    """Generalized advantage estimation (Schulman et al. 2016) and the critic's loss, for algorithm.name = 'ppo'."""
-
-    gamma: float = option("discount factor per token", default=1.0, validator=between(0, 1))
-    gae_lambda: float = option(
-        "lambda of generalized advantage estimation; 1 uses full returns, lower values trust the critic more",
-        default=1.0,
-        validator=between(0, 1),
-    )
-    whiten: bool = option(
-        "normalize the advantages of a rollout batch to mean 0 and standard deviation 1", default=True
-    )
-    value_clip: float = option(
-        "clip the change of a value from its value before the update to this much; 0 disables clipping",
-        default=0.2,
-        validator=at_least(0),
-    )
-    warmup_steps: int = option("initial rollout steps that train only the critic", default=0, validator=at_least(0))
+    critic: CriticChoice | None = option("the value function, for algorithms that need one", default=None)
 
 
 @frozen(kw_only=True)
 class AlgorithmConfig:
-    """The settings that lead from rewards to the policy's loss."""
+    """The settings that all algorithms share, from rewards to the policy's loss. One that is unset is as the algorithm
+    says; `settled` fills it in."""
 
-    name: Literal["grpo", "ppo"] = option(
-        'how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, "DeepSeekMath"), '
-        "ppo asks a critic (Schulman et al. 2017)",
+    name: str = option(
+        "an installed algorithm (`corerl algorithms` lists them), 'distribution:name', or 'package.module:SPEC'",
         default="grpo",
+        validator=filled,
     )
-    normalize_std: bool = option(
-        "grpo: divide a group's centered rewards by their standard deviation; false is Dr.GRPO", default=True
-    )
-    critic: CriticConfig = option("ppo: advantage estimation and the critic's loss", factory=CriticConfig)
-    loss: str = option("the policy loss: a registered name, or 'module:function'", default="clipped")
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
+    advantages: str = option("'module:function' in place of the algorithm's own advantages", default="")
+    loss: str = option("in place of the algorithm's own policy loss: clipped, or 'module:function'", default="")
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
     kl_coef: float = option(
         "weight of the KL penalty to the reference policy; 0 keeps no reference policy",
@@ -348,10 +325,10 @@ class AlgorithmConfig:
     kl_horizon: int = option(
         "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
     )
-    aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = option(
+    aggregation: Aggregation | None = option(
         "how token losses are weighted in a step: all tokens equally, all sequences equally, or by 1 / "
-        "rollout.max_tokens (Dr.GRPO)",
-        default="token-mean",
+        "rollout.max_tokens; unset: token-mean, unless the algorithm says otherwise",
+        default=None,
     )
     old_logprobs: Literal["rollout", "recompute"] = option(
         "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step",
@@ -384,20 +361,33 @@ class AlgorithmConfig:
         'Inference Routers"; Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs"',
         default="none",
     )
-    dynamic_sampling: int = option(
+    dynamic_sampling: int | None = option(
         "maximum number of times that groups whose rewards are all equal are dropped and other prompts sampled "
-        'instead (Yu et al. 2025, "DAPO"); 0 keeps such groups',
-        default=0,
+        "instead (Yu et al. 2025, section 3.2); 0 keeps such groups; unset: 0, unless the algorithm says otherwise",
+        default=None,
         validator=at_least(0),
     )
-    overlong: Literal["keep", "mask", "penalty"] = option(
+    overlong: Literal["keep", "mask", "penalty"] | None = option(
         "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "
-        "truncated ones; penalty: reduce the reward by up to 1 over the last overlong_buffer tokens (DAPO)",
-        default="keep",
+        "truncated ones; penalty: reduce the reward by up to 1 over the last overlong_buffer tokens (Yu et al. 2025, "
+        "section 3.4); unset: keep, unless the algorithm says otherwise",
+        default=None,
     )
-    overlong_buffer: int = option(
-        "tokens before rollout.max_tokens over which the penalty grows from 0 to 1", default=0, validator=at_least(0)
+    overlong_buffer: int | None = option(
+        "tokens before rollout.max_tokens over which the penalty grows from 0 to 1; unset: a fifth of them with "
+        "overlong='penalty', else 0",
+        default=None,
+        validator=at_least(0),
     )
+
+    def settled(self, defaults: Mapping[str, Any], *, max_tokens: int) -> AlgorithmConfig:
+        """The same with a value for every setting that is unset: of `defaults`, the algorithm's own, or the common one.
+        `max_tokens` is `rollout.max_tokens`."""
+        common = {"aggregation": "token-mean", "dynamic_sampling": 0, "overlong": "keep", **defaults}
+        settled = evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})
+        if settled.overlong_buffer is not None:
+            return settled
+        return evolve(settled, overlong_buffer=max(1, max_tokens // 5) if settled.overlong == "penalty" else 0)
 
 
 @frozen(kw_only=True)
@@ -650,9 +640,12 @@ class Config:
     backend: BackendChoice = option("the training backend")
     backends: Mapping[str, Mapping[str, Any]] = option("backend-specific options, one table per backend", factory=dict)
     engines: Mapping[str, Mapping[str, Any]] = option("engine-specific options, one table per engine", factory=dict)
+    algorithms: Mapping[str, Mapping[str, Any]] = option(
+        "algorithm-specific options, one table per algorithm", factory=dict
+    )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
-    algorithm: AlgorithmConfig = option("from rewards to the loss", factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = option("what all algorithms share", factory=AlgorithmConfig)
     data: DataConfig = option("prompts", factory=DataConfig)
     reward: RewardConfig = option("scoring of samples", factory=RewardConfig)
     rollout: RolloutConfig = option("sampling", factory=RolloutConfig)

@@ -31,8 +31,7 @@ from corerl.models.random import RandomSource
 from corerl.models.routing import routers
 from corerl.models.whole import WholePolicy
 from corerl.ops.attention import PackedSequences
-from corerl.plugin.spec import Finding, Level, ok
-from corerl.trainer.assign import ACTOR
+from corerl.plugin.spec import ACTOR, Finding, Level, ok
 from corerl.types import Output, offsets_of
 from corerl.weights.chunks import fill
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import numpy as np
 from attrs import frozen
 
-from corerl.algorithms.advantages import at_last_token, broadcast, explained_variance, gae, group_advantages, whiten
+from corerl.algorithms.advantages import broadcast
+from corerl.algorithms.base import Advantages
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.algorithms.kl import token_kl
 from corerl.algorithms.overlong import soft_overlong_penalty
+from corerl.config.functions import imported
 from corerl.config.schema import AlgorithmConfig
+from corerl.errors import ConfigError
+from corerl.messages import one_line
 from corerl.types import FloatArray, SampleBatch
+
+# (samples, rewards [B], rewards of tokens [N]) -> advantages, as `Algorithm.advantages`
+Estimate: TypeAlias = Callable[[SampleBatch, FloatArray, FloatArray], Advantages]
 
 
 @frozen(kw_only=True)
-class Stamped:
+class TrainBatch:
     """A rollout batch that is ready to train on."""
 
     samples: SampleBatch
@@ -23,43 +33,37 @@ class Stamped:
     kl: float | None = None  # to the reference policy, mean over loss tokens; None without a reference
 
 
-def stamp(
-    samples: SampleBatch, rewards: FloatArray, algorithm: AlgorithmConfig, *, kl_coef: float, max_tokens: int
-) -> Stamped:
-    """Add the column `advantages`, and `returns` for a critic, computed from the rewards [B] and the columns
-    `old_logprobs`, `rollout_logprobs`, `ref_logprobs` (with a KL penalty) and `values` (with a critic). `kl_coef` is
-    the current, possibly adapted coefficient."""
+def compute_advantages(
+    samples: SampleBatch,
+    rewards: FloatArray,
+    estimate: Estimate,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coef: float,
+    max_tokens: int,
+) -> TrainBatch:
+    """Add the columns that `estimate` computes from the rewards [B] and the columns `old_logprobs`, `ref_logprobs`
+    (with a KL penalty) and those of its algorithm's passes; with a correction, `advantages` are weighted by
+    `old_logprobs` and `rollout_logprobs`. `kl_coef` is the current, possibly adapted coefficient."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
     kl: float | None = None
     if algorithm.overlong == "penalty":
-        lengths = samples.rows["response_length"]
-        penalty = soft_overlong_penalty(lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer)
+        lengths, buffer = samples.rows["response_length"], algorithm.overlong_buffer or 0
+        penalty = soft_overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
         metrics["rollout/overlong_penalty"] = float(penalty.mean(dtype=np.float64))
         rewards = rewards + penalty
-    per_token = np.zeros(len(mask), dtype=np.float32)
+    token_rewards = np.zeros(len(mask), dtype=np.float32)
     if "ref_logprobs" in columns:
         divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)
         metrics["train/kl_coef"] = kl_coef
         if mask.any():  # otherwise nothing was measured, and the coefficient stays
             kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
         if algorithm.kl_in == "reward":
-            per_token = -np.float32(kl_coef) * divergence
+            token_rewards = -np.float32(kl_coef) * divergence
 
-    added: dict[str, FloatArray] = {}
-    if algorithm.name == "ppo":
-        critic, values = algorithm.critic, columns["values"]
-        per_token = per_token + at_last_token(rewards, samples)
-        advantages, returns = gae(per_token, values, samples, gamma=critic.gamma, lam=critic.gae_lambda)
-        added["returns"] = returns
-        metrics["critic/explained_variance"] = explained_variance(values, returns, mask)
-        if critic.whiten:
-            advantages = whiten(advantages, mask)
-    else:
-        penalties = np.bincount(samples.sample_of, weights=per_token, minlength=len(samples))
-        penalised = rewards + penalties.astype(np.float32)
-        groups = samples.rows["group"]
-        advantages = broadcast(group_advantages(penalised, groups, normalize_std=algorithm.normalize_std), samples)
+    found = estimate(samples, rewards, token_rewards)
+    advantages, metrics = found.advantages, {**metrics, **found.metrics}
     if algorithm.correction != "none":
         weights = importance_weights(
             columns["old_logprobs"],
@@ -68,9 +72,36 @@ def stamp(
             level=algorithm.correction,
             cap=algorithm.correction_cap,
         )
-        found = correction_metrics(weights, samples, cap=algorithm.correction_cap)
-        metrics |= {f"correction/{name}": value for name, value in found.items()}
+        corrected = correction_metrics(weights, samples, cap=algorithm.correction_cap)
+        metrics |= {f"correction/{name}": value for name, value in corrected.items()}
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * weights
-    added["advantages"] = advantages
-    return Stamped(samples=samples.with_columns(**added), metrics=metrics, kl_coef=kl_coef, kl=kl)
+    return TrainBatch(
+        samples=samples.with_columns(**found.columns, advantages=advantages), metrics=metrics, kl_coef=kl_coef, kl=kl
+    )
+
+
+def users_estimate(name: str) -> Estimate:
+    """The function `algorithm.advantages` = 'module:function'. It is called like `Algorithm.advantages`, and returns
+    advantages of samples [B] or of tokens [N]. Raises ConfigError if it cannot be imported, and when it returns
+    anything else or raises."""
+    function = imported(name, setting="algorithm.advantages")
+
+    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        try:
+            found: Any = np.asarray(function(samples, rewards, token_rewards), dtype=np.float32)
+        except Exception as error:
+            raise ConfigError(f"algorithm.advantages: {name!r} raised {one_line(error)}") from error
+        sizes = [(len(samples),), (len(samples.tokens),)]
+        mask = samples.columns["loss_mask"]
+        if found.shape not in sizes:
+            raise ConfigError(
+                f"algorithm.advantages: {name!r} returned an array of shape {list(found.shape)}, wanted "
+                f"[{len(samples)}], a number of each sample, or [{len(samples.tokens)}], of each token"
+            )
+        per_token = broadcast(found, samples) if found.shape == sizes[0] else np.where(mask, found, np.float32(0.0))
+        if not np.isfinite(per_token).all():
+            raise ConfigError(f"algorithm.advantages: {name!r} returned advantages that are not finite")
+        return Advantages(advantages=per_token)
+
+    return estimate

@@ -26,10 +26,10 @@ class EqualRewards:
     """Hears the rewards of each step. Two cases are told apart: all samples have one reward, which the reward or the
     data may explain, and each group has a reward of its own."""
 
-    def __init__(self, algorithm: AlgorithmConfig, *, samples: bool) -> None:
-        """`samples` is whether the run samples, and so could sample other prompts."""
-        # With a critic, or KL in the rewards, groups of equal rewards still teach.
-        self._compares = algorithm.name == "grpo" and algorithm.kl_in != "reward"
+    def __init__(self, algorithm: AlgorithmConfig, *, compares: bool, samples: bool) -> None:
+        """`compares` is whether groups of equal rewards teach nothing, `samples` whether the run samples, and so could
+        sample other prompts."""
+        self._compares = compares
         self._cure = "use prompts that this model answers right sometimes"
         if self._compares and samples:
             others = "set algorithm.dynamic_sampling, which samples other prompts in their place"

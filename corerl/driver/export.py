@@ -20,6 +20,7 @@ from corerl.models.export import export_directory
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
+from corerl.plugin.options import has_value_head
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -44,7 +45,9 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
     hf = hf_config(model)
-    weights.require_same_model(checkpoint, role, weights.built(role, hf))  # else nothing could load the export
+    weights.require_same_model(
+        checkpoint, role, weights.built(hf, value_head=has_value_head(config, role))
+    )  # else nothing could load the export
     kept = DTYPES[
         dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
     ]

@@ -9,15 +9,16 @@ from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ClusterInfo, Config
+from corerl.driver.algorithm import AlgorithmPlan
 from corerl.driver.processes import ProcessPlan
 from corerl.driver.residency import FORWARD, GIB, UPDATE, training
-from corerl.driver.run import passes_of
 from corerl.driver.settle import supports
 from corerl.errors import ModelError
 from corerl.models.activations import size_of
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.options import role_options
-from corerl.trainer.assign import ACTOR, loss_of, offloaded
+from corerl.plugin.spec import ACTOR
+from corerl.trainer.assign import offloaded
 from corerl.trainer.footprint import RoleMemory, role_memory
 from corerl.types import MemoryKind
 from corerl.weights.manifest import proportionate_bucket
@@ -75,6 +76,7 @@ class Forecaster:
 
     config: Config  # with its plugins' tables resolved, and its [train] settled
     asked: Config  # the same as the user has written it
+    algorithm: AlgorithmPlan
     plan: ProcessPlan
     models: Mapping[str, PreTrainedConfig]
     built: Mapping[str, PreTrainedModel]
@@ -84,7 +86,7 @@ class Forecaster:
         found = {role: self.role(role) for role in self.plan.roles}
         known = {role: memory for role, memory in found.items() if isinstance(memory, RoleMemory)}
         stages = [self._training(role, known) for role in known]
-        passing = dict.fromkeys(each.role for each in passes_of(self.config))
+        passing = dict.fromkeys(each.role for each in self.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
         if ACTOR in known and self.config.run.samples and ACTOR in self._sharing:
             stages.append(self._updating(known[ACTOR]))
@@ -113,7 +115,7 @@ class Forecaster:
                 ClusterInfo(device="cuda", ranks=len(plan.assignments), model=hf.to_dict(), train=train),
                 hf,
                 self.built[role],
-                outputs=loss_of(role, config).outputs,
+                outputs=self.algorithm.objectives[role].loss.outputs,
                 longest=longest,
                 single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
             )

@@ -19,6 +19,8 @@ from corerl.data.reports import Reports
 from corerl.driver.prompt_check import AT_ONCE, PromptCheck
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.plugin.options import has_value_head
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
@@ -26,7 +28,6 @@ from corerl.rollout.reward_lookup import require_any_thread, reward_of
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.sources import Scored
-from corerl.trainer.assign import ACTOR
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout
@@ -152,10 +153,12 @@ def built_models(
     from corerl.driver import weights  # slow to import: takes seconds
 
     found: dict[str, PreTrainedModel] = {}
+    if not problems.none_in("algorithm"):  # which says what the roles are
+        return found
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)
         with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
-            model = weights.built(role, hf)
+            model = weights.built(hf, value_head=has_value_head(config, role))
             if not config.cluster.address:  # whose machines are not known yet
                 weights.require_memory(model, there=weights.memory_here())
             found[role] = model

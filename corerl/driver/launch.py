@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
+from corerl.algorithms.base import Objective
 from corerl.calls import Call, together
 from corerl.checkpoint.commit import latest
 from corerl.cluster.group import Pending, RayGroup, Watching
@@ -20,6 +21,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
+from corerl.driver.algorithm import REFERENCE
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
@@ -27,8 +29,8 @@ from corerl.driver.prepare import Prepared, prepare, title, told_layouts, told_m
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
-from corerl.driver.roles import Role, changed_rates, first_step_of
-from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
+from corerl.driver.roles import Role, changed_rates
+from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import changed_settings, occupied, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
@@ -41,12 +43,13 @@ from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.options import notes
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind
+from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.service import EngineAssignment
-from corerl.trainer.assign import ACTOR, RolePlan, loss_of, offloaded
+from corerl.trainer.assign import RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
@@ -168,7 +171,11 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         stack.callback(check.stop)
     reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
-    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
+    objectives = prepared.algorithm.objectives
+    roles = {
+        name: make_role(plan, config, objectives[name], groups[name], inits[name])
+        for name, plan in prepared.plan.roles.items()
+    }
     if state and config.run.trains:
         for text in changed_rates(state["config"], roles.values()):
             progress.notice(text)
@@ -183,7 +190,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     source, sampler = start_source(prepared, fleet, reward, progress, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(
-        plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
+        plan=residency_plan(sharing, passed={each.role for each in prepared.algorithm.passes}),
         groups={name: groups[name] for name in sharing},
         fleet=fleet,
         progress=progress,
@@ -212,6 +219,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     own = config.algorithm.kl_coef
     run = Run(
         config=config,
+        algorithm=prepared.algorithm,
         run_dir=prepared.run_dir,
         progress=progress,
         stop=stop,
@@ -360,17 +368,16 @@ def start_all(
     return {name: results[name] for name in groups}
 
 
-def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResult) -> Role:
+def make_role(plan: RolePlan, config: Config, objective: Objective, group: TrainGroup, init: InitResult) -> Role:
     return Role(
         name=plan.role,
         group=group,
-        loss=loss_of(plan.role, config),
+        loss=objective.loss,
         train=config.train_of(plan.role),
-        # For values every token counts the same; how a policy's tokens are weighted is the algorithm's choice.
-        aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",
+        aggregation=objective.aggregation,
         max_tokens=config.rollout.max_tokens,
         seed=config.run.seed,
-        first_step=first_step_of(plan.role, config),
+        first_step=objective.first_step,
         rollout_steps=config.train_of(plan.role).schedule.steps or config.run.steps,
         optimizer_step=init.optimizer_step,
     )

@@ -17,6 +17,8 @@ from corerl.config.check import problems as contradictions
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, ModelConfig
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.driver.algorithm import AlgorithmPlan, check_algorithm, plan_algorithm
+from corerl.driver.algorithm import contradictions as against_algorithm
 from corerl.driver.inputs import (
     built_models,
     check_weights,
@@ -36,15 +38,16 @@ from corerl.driver.settle import told, with_precisions, with_recomputation
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.tokenizer import CHARACTERS
-from corerl.plugin.options import distributions_of, resolve_tables, selected
+from corerl.plugin.options import distributions_of, resolve_tables, selected, settle_algorithm
 from corerl.plugin.registry import load
 from corerl.plugin.requirements import require_met
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction
 from corerl.rollout.rewards import Reward
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
-from corerl.trainer.assign import ACTOR, loss_of, offloaded
+from corerl.trainer.assign import offloaded
 from corerl.weights.transports import AUTO, transport_named
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16
@@ -63,6 +66,7 @@ class Prepared:
     run_dir: Path
     resume: Path | None  # a checkpoint that fits this run, if it resumes
     state: dict[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
+    algorithm: AlgorithmPlan
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
@@ -103,8 +107,13 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     itself from none of the checkpoints that ranks have found to be `damaged`.
     """
     problems = Problems()
+    with problems.stage("algorithm", path="algorithm.name"):
+        config = settle_algorithm(config)
     for line in contradictions(config):
         problems.add(line)
+    if problems.none_in("algorithm"):
+        for line in against_algorithm(config):
+            problems.add(line)
     models, tokenizer = load_models(config, problems)
     built = built_models(config, models, problems)
     layouts = choose_layouts(config, built, problems)
@@ -126,14 +135,17 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
-    for role in config.chosen_roles:
-        with problems.stage("algorithm.loss", path="algorithm.loss"):
-            loss_of(role, config)  # raises if impossible
     if problems.none_in("cluster"):
         for line in _taking_turns(config, device):
             problems.add(line)
     _require_versions(config, problems)
     config = _resolve_plugins(config, problems)
+    algorithm: AlgorithmPlan | None = None
+    if problems.none_in("plugins"):
+        with problems.stage("algorithm.loss", path="algorithm.loss"):
+            algorithm = plan_algorithm(config)
+        with problems.stage("algorithm.check"):
+            check_algorithm(config)
     asked = config
     planned = functools.partial(
         plan_processes,
@@ -151,9 +163,9 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     problems.raise_all()
 
     # No problems, so nothing is missing.
-    assert plan is not None and tokenizer is not None
+    assert plan is not None and tokenizer is not None and algorithm is not None
     assert prompts is not None and reward is not None and params is not None
-    config, plan, memory = _fitted(config, asked, plan, planned, problems, models, built)
+    config, plan, memory = _fitted(config, asked, algorithm, plan, planned, problems, models, built)
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
@@ -163,6 +175,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         run_dir=run_dir,
         resume=resume,
         state=state,
+        algorithm=algorithm,
         plan=plan,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -184,6 +197,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
 def _fitted(
     config: Config,
     asked: Config,
+    algorithm: AlgorithmPlan,
     plan: ProcessPlan,
     planned: Callable[[Config, Problems], ProcessPlan | None],
     problems: Problems,
@@ -198,7 +212,9 @@ def _fitted(
 
     # Not by the model's positions, which are often many times as many as samples ever have tokens.
     longest = config.rollout.context_length
-    forecaster = Forecaster(config=config, asked=asked, plan=plan, models=models, built=built, longest=longest)
+    forecaster = Forecaster(
+        config=config, asked=asked, algorithm=algorithm, plan=plan, models=models, built=built, longest=longest
+    )
     memory, there = forecaster.forecast(), device_memory(config)
     full = with_recomputation(config, {role: memory.tight(role, there=there) for role in plan.roles})
     config = with_recomputation(config, {})

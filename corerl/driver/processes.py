@@ -19,7 +19,8 @@ from corerl.models.config import experts
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.options import backend_name, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
+from corerl.plugin.spec import ACTOR
+from corerl.trainer.assign import RolePlan, cluster_of, plan_role
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout

@@ -8,8 +8,8 @@ from enum import IntEnum
 from attrs import define, field, frozen
 
 from corerl.driver.progress import Progress
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.fleet import EngineFleet
-from corerl.trainer.assign import ACTOR
 from corerl.trainer.group import ALL_KINDS, TrainGroup
 from corerl.types import MemoryKind
 

@@ -19,7 +19,8 @@ from corerl.cluster.objects import share
 from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
-from corerl.driver.advantages import Stamped, stamp
+from corerl.driver.advantages import TrainBatch, compute_advantages
+from corerl.driver.algorithm import AlgorithmPlan
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
@@ -44,15 +45,13 @@ from corerl.plugin.events import (
     Shown,
     StepFinished,
 )
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Source, evaluate
-from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
-
-REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
@@ -74,37 +73,12 @@ class Summary:
     evaluation: dict[str, float] = field(factory=dict)  # metrics of the last evaluation
 
 
-@frozen(kw_only=True, eq=False)
-class Pass:
-    """One forward pass of all samples through a role's model, without gradients."""
-
-    role: str
-    columns: Mapping[str, Output]  # column -> the output that fills it
-    weights: str = ""  # a snapshot's name; "" for the current weights
-    replay: bool = False  # route through the experts in the column `routed_experts`
-
-
-def passes_of(config: Config) -> list[Pass]:
-    """The forward passes of a step, before any training."""
-    algorithm, passes = config.algorithm, []
-    if algorithm.old_logprobs == "recompute":
-        columns = {"old_logprobs": Output.LOGPROBS}
-        if algorithm.routing_replay == "recompute":
-            columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
-        # Replay the engine's experts if training does: then the first ratio is 1.
-        passes.append(Pass(role=ACTOR, columns=columns, replay=algorithm.routing_replay == "engine"))
-    if algorithm.kl_coef:
-        passes.append(Pass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
-    if CRITIC in config.chosen_roles:
-        passes.append(Pass(role=CRITIC, columns={"values": Output.VALUES}))
-    return passes
-
-
 @define(kw_only=True)
 class Run:
     """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
     config: Config
+    algorithm: AlgorithmPlan
     run_dir: Path
     progress: Progress
     stop: StopRequest
@@ -127,7 +101,10 @@ class Run:
     _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[Shown, ...] = ()
     _equal: EqualRewards = Factory(
-        lambda self: EqualRewards(self.config.algorithm, samples=self.config.run.samples), takes_self=True
+        lambda self: EqualRewards(
+            self.config.algorithm, compares=self.algorithm.compares, samples=self.config.run.samples
+        ),
+        takes_self=True,
     )
     _evaluation: dict[str, float] = field(factory=dict)
 
@@ -167,7 +144,7 @@ class Run:
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def with_advantages(self, scored: Scored) -> Stamped:
+    def with_advantages(self, scored: Scored) -> TrainBatch:
         """Add everything the losses read, computed by the models before the batch's first optimizer step."""
         algorithm, samples = self.config.algorithm, scored.rollout.batch
         if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
@@ -176,38 +153,43 @@ class Run:
             samples = without_truncated(samples)
         samples = routed(samples, self.config)
         samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        if passes := passes_of(self.config):
+        if self.algorithm.passes:
             self.residency.enter(FORWARD)
             shared = share(samples)
             calls = {
                 each: self.roles[each.role].start_forward(
                     shared, samples, tuple(each.columns.values()), weights=each.weights, replay=each.replay
                 )
-                for each in passes
+                for each in self.algorithm.passes
             }
             with self.progress.phase("forward"):
                 for each, found in together(calls).items():
                     samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
-        stamped = stamp(
-            samples, scored.rewards, algorithm, kl_coef=self.kl_coef, max_tokens=self.config.rollout.max_tokens
+        batch = compute_advantages(
+            samples,
+            scored.rewards,
+            self.algorithm.estimate,
+            algorithm,
+            kl_coef=self.kl_coef,
+            max_tokens=self.config.rollout.max_tokens,
         )
         if self.updates is not None:
             staleness = staleness_metrics(samples, self.updates.version - 1)
-            stamped = evolve(stamped, metrics={**staleness, **stamped.metrics})
-        if algorithm.kl_target and stamped.kl is not None:
+            batch = evolve(batch, metrics={**staleness, **batch.metrics})
+        if algorithm.kl_target and batch.kl is not None:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef,
-                stamped.kl,
+                batch.kl,
                 target=algorithm.kl_target,
                 horizon=algorithm.kl_horizon,
                 samples=len(samples),
             )
-        return stamped
+        return batch
 
-    def optimize(self, stamped: Stamped) -> dict[str, list[TrainResult]]:
+    def optimize(self, batch: TrainBatch) -> dict[str, list[TrainResult]]:
         """Take all optimizer steps of the batch; results by role, in step order, {} if there are no loss tokens. Roles
         train concurrently, unless they take turns in device memory."""
-        samples = stamped.samples
+        samples = batch.samples
         if not samples.columns["loss_mask"].any():
             self.progress.notice(f"step {self.progress.step} is skipped: none of its samples has a loss token")
             return {}
@@ -217,20 +199,20 @@ class Run:
         for stage, names in self.residency.turns(training).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
-                calls = self._start_training(names, shared, stamped)
+                calls = self._start_training(names, shared, batch)
                 for (name, _), result in together(calls).items():
                     results[name].append(result)
         return {name: steps for name, steps in results.items() if steps}
 
     def _start_training(
-        self, names: Sequence[str], shared: Any, stamped: Stamped
+        self, names: Sequence[str], shared: Any, batch: TrainBatch
     ) -> dict[tuple[str, int], Call[TrainResult]]:
         """Start all optimizer steps of these roles; calls by role and number."""
         calls: dict[tuple[str, int], Call[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
-            plans = role.plan(stamped.samples, self.progress.step)
-            started = role.start(shared, plans, self.progress.step, self._loss(role, stamped.kl_coef))
+            plans = role.plan(batch.samples, self.progress.step)
+            started = role.start(shared, plans, self.progress.step, self._loss(role, batch.kl_coef))
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -287,14 +269,14 @@ class Run:
 
     # ---- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def report(self, scored: Scored, stamped: Stamped | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
-        """Report one rollout step; `stamped` is None if it was not for training."""
+    def report(self, scored: Scored, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
+        """Report one rollout step; `batch` is None if it was not for training."""
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.progress.seconds.take()}
-        metrics = {**rollout, **(stamped.metrics if stamped else {})}
-        if stamped and self.config.algorithm.old_logprobs == "recompute":
-            metrics |= recomputed_mismatch(stamped.samples)
+        metrics = {**rollout, **(batch.metrics if batch else {})}
+        if batch and self.config.algorithm.old_logprobs == "recompute":
+            metrics |= recomputed_mismatch(batch.samples)
         elif ACTOR in results:
             metrics |= first_step_mismatch(results[ACTOR][0])
         for name, steps in results.items():

@@ -111,7 +111,7 @@ def make_source(
     if fleet is None or sampler is None or aside is None:
         source = SavedRollouts(rollout.saved, steps=steps, vocab_size=prepared.vocab_size)
     else:
-        attempts = config.algorithm.dynamic_sampling
+        attempts = config.algorithm.dynamic_sampling or 0
         draws = Draws(
             stream=PromptStream(prepared.prompts, config.run.seed),
             sampler=sampler,

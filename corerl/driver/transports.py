@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
-from corerl.trainer.assign import ACTOR
+from corerl.plugin.spec import ACTOR
 from corerl.weights.transports import AUTO
 
 

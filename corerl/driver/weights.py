@@ -18,16 +18,15 @@ from corerl.messages import listed
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.files import look_at, model_files
 from corerl.models.names import hf_boxes
-from corerl.trainer.assign import CRITIC
 
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
 
 
-def built(role: str, model: PreTrainedConfig) -> PreTrainedModel:
+def built(model: PreTrainedConfig, *, value_head: bool) -> PreTrainedModel:
     """A role's model on meta, which allocates nothing. Raises ModelError if transformers cannot build it."""
-    return look_at(model, value_head=role == CRITIC)
+    return look_at(model, value_head=value_head)
 
 
 def require_memory(model: PreTrainedModel, *, there: int) -> None:

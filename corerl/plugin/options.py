@@ -16,8 +16,9 @@ from corerl.errors import ConfigError, PluginError, Unsupported
 from corerl.messages import nearest
 from corerl.plugin.capabilities import Capability, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
-from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, BackendSpec, Environment, Problem, RoleKind
 
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
 USER = "cluster.environment"  # whose values may be secrets
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 
@@ -33,7 +34,8 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """The selected backends, engine and extensions, in that order; one entry for each setting that names a plugin."""
+    """The selected backends, engine, algorithm and extensions, in that order; one entry for each setting that names a
+    plugin."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -41,6 +43,7 @@ def selected(config: Config) -> list[Selection]:
         Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
         *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
         Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
+        Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains),
         *(
             Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
             for index, each in enumerate(config.extensions)
@@ -70,16 +73,34 @@ def role_options(config: Config, role: str, backend: Loaded) -> Any:
     return config.backends[backend.name] if own is None else own
 
 
+def algorithm_spec(config: Config) -> AlgorithmSpec:
+    """The spec of the run's algorithm. Raises PluginError if it cannot be loaded."""
+    spec: AlgorithmSpec = load(Kind.ALGORITHMS, config.algorithm.name).spec
+    return spec
+
+
+def has_value_head(config: Config, role: str) -> bool:
+    """Whether the algorithm's `role` is a critic."""
+    return algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
+
+
+def settle_algorithm(config: Config) -> Config:
+    """The same config with what `[algorithm]` leaves unset as the algorithm says. Raises PluginError if that cannot be
+    loaded."""
+    defaults, max_tokens = algorithm_spec(config).defaults, config.rollout.max_tokens
+    return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=max_tokens))
+
+
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class.
 
-    Tables of unselected backends and engines stay as they are, and are checked if the plugin is installed. If it is
-    not, but its name is close to a known one, that is a problem too: a likely typo.
+    Tables of unselected backends, engines and algorithms stay as they are, and are checked if the plugin is installed.
+    If it is not, but its name is close to a known one, that is a problem too: a likely typo.
     Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
     in a table.
     """
     lines: list[str] = []
-    tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
+    tables: dict[Kind, dict[str, Any]] = {kind: dict(getattr(config, kind.value)) for kind in TABLES}
     for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
         loaded = load(kind, name)
         table = tables[kind].get(loaded.name, {})
@@ -120,6 +141,7 @@ def resolve_tables(config: Config) -> Config:
         config,
         backends=tables[Kind.BACKENDS],
         engines=tables[Kind.ENGINES],
+        algorithms=tables[Kind.ALGORITHMS],
         roles=evolve(config.roles, **roles),
         extensions=extensions,
     )
@@ -153,7 +175,7 @@ def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, na
 def check_spec(
     loaded: Loaded,
     options: Any,
-    cluster: ClusterInfo,
+    run: ClusterInfo | AlgorithmRun,
     *,
     config: Config | None = None,
     role: str = "actor",
@@ -162,13 +184,13 @@ def check_spec(
     """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem.
 
     Messages name settings by their path in the config: `config` and `role` locate the model and the [train] table that
-    `cluster` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
+    `run` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
     """
-    kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
+    kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
     if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
         table = f"roles.{role}.options"
     own = table or _table(kind, loaded.name)
-    lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, cluster)]
+    lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, run)]
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -178,8 +200,8 @@ def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
     if not problem.path.startswith("."):
         return f"{own}.{problem.path}" if problem.path else own
     table, _, setting = problem.path[1:].partition(".")
-    if table == "weights":
-        place = "weights"
+    if table in ("weights", "algorithm", "rollout"):
+        place = table
     elif table == "train":
         place = config.train_table_of(role) if config else "train"
     else:
@@ -219,7 +241,7 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
 
 def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
     """Each table that nothing selects, with its plugin, or the reason there is none ("" if it is not installed)."""
-    for kind in (Kind.BACKENDS, Kind.ENGINES):
+    for kind in TABLES:
         given, known = getattr(config, kind.value), installed_names(kind)
         names = [each.name for each in selected(config) if each.kind is kind]
         chosen = {name if name in given else name.rpartition(":")[2] for name in names}

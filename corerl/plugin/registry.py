@@ -21,7 +21,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, Plug
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import BackendSpec, EngineSpec, ExtensionSpec, Spec
+from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -33,6 +33,7 @@ class Kind(Enum):
     BACKENDS = "backends"
     ENGINES = "engines"
     EXTENSIONS = "extensions"
+    ALGORITHMS = "algorithms"
 
     @property
     def group(self) -> str:
@@ -46,7 +47,12 @@ class Kind(Enum):
     @property
     def spec(self) -> type:
         """The class of which an entry point in this group must name an instance."""
-        return {Kind.BACKENDS: BackendSpec, Kind.ENGINES: EngineSpec, Kind.EXTENSIONS: ExtensionSpec}[self]
+        return {
+            Kind.BACKENDS: BackendSpec,
+            Kind.ENGINES: EngineSpec,
+            Kind.EXTENSIONS: ExtensionSpec,
+            Kind.ALGORITHMS: AlgorithmSpec,
+        }[self]
 
 
 # How to install a first-party plugin that is missing; the only place in core that knows backends by name.
@@ -58,6 +64,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.EXTENSIONS: {},
+    Kind.ALGORITHMS: {},
 }
 
 
@@ -117,7 +124,7 @@ class Entry:
 class Loaded(Entry):
     """An entry point with its spec."""
 
-    spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
+    spec: Any  # of the kind's class
 
 
 def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Installed]:

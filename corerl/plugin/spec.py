@@ -1,9 +1,10 @@
-"""Specs, which entry points name: light descriptions of backends, engines and extensions, importable without torch.
+"""Specs, which entry points name: light descriptions of backends, engines, extensions and algorithms, importable
+without torch.
 
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
-from corerl.config.schema import ClusterInfo
+from corerl.config.schema import AlgorithmConfig, ClusterInfo, RolloutConfig, TrainConfig
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import FULL, Capability, Support
 
@@ -28,10 +29,11 @@ class Problem:
 
     `path` is a setting of the plugin's own table, or "" for the whole table. With a leading dot it is the role's:
     ".model.FIELD" is a field of the model's Hugging Face config, ".train.SETTING" a training setting, and ".model" or
-    ".train" the whole table, wherever these are in the config. An engine may also name ".weights.SETTING".
+    ".train" the whole table, wherever these are in the config. An engine may also name ".weights.SETTING", an algorithm
+    ".algorithm.SETTING" and ".rollout.SETTING".
     """
 
-    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.weights\..+"))
+    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+"))
     text: str
 
 
@@ -176,4 +178,45 @@ class ExtensionSpec:
     traces: bool = False  # on the driver: receives `Worked` for every call, so that all processes keep records
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec
+ACTOR = "actor"  # the role whose policy samples
+
+
+class RoleKind(StrEnum):
+    """What a role of an algorithm is."""
+
+    POLICY = "policy"  # a language model, which samples
+    CRITIC = "critic"  # a model with a value head
+
+
+@frozen(kw_only=True)
+class AlgorithmRun:
+    """What an algorithm's `check` can know about a run, besides the algorithm's own options."""
+
+    algorithm: AlgorithmConfig  # settled
+    rollout: RolloutConfig
+    train: TrainConfig  # the actor's
+    steps: int  # run.steps
+
+
+def no_contradictions(config: Any, run: AlgorithmRun) -> Iterable[Problem]:
+    return ()
+
+
+@frozen(kw_only=True)
+class AlgorithmSpec:
+    implementation: str  # "package.module:Class", a corerl.algorithms.base.Algorithm; imported in the driver only
+    config: type  # frozen attrs; every field has a default and help text
+    api: tuple[int, int]
+    summary: str
+    # The roles that it trains, the actor among them, each with what it is.
+    roles: Mapping[str, RoleKind] = field(factory=lambda: {ACTOR: RoleKind.POLICY})
+    # Whether advantages compare the samples of a prompt: then a group of one sample, or of equal rewards, teaches
+    # nothing.
+    compares: bool = True
+    samples: bool = True  # False: it learns from saved batches only
+    # What it sets of `[algorithm]` where the config leaves it unset: aggregation, dynamic_sampling, overlong.
+    defaults: Mapping[str, Any] = field(factory=dict)
+    check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = no_contradictions  # of what contradicts it in a run
+
+
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec

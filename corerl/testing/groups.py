@@ -25,12 +25,13 @@ from corerl.models.config import hf_config
 from corerl.plugin.options import resolve_tables
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.service import EngineAssignment
 from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
-from corerl.trainer.assign import ACTOR, RolePlan, plan_role
+from corerl.trainer.assign import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address

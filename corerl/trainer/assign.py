@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from corerl.algorithms.registry import loss_spec, value_loss_spec
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
@@ -16,16 +15,12 @@ from corerl.config.schema import ClusterInfo, Config, LayoutName, RoleConfig
 from corerl.plugin.capabilities import Capability, asked_by_role
 from corerl.plugin.context import Context
 from corerl.plugin.observers import extensions_for
-from corerl.plugin.options import backend_name, check_capabilities, check_spec, role_options
+from corerl.plugin.options import backend_name, check_capabilities, check_spec, has_value_head, role_options
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import Process, Resources
+from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.trainer.assignment import Assignment
-from corerl.types import LossSpec
 from corerl.weights.transports import TRANSPORTS
-
-ACTOR = "actor"
-CRITIC = "critic"
 
 
 @frozen(kw_only=True)
@@ -38,21 +33,6 @@ class RolePlan:
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
     environment: dict[str, str]  # requested by the backend; the run adds its own
     resources: Resources  # per rank
-
-
-def loss_of(role: str, config: Config) -> LossSpec:
-    """The loss of `role`. Raises ConfigError if `[algorithm]` names an impossible one."""
-    algorithm = config.algorithm
-    if role == CRITIC:
-        return value_loss_spec(value_clip=algorithm.critic.value_clip)
-    return loss_spec(
-        loss=algorithm.loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        entropy_coef=algorithm.entropy_coef,
-        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=algorithm.kl_estimator,
-    )
 
 
 def plan_role(
@@ -97,7 +77,7 @@ def plan_role(
         device=device,
         seed=config.run.seed,
         timeout=config.cluster.timeout,
-        value_head=role == CRITIC,
+        value_head=has_value_head(config, role),
         resume=resume,
         sleeps=role in offloaded(config, device),
         max_residual_gib=config.cluster.max_residual_gib,
@@ -147,7 +127,7 @@ def needed(
 ) -> dict[Capability, str]:
     """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
-    asked, value_head = config.train_of(role), role == CRITIC
+    asked, value_head = config.train_of(role), has_value_head(config, role)
     train = evolve(cluster.train or asked, layout=asked.layout)
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if cluster.train is not None and cluster.train.layout == "whole":

@@ -19,9 +19,9 @@ from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.models.tokenizer import character_tokenizer
+from corerl.plugin.spec import ACTOR
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import Generation, SamplingParams
-from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import MemoryKind, ParallelLayout, SampleBatch, offsets_of
 from corerl.weights.manifest import build_manifest
 
@@ -293,6 +293,7 @@ def sources() -> Picture:
 
 # ---- who is resident when --------------------------------------------------------------------------------------------
 
+CRITIC = "critic"
 TURNS = (ACTOR, CRITIC)  # roles that share a device with an engine
 STEP = (  # one step's stages, with their widths
     (SAMPLE, 110, "engines work"),

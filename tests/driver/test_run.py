@@ -20,7 +20,6 @@ from corerl.errors import DataError
 from corerl.plugin.events import Shown
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
-from corerl.trainer.assign import loss_of
 from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,

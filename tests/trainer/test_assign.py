@@ -28,7 +28,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plugin.capabilities import Capability
-from corerl.trainer.assign import RolePlan, loss_of, needed, offloaded, plan_role
+from corerl.trainer.assign import RolePlan, needed, offloaded, plan_role
 from corerl.types import Output
 from tests.trainer.configs import FAKE, config_for
 

@@ -47,7 +47,7 @@ from corerl.rollout.receiving import Receiving
 from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
-from corerl.trainer.assign import loss_of, plan_role
+from corerl.trainer.assign import plan_role
 from corerl.trainer.assignment import Assignment
 from corerl.trainer.worker import Worker
 from corerl.types import FloatArray, LossSpec, MemoryKind, Output, ParallelLayout, SampleBatch, Step, TrainResult

@@ -72,6 +72,7 @@ class PlainBackend(Backend):
                     entropy=outputs.get(Output.ENTROPY),
                     values=outputs.get(Output.VALUES),
                     columns=columns,
+                    bounds=torch.tensor(micro.cu_seqlens, device=self.device),
                 )
             )
             result.loss.backward()

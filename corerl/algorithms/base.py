@@ -1,0 +1,64 @@
+"""What an algorithm is on the driver: columns computed from a batch, the passes they need, and each role's loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+
+
+@frozen(kw_only=True, eq=False)
+class ForwardPass:
+    """One forward pass of all samples through a role's model, without gradients."""
+
+    role: str
+    columns: Mapping[str, Output]  # column -> the output that fills it
+    weights: str = ""  # a snapshot's name; "" for the current weights
+    replay: bool = False  # route through the experts in the column `routed_experts`
+
+
+@frozen(kw_only=True)
+class Advantages:
+    """What an algorithm computes from a batch."""
+
+    advantages: FloatArray  # [N] at loss tokens; 0 elsewhere
+    columns: Mapping[str, FloatArray] = field(factory=dict)  # what else losses read, each [N]: a critic's returns
+    metrics: Mapping[str, float] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Objective:
+    """How a role is trained."""
+
+    # The actor's gets the entropy bonus and the KL penalty of [algorithm] as parameters besides its own.
+    loss: LossSpec
+    aggregation: str = ""  # how its tokens are weighted; "" as `algorithm.aggregation` says
+    first_step: int = 0  # the rollout step in which its training starts
+
+
+class Algorithm(ABC):
+    """An algorithm on the driver, constructed with its options: an instance of its spec's config class.
+
+    What all algorithms share is none of its business: the overlong penalty, the KL in reward or loss, the entropy
+    bonus, and weights that correct for another engine are applied before and after, as `[algorithm]` says.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def forwards(self) -> Sequence[ForwardPass]:
+        """The forward passes whose columns `advantages` reads, besides `old_logprobs`."""
+        return ()
+
+    @abstractmethod
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        """The advantages of B samples with N tokens, from their `rewards` [B] and the rewards of single tokens [N],
+        which are a penalty: 0 unless `algorithm.kl_in` is 'reward'. Group numbers are `samples.rows["group"]`."""
+
+    @abstractmethod
+    def objectives(self) -> Mapping[str, Objective]:
+        """How each role of the spec is trained."""

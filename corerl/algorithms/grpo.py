@@ -1,0 +1,47 @@
+"""GRPO: the samples of a prompt are compared with each other. Shao et al. 2024, "DeepSeekMath"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
+from corerl.algorithms.base import Advantages, Algorithm, Objective
+from corerl.config.schema import at_least, between, option
+from corerl.plugin.spec import ACTOR, AlgorithmSpec
+from corerl.types import FloatArray, LossSpec, SampleBatch
+
+
+@frozen(kw_only=True)
+class Options:
+    normalize_std: bool = option("divide a group's centered rewards by their standard deviation", default=True)
+    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
+    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
+
+
+class GRPO(Algorithm):
+    """A_t = (r - mean(r of the group)) / std(r of the group) at all tokens of a sample, and PPO's clipped loss.
+
+    Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", eq. 3.
+    """
+
+    options: Options
+
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        each = sample_rewards(samples, rewards, token_rewards)
+        groups = samples.rows["group"]
+        compared = group_advantages(each, groups, normalize_std=self.options.normalize_std)
+        return Advantages(advantages=broadcast(compared, samples))
+
+    def objectives(self) -> Mapping[str, Objective]:
+        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
+        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
+
+
+SPEC = AlgorithmSpec(
+    implementation="corerl.algorithms.grpo:GRPO",
+    config=Options,
+    api=(1, 0),
+    summary="compares the samples of a prompt (Shao et al. 2024)",
+)
