@@ -33,7 +33,7 @@ def test_the_loop_reads_on_one_screen() -> None:
 
 
 @frozen(kw_only=True)
-class FakeStamped:
+class FakeBatch:
     samples: str
 
 
@@ -62,15 +62,15 @@ class FakeRun:
         yield
         self.log.append("leave")
 
-    def with_advantages(self, scored: str) -> FakeStamped:
-        return FakeStamped(samples=f"samples of {scored}")
+    def with_advantages(self, scored: str) -> FakeBatch:
+        return FakeBatch(samples=f"samples of {scored}")
 
-    def optimize(self, stamped: FakeStamped) -> str:
-        self.log.append(f"train on {stamped.samples} at {self.progress.step}")
+    def optimize(self, batch: FakeBatch) -> str:
+        self.log.append(f"train on {batch.samples} at {self.progress.step}")
         self.stopping = self.stopping or self.progress.step == self.stop_in
-        return f"results of {stamped.samples}"
+        return f"results of {batch.samples}"
 
-    def report(self, scored: str, stamped: FakeStamped, results: str) -> None:
+    def report(self, scored: str, batch: FakeBatch, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:

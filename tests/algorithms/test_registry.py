@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from corerl.algorithms.losses import LossInputs, LossResult, clipped, value
-from corerl.algorithms.registry import loss_spec, resolve_loss, value_loss_spec
+from corerl.algorithms.registry import policy_loss, resolve_loss
 from corerl.errors import ConfigError
 from corerl.types import LossSpec, Output
 
@@ -45,9 +45,8 @@ def my_losses() -> Iterator[None]:
 
 
 def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> LossSpec:
-    return loss_spec(
-        loss=loss, clip_low=0.2, clip_high=0.3, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator="k2"
-    )
+    own = LossSpec(name="clipped", params={"clip_low": 0.2, "clip_high": 0.3})
+    return policy_loss(own, loss=loss, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator="k2")
 
 
 ONE_TOKEN = LossInputs(
@@ -94,9 +93,9 @@ def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
         ("no_such_module:f", {}, "cannot import 'no_such_module': ModuleNotFoundError"),
         ("my_losses:reinforced", {}, "has no function 'reinforced'; did you mean 'reinforce'?"),
         (
-            "clipped",
-            {"clip_hihg": 0.1},
-            "has no parameter 'clip_hihg'; it takes: clip_low, .*did you mean 'clip_high'?",
+            "value",
+            {"value_clpi": 0.1},
+            "has no parameter 'value_clpi'; it takes: value_clip; did you mean 'value_clip'?",
         ),
         (
             "my_losses:reinforce",
@@ -120,8 +119,8 @@ def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], m
         resolve_loss(LossSpec(name=name, params=params))
 
 
-def test_the_spec_of_a_run_holds_all_fields_of_the_clipped_loss_and_asks_for_the_entropy() -> None:
-    assert spec_of("clipped", kl_coef=0.1) == LossSpec(
+def test_the_algorithms_own_loss_gets_the_common_terms_and_is_asked_for_the_entropy() -> None:
+    assert spec_of("", kl_coef=0.1) == LossSpec(
         name="clipped",
         params={"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k2"},
         outputs=(Output.LOGPROBS, Output.ENTROPY),
@@ -144,9 +143,8 @@ def test_a_coefficient_that_the_loss_would_leave_out_is_refused() -> None:
         spec_of("my_losses:bare", kl_coef=0.1)
 
 
-def test_the_critics_spec_asks_for_values_alone_and_resolves_to_its_loss() -> None:
-    spec = value_loss_spec(value_clip=0.5)
-    assert spec == LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,))
+def test_the_loss_of_a_critic_resolves_by_its_name() -> None:
+    spec = LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,))
     columns = {"weights": torch.ones(1), "returns": torch.tensor([3.0]), "values": torch.tensor([0.0])}
     inputs = LossInputs(values=torch.tensor([2.0]), columns=columns)
     assert resolve_loss(spec)(inputs).loss.item() == value(inputs, value_clip=0.5).loss.item() == 0.5 * 2.5**2

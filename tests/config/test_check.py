@@ -15,7 +15,6 @@ from corerl.config.schema import (
     ClusterConfig,
     Config,
     CriticChoice,
-    CriticConfig,
     DataConfig,
     EpisodesConfig,
     ExtensionChoice,
@@ -181,26 +180,17 @@ def test_a_roles_own_train_table_is_the_one_that_counts() -> None:
     ]
 
 
-def test_a_group_of_one_teaches_nothing() -> None:
-    assert problems(evolve(VALID, rollout=RolloutConfig(samples=1))) == [
-        (
-            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or "
-            "algorithm.name='ppo'"
-        )
-    ]
-
-
 def test_all_contradictions_are_found_together() -> None:
     config = evolve(
         VALID,
         model=ModelConfig(),
-        rollout=RolloutConfig(samples=1),
+        rollout=RolloutConfig(max_staleness=2),
         extensions=(ExtensionChoice(name="jsonl"), ExtensionChoice(name="jsonl")),
         checkpoint=CheckpointConfig(resume="nver"),
     )
     assert problems(config) == [
+        *problems(evolve(VALID, rollout=RolloutConfig(max_staleness=2))),
         *problems(evolve(VALID, model=ModelConfig())),
-        *problems(evolve(VALID, rollout=RolloutConfig(samples=1))),
         "extensions: 'jsonl' is listed 2 times; keep one",
         "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's directory",
     ]
@@ -208,38 +198,16 @@ def test_all_contradictions_are_found_together() -> None:
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 
-PPO = evolve(
-    VALID,
-    algorithm=AlgorithmConfig(name="ppo"),
-    roles=RolesConfig(critic=CriticChoice()),
-    rollout=RolloutConfig(samples=1),
-)
-
-
-def test_ppo_is_content_with_one_sample_and_a_critic() -> None:
-    assert problems(PPO) == []
-
-
-def test_a_critic_is_given_where_it_is_asked_and_only_there() -> None:
-    assert problems(evolve(PPO, roles=RolesConfig())) == [
-        "roles.critic: missing, but algorithm.name='ppo' needs a critic; add one, such as roles.critic.ranks=1"
-    ]
-    assert problems(evolve(VALID, roles=PPO.roles)) == [
-        "roles.critic: set, but algorithm.name='grpo' uses no critic; remove it, or set algorithm.name='ppo'"
-    ]
-    read_by_none = evolve(VALID, algorithm=AlgorithmConfig(critic=CriticConfig(gamma=0.9)))
-    assert problems(read_by_none) == ["algorithm.critic: set, but algorithm.name='grpo' does not use it; remove it"]
-
 
 def test_a_critics_batch_is_its_own() -> None:
     critic = CriticChoice(ranks=2, train=TrainConfig(mini_batches=3))
-    (line,) = problems(evolve(PPO, roles=RolesConfig(critic=critic)))
+    (line,) = problems(evolve(VALID, roles=RolesConfig(critic=critic)))
     assert line.startswith("rollout.prompts: 64 does not split evenly into roles.critic.train.mini_batches=3 ")
 
 
 def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path) -> None:
     def lines(**model: Any) -> list[str]:
-        return problems(evolve(PPO, roles=RolesConfig(critic=CriticChoice(model=ModelConfig(**model)))))
+        return problems(evolve(VALID, roles=RolesConfig(critic=CriticChoice(model=ModelConfig(**model)))))
 
     assert lines(path=str(tmp_path)) == []
     assert lines() == [
@@ -262,7 +230,7 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
         ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays the experts chosen when"),
         ({"overlong": "penalty"}, "algorithm.overlong_buffer: 0 with algorithm.overlong='penalty'"),
         ({"overlong": "penalty", "overlong_buffer": 257}, "algorithm.overlong_buffer: 257 with"),
-        ({"overlong_buffer": 5}, "algorithm.overlong_buffer: 5 with algorithm.overlong='keep'"),
+        ({"overlong": "keep", "overlong_buffer": 5}, "algorithm.overlong_buffer: 5 with algorithm.overlong='keep'"),
     ],
 )
 def test_settings_that_would_do_nothing_are_told(algorithm: dict[str, Any], start: str) -> None:
@@ -297,33 +265,6 @@ def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
         assert problems(evolve(VALID, algorithm=algorithm)) == []
 
 
-def test_groups_of_one_have_no_spread_to_sample_for() -> None:
-    alone = evolve(VALID, rollout=evolve(VALID.rollout, samples=1))
-    lines = problems(evolve(alone, algorithm=AlgorithmConfig(dynamic_sampling=2)))
-    assert any(
-        line.startswith("algorithm.dynamic_sampling: the rewards of a single sample are always all equal")
-        for line in lines
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "algorithm", "setting"),
-    [
-        (PPO, {"name": "ppo"}, "algorithm.name='ppo'"),
-        (VALID, {"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in='reward'"),
-    ],
-)
-def test_groups_of_equal_rewards_are_not_left_out_where_they_teach(
-    config: Config, algorithm: dict[str, Any], setting: str
-) -> None:
-    several = evolve(config, rollout=evolve(config.rollout, samples=4))
-    assert problems(evolve(several, algorithm=AlgorithmConfig(**algorithm))) == []
-    (line,) = problems(evolve(several, algorithm=AlgorithmConfig(**algorithm, dynamic_sampling=2)))
-    assert line == (
-        f"algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with {setting}; set it to 0"
-    )
-
-
 def test_a_mode_that_could_do_nothing_is_refused() -> None:
     nothing_held_out = evolve(VALID, run=RunConfig(mode="eval"), data=DataConfig(held_out=0))
     assert problems(nothing_held_out) == [
@@ -333,13 +274,6 @@ def test_a_mode_that_could_do_nothing_is_refused() -> None:
     assert line.startswith("rollout.saved: empty, but run.mode='train-only'")
     (line,) = problems(evolve(VALID, rollout=RolloutConfig(saved="runs/a/rollouts")))
     assert line.startswith("rollout.saved: set, but run.mode='train' does not read saved batches")
-    warm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=250))
-    assert problems(evolve(PPO, algorithm=warm)) == [
-        (
-            "algorithm.critic.warmup_steps: got 250, which leaves none of run.steps=250 to train the actor; set it "
-            "below run.steps"
-        )
-    ]
 
 
 def test_checkpoints_are_where_weights_are_new() -> None:

@@ -80,7 +80,7 @@ def test_tables_become_classes_with_ints_as_floats_and_arrays_as_tuples(tmp_path
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
-        ("algorithm.clip_high=0.28", ("algorithm", "clip_high"), 0.28),
+        ("algorithm.entropy_coef=0.28", ("algorithm", "entropy_coef"), 0.28),
         ("checkpoint.background=false", ("checkpoint", "background"), False),
         ("rollout.stop=['x', 'y']", ("rollout", "stop"), ("x", "y")),
         ("run.dir=runs/a b", ("run", "dir"), "runs/a b"),
@@ -114,8 +114,8 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         (
             "bogus = 1",
             (
-                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, roles, train, algorithm, "
-                "data, reward, rollout, weights, eval, checkpoint, extensions"
+                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, algorithms, roles, train, "
+                "algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
             ),
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),
@@ -197,7 +197,7 @@ def test_a_missing_backend_is_asked_for_by_its_full_path(tmp_path: Path) -> None
 
 def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "[backend]\nnmae = 'plain'\n[train]\nepochs = 0\nmini_batches = 0\n")
-    assert problems_of(path, "steps", "algorithm.clip_hihg=0.28", "run.steps=many") == [
+    assert problems_of(path, "steps", "algorithm.entropy_ceof=0.28", "run.steps=many") == [
         "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
         "run.steps: expected integer, got string 'many' (override run.steps=many)",
         (
@@ -207,7 +207,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         "backend.nmae: unknown key; did you mean 'name'?",
         "train.mini_batches: must be at least 1, got 0",
         "train.epochs: must be at least 1, got 0",
-        "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=...)",
+        "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof=...)",
     ]
 
 

@@ -12,10 +12,10 @@ from attrs import evolve
 from corerl.calls import Call
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
+from corerl.driver.algorithm import REFERENCE
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
-from corerl.config.schema import AlgorithmConfig, CriticConfig
-from corerl.driver.advantages import Stamped, stamp
+from corerl.algorithms.grpo import GRPO
+from corerl.algorithms.grpo import Options as OfGRPO
+from corerl.algorithms.ppo import PPO
+from corerl.algorithms.ppo import Options as OfPPO
+from corerl.config.schema import AlgorithmConfig
+from corerl.driver.advantages import Estimate, TrainBatch, compute_advantages, users_estimate
+from corerl.errors import ConfigError
 from corerl.types import SampleBatch
 
 REWARDS = np.array([1.0, 0.0], np.float32)
@@ -29,23 +38,33 @@ def batch(**columns: list[float]) -> SampleBatch:
     )
 
 
-def stamped(samples: SampleBatch, *, kl_coef: float = 0.0, max_tokens: int = 4, **algorithm: object) -> Stamped:
-    config = AlgorithmConfig(normalize_std=False, **algorithm)  # type: ignore[arg-type]
-    return stamp(samples, REWARDS, config, kl_coef=kl_coef, max_tokens=max_tokens)
+COMPARED = GRPO(OfGRPO(normalize_std=False)).advantages
 
 
-def advantages(found: Stamped) -> list[float]:
+def computed(
+    samples: SampleBatch,
+    estimate: Estimate = COMPARED,
+    *,
+    kl_coef: float = 0.0,
+    max_tokens: int = 4,
+    **algorithm: object,
+) -> TrainBatch:
+    config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
+    return compute_advantages(samples, REWARDS, estimate, config, kl_coef=kl_coef, max_tokens=max_tokens)
+
+
+def advantages(found: TrainBatch) -> list[float]:
     return found.samples.columns["advantages"].tolist()
 
 
 def test_a_group_is_compared_with_its_mean() -> None:
-    found = stamped(batch())
+    found = computed(batch())
     assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
     assert (found.metrics, found.kl) == ({}, None)
 
 
 def test_a_kl_in_the_loss_leaves_rewards_alone_and_is_reported() -> None:
-    found = stamped(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
+    found = computed(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
     assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
     assert found.kl == pytest.approx((1.0 + 0.0 - 0.25) / 3)
     assert found.metrics == {"train/kl_reference": found.kl, "train/kl_coef": 0.5}
@@ -54,21 +73,21 @@ def test_a_kl_in_the_loss_leaves_rewards_alone_and_is_reported() -> None:
 def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
-    found = stamped(masked, kl_coef=0.5, kl_estimator="k1")
+    found = computed(masked, kl_coef=0.5, kl_estimator="k1")
     assert (found.kl, found.metrics) == (None, {"train/kl_coef": 0.5})
 
 
 def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
     columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
-    found = stamped(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
+    found = computed(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
     # 1 - 0.5 * 1 = 0.5 and 0 - 0.5 * (0 - 0.25) = 0.125, of mean 0.3125
     assert advantages(found) == [0.0, 0.1875, 0.0, -0.1875, -0.1875]
 
 
 def test_ppo_takes_the_kl_off_each_token_and_compares_with_the_critic() -> None:
     columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -1.25, 0.125], values=[0.0, 0.25, 0.0, 0.5, 0.75])
-    critic = CriticConfig(gamma=0.5, gae_lambda=0.5, whiten=False)
-    found = stamped(columns, name="ppo", critic=critic, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
+    critic = PPO(OfPPO(gamma=0.5, gae_lambda=0.5, whiten=False))
+    found = computed(columns, critic.advantages, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
     # Rewards of the tokens: 1 - 0.5; then -0.5 * 1 and 0 - 0.5 * -0.25.
     last = 0.125 - 0.75
     first = (-0.5 + 0.5 * 0.75 - 0.5) + 0.5 * 0.5 * last
@@ -80,8 +99,8 @@ def test_ppo_takes_the_kl_off_each_token_and_compares_with_the_critic() -> None:
 
 def test_whitened_advantages_keep_their_order_and_leave_returns_alone() -> None:
     columns = batch(values=[0.0, 0.25, 0.0, 0.5, 0.75])
-    found = stamped(columns, name="ppo")
-    own = stamped(columns, name="ppo", critic=CriticConfig(whiten=False))
+    found = computed(columns, PPO(OfPPO()).advantages)
+    own = computed(columns, PPO(OfPPO(whiten=False)).advantages)
     raw = np.array(advantages(own))[[1, 3, 4]]
     assert np.array(advantages(found))[[1, 3, 4]] == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-4)
     assert found.samples.columns["returns"].tolist() == own.samples.columns["returns"].tolist()
@@ -89,15 +108,54 @@ def test_whitened_advantages_keep_their_order_and_leave_returns_alone() -> None:
 
 def test_a_correction_weighs_the_policy_term_by_how_likely_the_trainer_finds_the_token() -> None:
     columns = batch(rollout_logprobs=[0.0, -0.5 + math.log(2), 0.0, -0.25, -0.125 - math.log(3)])
-    token = stamped(columns, old_logprobs="recompute", correction="token", correction_cap=2.0)
+    token = computed(columns, old_logprobs="recompute", correction="token", correction_cap=2.0)
     assert advantages(token) == pytest.approx([0.0, 0.25, 0.0, -0.5, -1.0])
-    sequence = stamped(columns, old_logprobs="recompute", correction="sequence", correction_cap=5.0)
+    sequence = computed(columns, old_logprobs="recompute", correction="sequence", correction_cap=5.0)
     assert advantages(sequence) == pytest.approx([0.0, 0.25, 0.0, -1.5, -1.5])
     assert any(name.startswith("correction/") for name in token.metrics)
 
 
 def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
     # Two tokens of at most three, the last two of which are the buffer: half of it is used.
-    found = stamped(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
+    found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
     assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
     assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
+
+
+def test_a_function_of_the_user_may_give_advantages_of_samples_or_of_tokens(users: ModuleType) -> None:
+    users.mine = lambda samples, rewards, token_rewards: 2 * rewards  # type: ignore[attr-defined]
+    assert advantages(computed(batch(), users_estimate("my_advantages:mine"))) == [0.0, 2.0, 0.0, 0.0, 0.0]
+    users.mine = lambda samples, rewards, token_rewards: np.arange(5)  # type: ignore[attr-defined]
+    assert advantages(computed(batch(), users_estimate("my_advantages:mine"))) == [0.0, 1.0, 0.0, 3.0, 4.0]
+    users.mine = lambda samples, rewards, token_rewards: token_rewards  # type: ignore[attr-defined]
+    penalised = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
+    found = computed(penalised, users_estimate("my_advantages:mine"), kl_coef=0.5, kl_estimator="k1", kl_in="reward")
+    assert advantages(found) == pytest.approx([0.0, -0.5, 0.0, 0.0, 0.125])
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (
+            lambda *_: [1.0],
+            r"returned an array of shape \[1\], wanted \[2\], a number of each sample, or \[5\], of each",
+        ),
+        (lambda *_: [1.0, math.inf], "returned advantages that are not finite"),
+        (lambda *_: {}["no"], "raised KeyError: 'no'"),
+        (lambda *_: "none", "raised ValueError: could not convert string to float"),
+    ],
+)
+def test_what_a_function_of_the_user_may_not_return_is_told(
+    users: ModuleType, function: Callable[..., Any], line: str
+) -> None:
+    users.mine = function  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=f"^algorithm.advantages: 'my_advantages:mine' {line}"):
+        computed(batch(), users_estimate("my_advantages:mine"))
+
+
+@pytest.fixture
+def users(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A user's module, importable by name."""
+    module = ModuleType("my_advantages")
+    monkeypatch.setitem(sys.modules, "my_advantages", module)
+    return module

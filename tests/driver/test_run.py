@@ -13,11 +13,13 @@ from attrs import evolve
 from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
-from corerl.driver.advantages import Stamped
+from corerl.driver.advantages import TrainBatch
+from corerl.driver.algorithm import REFERENCE, plan_algorithm
 from corerl.driver.residency import SAMPLE
-from corerl.driver.run import REFERENCE, Run, answers_in
+from corerl.driver.run import Run, answers_in
 from corerl.errors import DataError
 from corerl.plugin.events import Shown
+from corerl.plugin.options import resolve_tables
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.types import Metric, Output, SampleBatch, TrainResult
@@ -57,6 +59,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             **{
                 **dict.fromkeys(needed),
                 "config": config,
+                "algorithm": plan_algorithm(resolve_tables(config)),
                 "progress": progress(ears, step=rollout_step),
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
@@ -102,15 +105,15 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     run = make_run(config, ears=ears, rollout_step=5)
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
-    stamped = Stamped(samples=batch(), metrics={"correction/mean": 0.75})
+    trained_on = TrainBatch(samples=batch(), metrics={"correction/mean": 0.75})
     run.actor.optimizer_step = 30
-    run.report(scored(), stamped, {"actor": [result] * 6})
+    run.report(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
     assert event.metrics["correction/mean"] == 0.75
     run.actor.optimizer_step = 1
-    run.report(scored(), stamped, {"actor": [result]})
+    run.report(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
@@ -185,7 +188,8 @@ def test_samples_without_the_engines_experts_end_the_run_in_one_line(
 
 
 def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
-    config = make_config(algorithm={"name": "ppo", "critic": {"whiten": False}}, roles={"critic": {}})
+    ppo = {"algorithm": {"name": "ppo"}, "algorithms": {"ppo": {"whiten": False}}}
+    config = make_config(**ppo, roles={"critic": {}})
     roles = {"actor": role("actor"), "critic": role("critic")}
     columns = make_run(config, roles=roles).with_advantages(scored()).samples.columns
     assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
@@ -198,13 +202,13 @@ def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
     actor = Group()
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    stamped = run.with_advantages(scored())
+    trained_on = run.with_advantages(scored())
     # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
     # 2 samples / 20.
-    assert stamped.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
-    assert stamped.metrics["train/kl_coef"] == 0.5
+    assert trained_on.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
+    assert trained_on.metrics["train/kl_coef"] == 0.5
     assert run.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 20))
-    run.optimize(stamped)  # under the coefficient of this step; the adapted one is the next step's
+    run.optimize(trained_on)  # under the coefficient of this step; the adapted one is the next step's
     assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
     run.kl_coef = 0.75
     run.optimize(run.with_advantages(scored()))
@@ -222,7 +226,12 @@ def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Call
 def test_a_coefficient_that_is_taken_off_rewards_is_not_in_the_loss_too(make_run: Callable[..., Run]) -> None:
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_in": "reward"}
     actor, config = Group(), make_config(algorithm=algorithm)
-    run = make_run(config, roles={"actor": role("actor", actor, config, loss=loss_of("actor", config))})
+    run = make_run(
+        config,
+        roles={
+            "actor": role("actor", actor, config, loss=plan_algorithm(resolve_tables(config)).objectives["actor"].loss)
+        },
+    )
     run.optimize(run.with_advantages(scored()))
     assert [loss.params["kl_coef"] for loss in actor.losses] == [0.0]
 
@@ -231,8 +240,8 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
     cut = batch().with_rows(truncated=np.array([True, True]))
-    stamped = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
-    assert run.optimize(stamped) == {} and actor.losses == []
+    trained_on = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
+    assert run.optimize(trained_on) == {} and actor.losses == []
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
@@ -289,9 +298,9 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
     run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
-    stamped = run.with_advantages(scored())
+    trained_on = run.with_advantages(scored())
     for run.progress.step in range(4):
-        trained = list(run.optimize(stamped))
+        trained = list(run.optimize(trained_on))
         assert trained == (["critic"] if run.progress.step < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.
@@ -407,8 +416,8 @@ def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ra
     residency.enter(SAMPLE)
     both.log.clear()
     with run.training():
-        stamped = run.with_advantages(scored())
-        run.optimize(stamped)
+        trained_on = run.with_advantages(scored())
+        run.optimize(trained_on)
         run.push_weights()
         run.save()
     assert both.log == [

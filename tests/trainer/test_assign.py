@@ -29,7 +29,6 @@ from corerl.config.schema import (
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plugin.capabilities import Capability
 from corerl.trainer.assign import RolePlan, needed, offloaded, plan_role
-from corerl.types import Output
 from tests.trainer.configs import FAKE, config_for
 
 CHOOSY = "tests.trainer.fakes:CHOOSY"
@@ -79,17 +78,6 @@ def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
     plan = planned(config)
     assert plan.backend.name == FAKE
     assert [assignment.config.train for assignment in plan.assignments] == [own.settled("cpu")] * 2
-
-
-def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
-    algorithm = AlgorithmConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.02)
-    config = config_for(algorithm=algorithm)
-    loss = loss_of("actor", config)
-    assert loss.name == "clipped"
-    assert loss.params["clip_low"] == 0.1
-    assert loss.params["clip_high"] == 0.3
-    assert loss.params["entropy_coef"] == 0.02
-    assert Output.ENTROPY in loss.outputs
 
 
 def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
@@ -246,11 +234,9 @@ def test_a_critic_needs_a_value_head_and_neither_engines_nor_a_reference() -> No
     assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
 
 
-def test_a_critic_is_planned_with_its_own_backend_settings_loss_and_model() -> None:
+def test_a_critic_is_planned_with_its_own_backend_settings_and_model() -> None:
     own = TrainConfig(precision="bfloat16")
     config = with_critic(ranks=2, backend=FAKE, train=own, model=ModelConfig(path="models/value"))
-    loss = loss_of("critic", config)
-    assert (loss.name, loss.params, loss.outputs) == ("value", {"value_clip": 0.2}, (Output.VALUES,))
     plan = plan_role("critic", config, experts=1, device="cpu", run_dir="runs/x", resume="")
     assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
     role = plan.assignments[0].config
@@ -258,12 +244,6 @@ def test_a_critic_is_planned_with_its_own_backend_settings_loss_and_model() -> N
     assert plan.backend.name == FAKE
     assert not planned(config).assignments[0].config.value_head
     assert planned(config).assignments[0].config.model == config.model
-
-
-def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
-    for place, expected in (("loss", 0.25), ("reward", 0.0)):
-        algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
-        assert loss_of("actor", config_for(algorithm=algorithm)).params["kl_coef"] == expected
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.driver.algorithm import plan_algorithm
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -43,6 +44,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
+from corerl.plugin.options import resolve_tables
 from corerl.rollout.receiving import Receiving
 from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.testing.harness import make_samples
@@ -172,6 +174,8 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
 
 def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=CriticChoice()))
+    critic = resolve_tables(critic)
+    loss = plan_algorithm(critic).objectives["critic"].loss
     (assignment,) = plan_role("critic", critic, experts=1, device="cpu", run_dir="", resume="").assignments
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
@@ -179,7 +183,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     for samples in (batch, told):
         worker = Worker(assignment)
         worker.init("127.0.0.1", 0)
-        results.append(worker.train(samples, training_plan(samples), loss_of("critic", critic), STEP))
+        results.append(worker.train(samples, training_plan(samples), loss, STEP))
         worker.shutdown("finished")
     assert results[0] == results[1]
 
