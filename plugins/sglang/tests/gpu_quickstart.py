@@ -89,7 +89,7 @@ FAMILIES = {  # by what they contain
         num_local_experts=8,
         num_experts_per_tok=2,
         tie_word_embeddings=False,
-        **{**IN_TURNS, "sliding_window": 1024},  # longer than all samples: SGLang's differs, see the results
+        **{**IN_TURNS, "sliding_window": 1024},  # longer than all samples: by Triton SGLang drops a token of it
         **PLAIN_ROPE,
     ),
     "glm4-moe": model("glm4_moe", **SPARSE, n_routed_experts=8, first_k_dense_replace=1),  # its biases are in buffers
