@@ -1,7 +1,7 @@
 """Write what the code knows best into the pages: a line `<!-- reference: NAME -->` becomes Markdown made from it.
 
 config        a table for each table of the TOML file, from corerl.config.schema
-plugins       a table for each table of an engine of CoreRL's, and of its backends that are installed
+plugins       a table for each table of an engine or algorithm of CoreRL's, and of its backends that are installed
 hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
 hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
 extensions    those that come with CoreRL and their options, from corerl.observability.specs
@@ -31,7 +31,8 @@ from corerl.config.schema import Config, RoleConfig
 from corerl.plugin import events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
-from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load
+from corerl.plugin.options import TABLES
+from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import Process
 from corerl.testing.marks import check_of
 from corerl.testing.matrix import Status
@@ -42,7 +43,11 @@ MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 MODELS = Path(__file__).parent.parent.parent / "benchmarks/results/models.json"
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
-FIRST_PARTY = {*INSTALL_HINTS[Kind.BACKENDS], "transformers", "fake"}
+FIRST_PARTY = {
+    *INSTALL_HINTS[Kind.BACKENDS],
+    *("transformers", "fake"),
+    *(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution == "corerl"),
+}
 # Say again what [train] and [model] say.
 REPEATED = ("roles.actor.train.", "roles.critic.train.", "roles.critic.model.")
 
@@ -77,7 +82,7 @@ def options_table(config: type) -> list[str]:
 def plugins_reference() -> str:
     """Whatever else is installed where the documentation is built is not CoreRL's to describe."""
     lines: list[str] = []
-    for kind in (Kind.BACKENDS, Kind.ENGINES):
+    for kind in TABLES:
         for loaded in (load(kind, name) for name in installed_names(kind) if name in FIRST_PARTY):
             if table := options_table(loaded.spec.config):
                 lines += [f"## `[{kind.value}.{loaded.name}]`", "", f"{loaded.spec.summary}.", "", *table]
