@@ -1,4 +1,4 @@
-"""What holds for the tree as a whole: core names no backend, light imports stay light, tests mirror packages."""
+"""What holds for the tree as a whole: core names no backend and no algorithm, light imports stay light, tests mirror packages."""
 
 import ast
 import json
@@ -16,6 +16,10 @@ import corerl
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "corerl"
 BACKEND_NAMES = re.compile(r"megatron|fsdp|deepspeed|zero-?[123]\b", re.IGNORECASE)
+ALGORITHM_NAMES = re.compile(
+    r"\b(ppo|(dr[ ._-]*)?grpo|dapo|gspo|cispo|rloo|reinforce\+\+|reinforce_plus_plus)\b", re.IGNORECASE
+)
+DEFAULT = 'default="grpo",'  # of algorithm.name
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 
@@ -35,13 +39,13 @@ def documentation_and_hints(tree: ast.Module, *, hints: str) -> set[int]:
     return lines
 
 
-def backend_names_in(text: str, *, hints: str = "") -> list[int]:
-    """Lines of a Python file that name a backend where only core's own words belong."""
+def names_in(text: str, names: re.Pattern[str], *, hints: str = "") -> list[int]:
+    """Lines of a Python file that have one of these names where only core's own words belong."""
     allowed = documentation_and_hints(ast.parse(text), hints=hints)
     return [
         number
         for number, line in enumerate(text.splitlines(), start=1)
-        if number not in allowed and BACKEND_NAMES.search(line)
+        if number not in allowed and names.search(line)
     ]
 
 
@@ -57,18 +61,30 @@ def test_core_names_no_backend() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted(CORE.rglob("*.py"))
-        for line in backend_names_in(
-            path.read_text(), hints=HINTS[1] if path.relative_to(CORE).as_posix() == HINTS[0] else ""
+        for line in names_in(
+            path.read_text(), BACKEND_NAMES, hints=HINTS[1] if path.relative_to(CORE).as_posix() == HINTS[0] else ""
         )
+    ]
+    assert found == []
+
+
+def test_no_algorithm_is_named_outside_its_own_file() -> None:
+    own = {point.value.partition(":")[0] for point in entry_points(group="corerl.algorithms")}
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted(CORE.rglob("*.py"))
+        if ".".join(path.relative_to(ROOT).with_suffix("").parts) not in own
+        for line in names_in(path.read_text().replace(DEFAULT, ""), ALGORITHM_NAMES)
     ]
     assert found == []
 
 
 def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentation() -> None:
     text = '"""Runs under FSDP."""\nTABLE = {\n    "fsdp": "install",\n}\nif name == "megatron":\n    pass\n'
-    assert backend_names_in(text, hints="TABLE") == [5]
-    assert backend_names_in(text) == [3, 5]
-    assert backend_names_in("x = 1  # as DeepSpeed does\n") == [1]
+    assert names_in(text, BACKEND_NAMES, hints="TABLE") == [5]
+    assert names_in(text, BACKEND_NAMES) == [3, 5]
+    assert names_in("x = 1  # as DeepSpeed does\n", BACKEND_NAMES) == [1]
+    assert names_in('if name == "ppo":\n    pass\n', ALGORITHM_NAMES) == [1]
 
 
 @pytest.mark.processes
@@ -88,7 +104,7 @@ def test_corerl_help_loads_no_heavy_package() -> None:
 def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
     code = (
         "from importlib.metadata import entry_points\n"
-        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions'):\n"
+        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions', 'corerl.algorithms'):\n"
         "    for point in entry_points(group=group):\n"
         "        point.load()"
     )
@@ -122,6 +138,7 @@ def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tes
     [
         ("corerl.backends", {"plain", "fsdp"}),
         ("corerl.engines", {"transformers", "fake"}),
+        ("corerl.algorithms", {"grpo", "ppo"}),
         ("corerl.extensions", {"console", "jsonl", "tensorboard", "curves", "trace"}),
     ],
 )

@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     for action in (check, show):
         action.add_argument("file", metavar="FILE", help="a TOML file")
         action.add_argument(
-            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithms.grpo.clip_high=0.28"
+            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8"
         )
     parser.set_defaults(run=run)
 

@@ -10,7 +10,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="train as a configuration specifies")
     parser.add_argument("file", metavar="FILE", help="a TOML file")
     parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithms.grpo.clip_high=0.28"
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8"
     )
     parser.set_defaults(run=run)
 
