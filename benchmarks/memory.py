@@ -51,6 +51,13 @@ from corerl.types import MemoryKind, Output
 STEPS = 3  # the first one makes the moments
 LIMIT = 240.0  # seconds for a case
 
+BLOOM_1B1 = {  # positions in its attention, which therefore is its own
+    "model_type": "bloom",
+    "vocab_size": 250880,
+    "hidden_size": 1536,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 EXPERTS = {**QWEN3_30B_A3B, "num_hidden_layers": 4}
 
 
@@ -93,6 +100,11 @@ CASES = {
     "fsdp-gemma3": Case(what="Gemma 3 1B", fields=_of("gemma3")),
     "fsdp-qwen3.5": Case(what="8 layers of Qwen3.5 0.8B", fields=_of("qwen3_5")),
     "fsdp-gpt-oss": Case(what="8 layers of GPT-OSS, 8 experts", fields=_of("gpt_oss"), tokens=4096),
+    "fsdp-whole": Case(what="8 layers of the 8B shape, whole", fields=SLICE, layout="whole"),
+    "fsdp-whole-recompute": Case(
+        what="8 layers of the 8B shape, whole, layers recomputed", fields=SLICE, layout="whole", recompute="full"
+    ),
+    "fsdp-bloom": Case(what="BLOOM 1B1, whole", fields=BLOOM_1B1, layout="whole"),
     "fsdp-experts": Case(what="4 layers of the 30B-A3B shape", fields=EXPERTS),
     "fsdp-offload": Case(
         what="8 layers of the 8B shape, optimizer on the host", fields=SLICE, options={"offload": "optimizer"}
@@ -104,6 +116,13 @@ CASES = {
         what="8 layers of the 8B shape, stage 2",
         fields=SLICE,
         options={"stage": 2},
+    ),
+    "deepspeed-whole": Case(
+        backend="deepspeed",
+        what="8 layers of the 8B shape, stage 2, whole",
+        fields=SLICE,
+        options={"stage": 2},
+        layout="whole",
     ),
     "deepspeed-3": Case(
         backend="deepspeed",
@@ -176,6 +195,7 @@ def predicted(case: Case) -> RoleMemory:
         tokens_per_micro_batch=case.tokens,
         precision=case.precision,  # type: ignore[arg-type]  # a name, as of every case
         recompute=case.recompute,  # type: ignore[arg-type]
+        layout=case.layout,  # type: ignore[arg-type]
     )
     found = role_memory(
         spec,

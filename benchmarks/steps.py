@@ -99,6 +99,7 @@ class Work:
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     precision: str = "bfloat16"
     recompute: str = "none"
+    layout: str = "auto"
     sequence: int = 2048  # tokens of each sample
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
@@ -180,6 +181,7 @@ class Plugin:
                 tokens_per_micro_batch=work.tokens,
                 precision=work.precision,  # type: ignore[arg-type]  # a name, as of every case
                 recompute=work.recompute,  # type: ignore[arg-type]
+                layout=work.layout,  # type: ignore[arg-type]
                 optimizer=OPTIMIZER,
             ),
             options=options,

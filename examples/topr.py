@@ -1,6 +1,6 @@
-"""An algorithm outside CoreRL: what went well is learned as it is, what went badly only as far as the policy still does it.
+"""An algorithm outside CoreRL: what went well is learned, what went badly only as far as the policy still does it.
 
-    corerl train examples/quickstart.toml algorithm.name=examples.topr:SPEC algorithm.kl_coef=0
+corerl train examples/quickstart.toml algorithm.name=examples.topr:SPEC algorithm.kl_coef=0
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What holds for the tree as a whole: core names no backend and no algorithm, light imports stay light, tests mirror packages."""
+"""What holds for the tree as a whole: core names neither backends nor algorithms, light imports stay light, tests mirror
+packages."""
 
 import ast
 import json
@@ -43,9 +44,7 @@ def names_in(text: str, names: re.Pattern[str], *, hints: str = "") -> list[int]
     """Lines of a Python file that have one of these names where only core's own words belong."""
     allowed = documentation_and_hints(ast.parse(text), hints=hints)
     return [
-        number
-        for number, line in enumerate(text.splitlines(), start=1)
-        if number not in allowed and names.search(line)
+        number for number, line in enumerate(text.splitlines(), start=1) if number not in allowed and names.search(line)
     ]
 
 

@@ -9,9 +9,7 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="train as a configuration specifies")
     parser.add_argument("file", metavar="FILE", help="a TOML file")
-    parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8"
-    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8")
     parser.set_defaults(run=run)
 
 

@@ -7,6 +7,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,11 @@ def activations_of(
         policy = make_policy(
             config, dtype=getattr(torch, precision), layout=layout, value_head=value_head, buffers=False
         )
-        if compiled:
-            for layer in decoder_layers(policy.model):
+        for layer in decoder_layers(policy.model):
+            if compiled:
                 layer.forward = torch.compile(layer.forward, backend=PARTITIONED, dynamic=True)
+            else:  # inside the layer, so that it is there too where the backward pass recomputes it
+                layer.forward = partial(_with_fused_attention, layer.forward)
         if recompute:
             recompute_layers(policy.model)
         return policy
@@ -78,10 +81,10 @@ def activations_of(
     for param in policy.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_forget)
-    with _FusedAttention(), _Allocations(policy) as held, torch.no_grad():
+    with _Allocations(policy) as held, torch.no_grad():
         policy(*inputs, 1.0, outputs)
     forward = held.peak
-    with _FusedAttention(), _Allocations(policy) as held:
+    with _Allocations(policy) as held:
         found = policy(*inputs, 1.0, outputs)
         kept = held.now
         torch.stack([each.sum() for each in found.values()]).sum().backward()
@@ -146,6 +149,11 @@ def _kept(policy: Policy, inputs: tuple[Tensor, PackedSequences, Tensor], output
         )
         policy(*inputs, 1.0, outputs)
     return sum(map(_size, kept.values()))
+
+
+def _with_fused_attention(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _FusedAttention():
+        return call(*args, **kwargs)
 
 
 class _FusedAttention(TorchFunctionMode):

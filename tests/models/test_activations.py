@@ -72,6 +72,16 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
     assert found - fewer == pytest.approx(4 * 512 * 256 * 2, rel=0.01)  # [T, H] of four layers in 16 bits
 
 
+def test_rows_of_whole_models_are_recomputed_too() -> None:
+    fields = {**tiny_fields("qwen3"), **WIDE, "num_hidden_layers": 6}
+    packed, whole, kept = (
+        of(fields, recompute=recompute, layout=layout)
+        for layout, recompute in (("packed", True), ("whole", True), ("whole", False))
+    )
+    assert whole.kept == pytest.approx(packed.kept, rel=0.1)
+    assert whole.train < 0.7 * kept.train
+
+
 def test_compiled_layers_keep_no_copies_in_float32() -> None:
     fields = {**tiny_fields("qwen3"), **WIDE}
     plain, fused = of(fields), of(fields, fused=True)
