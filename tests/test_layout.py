@@ -1,5 +1,5 @@
-"""What holds for the tree as a whole: core names neither backends nor algorithms, light imports stay light, tests mirror
-packages."""
+"""What holds for the tree as a whole: core names neither backends nor algorithms, light imports stay light, tests
+mirror packages."""
 
 import ast
 import json
