@@ -1,6 +1,7 @@
 """Advantages worked out by hand; means and deviations are those of Python's statistics."""
 
 import statistics
+import tomllib
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from corerl.algorithms.reinforce_plus_plus import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
+from corerl.config.load import config_of, dump_toml
+from corerl.plugin.options import resolve_tables
 from corerl.plugin.spec import ACTOR
 from corerl.types import LossSpec, SampleBatch
 
@@ -77,3 +80,11 @@ def test_only_the_variant_with_a_baseline_compares_the_samples_of_a_prompt() -> 
         loss = algorithm(Options(clip_low=0.1)).objectives()[ACTOR].loss
         assert loss == LossSpec(name="clipped", params={"clip_low": 0.1, "clip_high": 0.2})
     assert (SPEC.compares, BASELINE_SPEC.compares) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
+def test_its_name_is_a_key_in_files_and_overrides(name: str) -> None:
+    overrides = ["backend.name=plain", f"algorithm.name={name}", f'algorithms."{name}".clip_low=0.125']
+    config = config_of({}, overrides)
+    assert resolve_tables(config).algorithms[name] == Options(clip_low=0.125)
+    assert config_of(tomllib.loads(dump_toml(config))) == config
