@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -27,6 +28,7 @@ class GRPO(Algorithm):
     """
 
     options: Options
+    loss: ClassVar[str] = "clipped"  # of parameters clip_low and clip_high
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
@@ -36,7 +38,7 @@ class GRPO(Algorithm):
 
     def objectives(self) -> Mapping[str, Objective]:
         clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
-        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
+        return {ACTOR: Objective(loss=LossSpec(name=self.loss, params=clip))}
 
 
 SPEC = AlgorithmSpec(

@@ -14,13 +14,15 @@ As a penalty inside the loss, k1 has zero gradient in expectation and only adds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from corerl.errors import ConfigError
 from corerl.types import BoolArray, FloatArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # exp(20) = 5e8 is far beyond any meaningful ratio, and its products still fit into float32. Without the clamp, one
 # stale token at a log-ratio of 90 turns the whole step into inf.
@@ -60,6 +62,8 @@ def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, 
     Other tokens are not read. Subtracted from each token's reward, this is the penalty of Ziegler et al. 2019,
     "Fine-Tuning Language Models from Human Preferences", eq. 2. They use k1, which works here though not in a loss.
     """
+    import torch  # losses load without
+
     estimate = _estimator(estimator)
     policy, other = (torch.from_numpy(each[loss_mask].astype(np.float64)) for each in (logprobs, reference))
     divergence = np.zeros(len(loss_mask), dtype=np.float32)

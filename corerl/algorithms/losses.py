@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from attrs import field, frozen
-from torch import Tensor
 
 from corerl.algorithms.kl import MAX_LOG_RATIO, estimator
 from corerl.errors import ContractError
 from corerl.types import Reduction
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @frozen(kw_only=True)
@@ -96,6 +97,8 @@ class PolicyTokens:
         bounds = self.inputs.bounds
         if bounds is None:
             raise ContractError(f"loss {self.name!r} needs to know where each sample begins; pass LossInputs.bounds")
+        import torch  # not at the top: an algorithm's spec is in one file with its loss, and loads without torch
+
         bounds = bounds.long()
         sums = torch.segment_reduce(_where(self.counted, values), "sum", offsets=bounds, initial=0)
         counts = torch.segment_reduce(self.counted.to(values.dtype), "sum", offsets=bounds, initial=0)
@@ -155,32 +158,46 @@ class PolicyTokens:
         return LossResult(loss, found)
 
 
+def surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """[T] PPO's clipped surrogate, which a policy maximizes, and where the clip is active and the gradient is 0 (bool).
+
+        min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025, "DAPO", eq. 8.
+    """
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return free.minimum(bounded), bounded < free
+
+
 def clipped(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0, **common: Any
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
 ) -> LossResult:
-    """PPO's clipped policy loss, with separate lower and upper bounds.
+    """PPO's clipped policy loss: -`surrogate` of the tokens' ratios r_t = exp(logprobs_t - old_logprobs_t).
 
-        r_t    = exp(logprobs_t - old_logprobs_t)
-        term_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
-
-    and with a `dual_clip` c, at least -c A_t where A_t is negative: a token that has become much likelier does not push
-    without bound. Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025,
-    "DAPO", eq. 8; the third: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
-    Learning", eq. 5. `common`, and what is read besides: `PolicyTokens`.
+    With a `dual_clip` c, it is at most -c A_t where A_t is negative: a token that has become much likelier does not
+    push without bound. Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
+    eq. 5. The other parameters, and what is read besides: `PolicyTokens`.
 
     Metrics besides the common ones: `clip_fraction` and `dual_clip_fraction`, of tokens at which the clip is active and
     the policy term's gradient is 0.
     """
     tokens = PolicyTokens.of(inputs, name="clipped")
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
-    free = ratio * advantages
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    gain, metrics = torch.minimum(free, bounded), {"clip_fraction": bounded < free}
+    gain, at_bound = surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    metrics = {"clip_fraction": at_bound}
     if dual_clip:
         lowest = dual_clip * advantages
         metrics["dual_clip_fraction"] = (advantages < 0) & (gain < lowest)
-        gain = torch.where(advantages < 0, torch.maximum(gain, lowest), gain)
-    return tokens.result(-gain, metrics, **common)
+        gain = gain.maximum(lowest).where(advantages < 0, gain)
+    return tokens.result(-gain, metrics, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator=kl_estimator)
 
 
 APART = (0.1, 1.0)  # log-prob differences above which tokens are counted: ratios of 1.1 and e
@@ -239,7 +256,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
     if value_clip:
         old = at_loss_tokens(column("values"))
         bounded = (values.clamp(old - value_clip, old + value_clip) - returns) ** 2
-    loss = (weights * 0.5 * torch.maximum(free, bounded)).sum()
+    loss = (weights * 0.5 * free.maximum(bounded)).sum()
 
     tokens = counted.sum()
 
@@ -261,7 +278,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
 def _where(counted: Tensor, values: Tensor) -> Tensor:
     """`values` with 0 at tokens that do not count. A weight of 0 would not be enough: 0 * inf is NaN, in the value and
     in the gradient."""
-    return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return values.where(counted, 0)
 
 
 def _column(inputs: LossInputs, name: str, *, loss: str) -> Tensor:

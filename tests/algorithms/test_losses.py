@@ -9,6 +9,7 @@ import torch
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, mismatch, value
 from corerl.errors import ContractError
 from corerl.types import Reduction
+from tests.algorithms.ragged import Sample, random_samples, step_of
 
 # token   p_new  p_old   ratio  advantage   ratio * A   clipped to [0.8, 1.3] * A   min
 #   0      0.6    0.4     1.5       2          3.0              2.6                  2.6   clipped, no gradient
@@ -85,6 +86,40 @@ def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
     )
     at_logprobs, _ = gradients(inputs)
     assert at_logprobs.tolist() == pytest.approx([-w * a for w, a in zip(WEIGHTS, ADVANTAGES, strict=True)])
+
+
+def test_with_a_dual_clip_a_token_that_has_become_much_likelier_does_not_push_without_bound() -> None:
+    # ratio     A     min(r A, clip(r, 0.8, 1.2) A)    with a dual clip of 3
+    #   8      -2             -16                        -6      no gradient
+    #   2      -2              -4                        -4
+    #  1/2     -2              -1.6                      -1.6    clipped as ever, no gradient
+    #   8       2               2.4                       2.4    clipped as ever, no gradient
+    sample = Sample(ratios=[8, 2, 0.5, 8], advantages=[-2, -2, -2, 2], weight=0.25)
+    plain, dual = step_of(clipped, [sample]), step_of(clipped, [sample], dual_clip=3.0)
+    assert plain.loss == pytest.approx(0.25 * (16 + 4 + 1.6 - 2.4))
+    assert plain.gradients == [pytest.approx([4, 1, 0, 0])]
+    assert dual.loss == pytest.approx(0.25 * (6 + 4 + 1.6 - 2.4))
+    assert dual.gradients == [pytest.approx([0, 1, 0, 0])]
+    assert (dual.metrics["clip_fraction"].value, dual.metrics["dual_clip_fraction"].value) == (0.5, 0.25)
+    assert "dual_clip_fraction" not in plain.metrics
+
+
+def test_the_dual_clip_is_the_formula_token_by_token() -> None:
+    samples = random_samples(4)
+    step = step_of(clipped, samples, dual_clip=1.4)
+    loss, at_bound = 0.0, 0
+    for each, gradient in zip(samples, step.gradients, strict=True):
+        slopes = []
+        for ratio, advantage in zip(each.ratios, each.advantages, strict=True):
+            gain = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            dual = advantage < 0 and gain < 1.4 * advantage
+            at_bound += dual
+            loss -= each.weight * (1.4 * advantage if dual else gain)
+            free = not dual and gain == ratio * advantage
+            slopes.append(-each.weight * ratio * advantage if free else 0.0)
+        assert gradient == pytest.approx(slopes, abs=1e-15)
+    assert step.loss == pytest.approx(loss)
+    assert step.metrics["dual_clip_fraction"].total == at_bound > 10
 
 
 def test_the_entropy_bonus_lowers_the_loss_by_the_weighted_entropy() -> None:

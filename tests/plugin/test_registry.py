@@ -236,13 +236,16 @@ def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: I
 
 
 @pytest.mark.processes
-def test_importing_the_registry_is_light() -> None:
+def test_importing_the_registry_is_light_and_no_installed_spec_imports_torch() -> None:
     program = (
-        "import corerl.plugin.registry, sys\n"
-        "print(sorted({'importlib.metadata', 'cattrs', 'torch', 'ray'} & sys.modules.keys()))"
+        "import sys\n"
+        "from corerl.plugin.registry import Kind, installed\n"
+        "print(sorted({'importlib.metadata', 'cattrs', 'torch', 'ray'} & sys.modules.keys()))\n"
+        "print([kind.value for kind in Kind if installed(kind)])\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert finished.stdout.strip() == "[]"
+    assert finished.stdout.splitlines() == ["[]", str([kind.value for kind in Kind]), "[]"]
 
 
 def test_what_is_installed_anew_in_the_same_place_is_read_again(install: Install, backend_spec: str) -> None:

@@ -1,0 +1,72 @@
+"""REINFORCE++: no critic, and rewards are compared over the whole batch. Hu 2025, "REINFORCE++: A Simple and Efficient
+Approach for Aligning Large Language Models"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from attrs import frozen
+
+from corerl.algorithms.advantages import at_last_token, broadcast, gae, group_advantages, sample_rewards, whiten
+from corerl.algorithms.base import Advantages, Algorithm, Objective
+from corerl.config.schema import at_least, between, option
+from corerl.plugin.spec import ACTOR, AlgorithmSpec
+from corerl.types import FloatArray, LossSpec, SampleBatch
+
+
+@frozen(kw_only=True)
+class Options:
+    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
+    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
+
+
+class ReinforcePlusPlus(Algorithm):
+    """A token's advantage is what is earned from there on, normalized over all loss tokens of the batch; PPO's clipped
+    loss.
+
+        R_t = r - kl_coef sum of KL_s over s >= t       the penalty with algorithm.kl_in = "reward", as in the paper
+        A_t = (R_t - mean(R)) / std(R)
+    """
+
+    options: Options
+
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        earned = token_rewards + at_last_token(rewards, samples)
+        returns, _ = gae(earned, np.zeros_like(earned), samples, gamma=1.0, lam=1.0)
+        return Advantages(advantages=whiten(returns, samples.columns["loss_mask"]))
+
+    def objectives(self) -> Mapping[str, Objective]:
+        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
+        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
+
+
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
+    """The same for several samples of a prompt: rewards less the mean of their group, at all tokens of a sample, then
+    normalized over all loss tokens of the batch instead of within the group.
+
+        A'_t = r - mean(r of the group)
+        A_t  = (A'_t - mean(A')) / std(A')
+
+    The paper adds a KL penalty to the loss: algorithm.kl_coef, with kl_estimator = "k2".
+    """
+
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        each = sample_rewards(samples, rewards, token_rewards)
+        compared = group_advantages(each, samples.rows["group"], normalize_std=False)
+        return Advantages(advantages=whiten(broadcast(compared, samples), samples.columns["loss_mask"]))
+
+
+SPEC = AlgorithmSpec(
+    implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    config=Options,
+    api=(1, 0),
+    summary="compares rewards over the whole batch, for any number of samples per prompt (Hu 2025)",
+    compares=False,
+)
+BASELINE_SPEC = AlgorithmSpec(
+    implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+    config=Options,
+    api=(1, 0),
+    summary="compares the samples of a prompt, and normalizes over the whole batch (Hu 2025)",
+)
