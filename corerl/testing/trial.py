@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -191,10 +191,12 @@ class Trial:
         assert isinstance(found, Advantages), f"advantages returned a {type(found).__name__}; return Advantages(...)"
         return found
 
-    def trained_on(self, samples: SampleBatch) -> SampleBatch:
-        """The samples with all that losses read, as `[algorithm]` says."""
+    @cached_property
+    def batch(self) -> SampleBatch:
+        """Samples with all that losses read, as `[algorithm]` says."""
+        samples = self.samples()
         batch = compute_advantages(
-            copied(samples),
+            samples,
             self.rewards(samples),
             self.plan.estimate,
             self.config.algorithm,
@@ -205,13 +207,14 @@ class Trial:
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
-    def outputs(self, role: str, samples: SampleBatch) -> dict[Output, Array]:
-        """[N] float64 of each output that the role's loss wants, 0 outside loss tokens.
+    @cache  # noqa: B019  -- a trial lives as long as its checks
+    def outputs(self, role: str) -> Mapping[Output, Array]:
+        """[N] float64 of each output that the role's loss wants on `batch`, 0 outside loss tokens.
 
         Log-probs are those of a policy that has moved from `old_logprobs` by very different amounts in different
         samples, so that some are within any clip and others beyond.
         """
-        draw = np.random.default_rng(3)
+        samples, draw = self.batch, np.random.default_rng(3)
         mask, sample_of = samples.columns["loss_mask"], samples.sample_of
         found: dict[Output, Array] = {}
         for output in self.plan.objectives[role].loss.outputs:
@@ -227,6 +230,17 @@ class Trial:
                     values = np.abs(noise)
             found[output] = np.where(mask, values, 0.0)
         return found
+
+    @cache  # noqa: B019
+    def whole(self, role: str) -> MicroBatch:
+        """The optimizer step on `batch` as one micro-batch."""
+        ((_, micro),) = self.micro_batches(role, self.batch, self.outputs(role), WHOLE)
+        return micro
+
+    @cache  # noqa: B019
+    def divided(self, role: str, packing: Packing) -> Found:
+        """The optimizer step on `batch`."""
+        return self.step(role, self.batch, self.outputs(role), packing)
 
     def micro_batches(
         self, role: str, samples: SampleBatch, outputs: Mapping[Output, Array], packing: Packing
@@ -247,12 +261,6 @@ class Trial:
         for dp_rank in range(packing.dp_size):
             batch = pack(samples, plan, dp_rank, sequence_multiple=packing.sequence_multiple)
             yield from ((dp_rank, micro) for micro in batch.micro_batches)
-
-    def whole(self, role: str, samples: SampleBatch, outputs: Mapping[Output, Array] | None = None) -> MicroBatch:
-        """The step as one micro-batch; `outputs` are `outputs(role, samples)` unless given."""
-        given = self.outputs(role, samples) if outputs is None else outputs
-        ((_, micro),) = self.micro_batches(role, samples, given, WHOLE)
-        return micro
 
     def evaluate(
         self, role: str, micro: MicroBatch, seen: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
@@ -281,7 +289,7 @@ class Trial:
         role: str,
         samples: SampleBatch,
         outputs: Mapping[Output, Array],
-        packing: Packing = WHOLE,
+        packing: Packing,
         rewritten: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
     ) -> Found:
         """The role's loss of an optimizer step, its gradients, and its metrics as they are merged over dp ranks."""

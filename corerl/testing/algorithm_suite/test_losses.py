@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from corerl.driver.metrics import train_metrics
 from corerl.plugin.spec import ACTOR, RoleKind
 from corerl.testing.marks import algorithm_check as check
 from corerl.testing.tolerances import DIFFERENCES, FLOAT64
-from corerl.testing.trial import OWN, PACKINGS, Found, Trial, loss_inputs, other_numbers
+from corerl.testing.trial import OWN, PACKINGS, WHOLE, Found, Packing, Trial, loss_inputs, other_numbers
 from corerl.types import Array, Metric, MicroBatch, Output, Reduction, rows_at
 
 STEP = 1e-6  # of a finite difference
@@ -27,72 +27,84 @@ OF_DRIVER = ("rollout/", "reward/", "correction/", "eval/", "time/", "perf/", "m
 
 @check("A12", level=1, builds_on=["A08"])
 def test_tokens_without_weight_change_neither_loss_nor_gradients_nor_metrics(trial: Trial) -> None:
-    samples = trial.trained_on(trial.samples())
     for role in trial.plan.objectives:
-        outputs = trial.outputs(role, samples)
+        columns = [*(trial.batch.columns.keys() - KEPT), *(f"{OWN}{output}" for output in trial.outputs(role))]
         for packing in (PACKINGS["padded sequences"], PACKINGS["3 dp ranks with fillers"]):
-            wanted = trial.step(role, samples, outputs, packing)
-            for column in [*(samples.columns.keys() - KEPT), *(f"{OWN}{output}" for output in outputs)]:
-                found = trial.step(role, samples, outputs, packing, partial(rewritten, column=column))
-                kind = "output" if column.startswith(OWN) else "column"
-                where = f"with other numbers in the {kind} {column.removeprefix(OWN)!r} at tokens of weight 0"
-                assert found.loss == wanted.loss, (
-                    f"{where}: the loss of the {role} changes from {wanted.loss} to {found.loss}; select tokens by "
-                    "torch.where(weights != 0, ...), since 0 * NaN is NaN"
+            if not changed(trial, role, packing, columns):
+                continue
+            for name in columns:
+                what = changed(trial, role, packing, [name])
+                kind = "output" if name.startswith(OWN) else "column"
+                assert not what, (
+                    f"with other numbers in the {kind} {name.removeprefix(OWN)!r} at tokens of weight 0, {what}; "
+                    "select tokens by torch.where(weights != 0, ...) before anything is computed, since 0 * NaN is NaN"
                 )
-                for output, gradient in found.gradients.items():
-                    assert np.array_equal(gradient, wanted.gradients[output]), (
-                        f"{where}: the gradient of {output} changes; select tokens by torch.where(weights != 0, ...) "
-                        "before anything else is computed"
-                    )
-                for name, metric in found.metrics.items():
-                    assert metric == wanted.metrics[name], (
-                        f"{where}: the metric {name!r} changes from {wanted.metrics[name].value} to {metric.value}; "
-                        "count only tokens whose weight is not 0"
-                    )
-            outside = {output: gradient[~samples.columns["loss_mask"]] for output, gradient in wanted.gradients.items()}
-            assert not any(gradient.any() for gradient in outside.values()), (
-                f"the loss of the {role} has a gradient at tokens of weight 0; multiply each token's term by its weight"
+            raise AssertionError(
+                f"other numbers in several columns at tokens of weight 0 change the loss of the {role}"
+            )
+        outside = ~trial.batch.columns["loss_mask"]
+        for output, gradient in trial.divided(role, WHOLE).gradients.items():
+            assert not gradient[outside].any(), (
+                f"the loss of the {role} has a gradient of {output} at tokens of weight 0; multiply each token's term "
+                "by its weight"
             )
 
 
-def rewritten(micro: MicroBatch, column: str) -> MicroBatch:
+def changed(trial: Trial, role: str, packing: Packing, columns: Sequence[str]) -> str:
+    """What changes, in any bit, if these columns have other numbers at tokens of weight 0; "" if nothing does."""
+    wanted = trial.divided(role, packing)
+    found = trial.step(role, trial.batch, trial.outputs(role), packing, partial(rewritten, columns=columns))
+    if found.loss != wanted.loss:
+        return f"the loss of the {role} changes from {wanted.loss} to {found.loss}"
+    for output, gradient in found.gradients.items():
+        if not np.array_equal(gradient, wanted.gradients[output]):
+            return f"the gradient of the loss of the {role} with respect to {output} changes"
+    for name, metric in found.metrics.items():
+        if metric != wanted.metrics[name]:
+            return f"the metric {name!r} of the {role} changes from {wanted.metrics[name].value} to {metric.value}"
+    return ""
+
+
+def rewritten(micro: MicroBatch, columns: Sequence[str]) -> MicroBatch:
     places = micro.columns["weights"] == 0
-    return evolve(
-        micro, columns={**micro.columns, column: other_numbers(micro.columns[column], places, seed=len(places))}
-    )
+    others = {
+        name: other_numbers(micro.columns[name], places, seed=seed + len(places)) for seed, name in enumerate(columns)
+    }
+    return evolve(micro, columns={**micro.columns, **others})
 
 
 @check("A13", level=1, builds_on=["A12"])
 def test_a_step_is_the_same_however_its_samples_are_divided_and_ordered(trial: Trial) -> None:
-    samples = trial.trained_on(trial.samples())
+    order = np.random.default_rng(5).permutation(len(trial.batch))
+    place, _ = rows_at(trial.batch.offsets, order)
     for role in trial.plan.objectives:
-        outputs = trial.outputs(role, samples)
-        wanted = trial.step(role, samples, outputs)
+        wanted = trial.divided(role, WHOLE)
         for how, packing in PACKINGS.items():
-            assert_same_step(trial.step(role, samples, outputs, packing), wanted, f"the loss of the {role}, with {how}")
-        order = np.random.default_rng(5).permutation(len(samples))
-        place, _ = rows_at(samples.offsets, order)
-        moved = {output: values[place] for output, values in outputs.items()}
+            assert_same_step(trial.divided(role, packing), wanted, f"the loss of the {role}, with {how}")
+        moved = {output: values[place] for output, values in trial.outputs(role).items()}
         gradients = {output: gradient[place] for output, gradient in wanted.gradients.items()}
         what = f"the loss of the {role}, with samples in another order"
-        assert_same_step(trial.step(role, samples.take(order), moved), evolve(wanted, gradients=gradients), what)
+        found = trial.step(role, trial.batch.take(order), moved, WHOLE)
+        assert_same_step(found, evolve(wanted, gradients=gradients), what)
 
 
 def assert_same_step(found: Found, wanted: Found, what: str) -> None:
-    # What tokens add may cancel: rounding is relative to a single one.
-    near = np.isclose(found.loss, wanted.loss, rtol=FLOAT64.relative, atol=FLOAT64.absolute)
-    assert near, (
+    assert equal(found.loss, wanted.loss), (
         f"{what}: its sum over micro-batches is {found.loss}, expected {wanted.loss}, that of the whole step; weights "
         "hold 1 / denominator, so add tokens up, and normalize nothing over a micro-batch"
     )
     for output, gradient in found.gradients.items():
         expected = wanted.gradients[output]
-        near = np.isclose(gradient, expected, rtol=FLOAT64.relative, atol=FLOAT64.absolute)
+        near = equal(gradient, expected)
         assert near.all(), (
             f"{what}: the gradient of {output} is {gradient[~near][0]} at token {np.flatnonzero(~near)[0]}, expected "
             f"{expected[~near][0]}, as in one micro-batch; let a token depend on no other sample's"
         )
+
+
+def equal(found: Array | float, wanted: Array | float) -> Array:
+    """Where they are equal but for the rounding of float64 (bool)."""
+    return np.asarray(np.isclose(found, wanted, rtol=FLOAT64.relative, atol=FLOAT64.absolute))
 
 
 @check("A14", level=1, builds_on=["A12"])
@@ -100,15 +112,12 @@ def test_gradients_are_those_of_the_loss_or_of_the_policy(trial: Trial) -> None:
     """Each output's gradient equals finite differences of the loss. A loss of a policy that holds a factor fixed on
     purpose, as truncated importance weights are, has others for log-probs: then the gradient is the policy gradient
     - weight * advantage where the policy has not moved, and elsewhere points to the same side, or is 0."""
-    samples = trial.trained_on(trial.samples())
     for role in trial.plan.objectives:
-        outputs = trial.outputs(role, samples)
-        step = trial.step(role, samples, outputs, PACKINGS["3 dp ranks with fillers"])
-        assert step.differentiable, (
+        assert trial.divided(role, PACKINGS["3 dp ranks with fillers"]).differentiable, (
             f"the loss of the {role} has no gradient in some micro-batch, but backends call its backward(): let it "
             "depend on the outputs, without detach() or no_grad(), also where no token counts"
         )
-        micro = trial.whole(role, samples, outputs)
+        micro = trial.whole(role)
         found = trial.evaluate(role, micro).gradients
         for output, gradient in found.items():
             wanted, smooth = differences(trial, role, micro, output)
@@ -183,22 +192,19 @@ def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient:
 
 @check("A15", level=1, builds_on=["A13"])
 def test_metrics_are_the_same_however_a_step_is_divided(trial: Trial) -> None:
-    samples = trial.trained_on(trial.samples())
     for role in trial.plan.objectives:
-        outputs = trial.outputs(role, samples)
-        wanted = trial.step(role, samples, outputs).metrics
+        wanted = trial.divided(role, WHOLE).metrics
         for name, metric in wanted.items():
             assert np.isfinite(metric.value), (
                 f"the metric {name!r} of the {role} is {metric.value}, expected a finite number"
             )
         for how, packing in PACKINGS.items():
-            found = trial.step(role, samples, outputs, packing).metrics
+            found = trial.divided(role, packing).metrics
             assert found.keys() == wanted.keys(), (
                 f"with {how}, the {role} has the metrics {sorted(found)}, expected {sorted(wanted)}"
             )
             for name, metric in found.items():
-                near = np.isclose(metric.value, wanted[name].value, rtol=FLOAT64.relative, atol=FLOAT64.absolute)
-                assert near, (
+                assert equal(metric.value, wanted[name].value), (
                     f"with {how}, the metric {name!r} of the {role} is {metric.value}, expected {wanted[name].value}, "
                     "that of the whole step; give TensorMetric the sum over tokens and their number, not their mean"
                 )
@@ -210,24 +216,19 @@ def test_metrics_have_names_of_their_own(trial: Trial) -> None:
     samples = trial.samples()
     of_core = set(train_metrics([], 0.0, prefix="")) | {"/kl_coef", "/kl_reference"}
     taken: set[str] = set()
-    trained = trial.trained_on(samples)
     for role in trial.plan.objectives:
         prefix = "train" if role == ACTOR else role
         taken |= {f"{prefix}{name}" for name in of_core}
-        outputs = trial.outputs(role, trained)
-        found = trial.step(role, trained, outputs).metrics
+        found = trial.divided(role, WHOLE).metrics
         double = sorted(taken & {f"{prefix}/{name}" for name in found})
         assert not double, f"the loss of the {role} has metrics that core has too: {', '.join(double)}; rename them"
         taken |= {f"{prefix}/{name}" for name in found}
         if trial.spec.roles[role] is RoleKind.POLICY:
-            micro = trial.whole(role, trained, outputs)
-            for name, metric in common_metrics(micro).items():
-                if name in found:
-                    near = np.isclose(found[name].value, metric.value, rtol=FLOAT64.relative, atol=FLOAT64.absolute)
-                    assert near, (
-                        f"the metric {name!r} of the {role} is {found[name].value}, but that is a name of core's, for "
-                        f"{metric.value}, which all policies have; choose another"
-                    )
+            for name, metric in common_metrics(trial.whole(role)).items():
+                assert name not in found or equal(found[name].value, metric.value), (
+                    f"the metric {name!r} of the {role} is {found[name].value}, but that is a name of core's, for "
+                    f"{metric.value}, which all policies have; choose another"
+                )
     for name in trial.estimate(samples, trial.rewards(samples), trial.token_rewards(samples)).metrics:
         assert "/" in name and not name.startswith(OF_DRIVER) and name not in taken, (
             f"advantages has the metric {name!r}; name it ROLE/NAME, not as core or a loss names one: "
