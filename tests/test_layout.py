@@ -88,7 +88,7 @@ def test_corerl_help_loads_no_heavy_package() -> None:
 def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
     code = (
         "from importlib.metadata import entry_points\n"
-        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions'):\n"
+        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions', 'corerl.algorithms'):\n"
         "    for point in entry_points(group=group):\n"
         "        point.load()"
     )

@@ -66,7 +66,7 @@ def algorithm_overrides(request: pytest.FixtureRequest) -> Sequence[str]:
     return overrides
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trial(algorithm_name: str, algorithm_overrides: Sequence[str]) -> Trial:
     """The algorithm, on made-up samples."""
     from corerl.testing.trial import Trial

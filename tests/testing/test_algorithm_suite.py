@@ -12,7 +12,6 @@ from corerl.plugin.registry import Kind, installed_names
 from corerl.testing import algorithm_suite
 from corerl.testing.algorithm_suite import CHECKS
 from corerl.testing.marks import Check, check_of
-from corerl.testing.spec_checks import assert_imports_nothing_heavy
 from corerl.testing.trial import Trial
 from tests.testing.broken_algorithms import FAULTY
 
@@ -58,12 +57,6 @@ def test_an_algorithm_passes_with_other_settings(name: str, overrides: list[str]
     assert failures(trial) == {}
     columns = trial.batch.columns
     assert "ref_logprobs" in columns and ("values" in columns) == (name == "ppo")
-
-
-@pytest.mark.processes
-def test_specs_of_installed_algorithms_are_light() -> None:
-    for name in INSTALLED:
-        assert_imports_nothing_heavy(Kind.ALGORITHMS, name)
 
 
 @pytest.mark.parametrize("name", FAULTY)
