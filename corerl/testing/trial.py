@@ -119,6 +119,7 @@ class Trial:
     def config(self) -> Config:
         """Of a run with this algorithm, its roles, and nothing else of interest; settled, its tables resolved."""
         given = {
+            "run": {"mode": "train" if self.spec.samples else "train-only"},
             "backend": {"name": "plain"},
             "rollout": {"engine": "fake", "max_tokens": MAX_TOKENS},
             "algorithm": {"name": self.name},

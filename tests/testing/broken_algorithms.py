@@ -258,6 +258,8 @@ def truncated_weights(inputs: LossInputs, *, kl_coef: float = 0.0, kl_estimator:
 
 TRUNCATED_WEIGHTS = faulty("TruncatedWeights", "holds importance weights fixed, as it should", seen_by="")
 
+FROM_SAVED_BATCHES = faulty("GRPO", "samples nothing, as its spec says", seen_by="", samples=False)
+
 NO_CLASS = faulty("never", "names a function", seen_by="A02", saying="expected a class derived from")
 UNEXPLAINED = faulty("GRPO", "an option without help", seen_by="A03", config=Unexplained, saying="baseline has no help")
 DEFAULT_OF_KL = faulty(

@@ -147,7 +147,7 @@ def test_what_is_masked_does_not_change_advantages(trial: Trial) -> None:
     samples = trial.samples()
     mask, rewards, token_rewards = samples.columns["loss_mask"], trial.rewards(samples), trial.token_rewards(samples)
     wanted = trial.estimate(samples, rewards, token_rewards)
-    for name in samples.columns.keys() - {"loss_mask"}:
+    for name in sorted(samples.columns.keys() - {"loss_mask"}):
         for seed in (1, 2):
             other = samples.with_columns(**{name: other_numbers(samples.columns[name], ~mask, seed=seed)})
             with np.errstate(all="ignore"):  # of what is then left out

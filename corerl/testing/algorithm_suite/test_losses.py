@@ -29,7 +29,13 @@ OF_DRIVER = ("rollout/", "reward/", "correction/", "eval/", "time/", "perf/", "m
 @check("A12", level=1, builds_on=["A08"])
 def test_tokens_without_weight_change_neither_loss_nor_gradients_nor_metrics(trial: Trial) -> None:
     for role in trial.plan.objectives:
-        columns = [*(trial.batch.columns.keys() - KEPT), *(f"{OWN}{output}" for output in trial.outputs(role))]
+        step = trial.divided(role, WHOLE)
+        finite = all(np.isfinite(gradient).all() for gradient in step.gradients.values())
+        assert finite and np.isfinite(step.loss), (
+            f"the loss of the {role} is {step.loss}, its gradients are {'' if finite else 'not '}finite; clamp "
+            "log-ratios before exp(), and guard divisions"
+        )
+        columns = [*sorted(trial.batch.columns.keys() - KEPT), *(f"{OWN}{output}" for output in trial.outputs(role))]
         for packing in (PACKINGS["padded sequences"], PACKINGS["3 dp ranks with fillers"]):
             if not changed(trial, role, packing, columns):
                 continue
@@ -44,7 +50,7 @@ def test_tokens_without_weight_change_neither_loss_nor_gradients_nor_metrics(tri
                 f"other numbers in several columns at tokens of weight 0 change the loss of the {role}"
             )
         outside = ~trial.batch.columns["loss_mask"]
-        for output, gradient in trial.divided(role, WHOLE).gradients.items():
+        for output, gradient in step.gradients.items():
             assert not gradient[outside].any(), (
                 f"the loss of the {role} has a gradient of {output} at tokens of weight 0; multiply each token's term "
                 "by its weight"
