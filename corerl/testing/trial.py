@@ -133,13 +133,13 @@ class Trial:
 
     # ---- samples -----------------------------------------------------------------------------------------------------
 
-    def samples(self, groups: Sequence[int] = GROUPS, *, seed: int = 0, unanswered: bool = False) -> SampleBatch:
+    def samples(self, groups: Sequence[int] = GROUPS, *, unanswered: bool = False) -> SampleBatch:
         """Ragged samples with every column that an algorithm finds: core's, and those of its passes.
 
         Sample 1 has no loss token, and others have tokens of the environment among theirs. `groups` are the sizes of
         the groups; if `unanswered`, no sample has a loss token.
         """
-        draw = np.random.default_rng(seed)
+        draw = np.random.default_rng(0)
         samples = sum(groups)
         prompts, responses = draw.integers(1, 4, samples), draw.integers(1, MAX_TOKENS + 1, samples)
         lengths = prompts + responses
@@ -155,7 +155,7 @@ class Trial:
             offsets=offsets,
             columns={
                 "loss_mask": mask,
-                "rollout_logprobs": _masked(_logprobs(draw, mask), mask),
+                "rollout_logprobs": _masked(-draw.exponential(1.0, len(mask)), mask),
                 "versions": np.where(mask, 1, 0),
             },
             rows={
@@ -175,14 +175,14 @@ class Trial:
                 batch = batch.with_columns(**{column: _as_of_a_model(output, draw, batch)})
         return batch
 
-    def rewards(self, samples: SampleBatch, *, seed: int = 1) -> FloatArray:
+    def rewards(self, samples: SampleBatch) -> FloatArray:
         """[B] of all sizes and both signs."""
-        return np.random.default_rng(seed).normal(0.5, 1.0, len(samples)).astype(np.float32)
+        return np.random.default_rng(1).normal(0.5, 1.0, len(samples)).astype(np.float32)
 
-    def token_rewards(self, samples: SampleBatch, *, seed: int = 2) -> FloatArray:
+    def token_rewards(self, samples: SampleBatch) -> FloatArray:
         """[N] as a KL penalty gives them to single tokens."""
         mask = samples.columns["loss_mask"]
-        return _masked(np.random.default_rng(seed).normal(0.0, 0.1, len(mask)), mask)
+        return _masked(np.random.default_rng(2).normal(0.0, 0.1, len(mask)), mask)
 
     # ---- advantages --------------------------------------------------------------------------------------------------
 
@@ -348,10 +348,6 @@ def other_numbers(values: Array, where: Array, *, seed: int) -> Array:
 
 def _masked(values: Array, mask: Array) -> FloatArray:
     return np.where(mask, values, 0.0).astype(np.float32)
-
-
-def _logprobs(draw: np.random.Generator, mask: Array) -> Array:
-    return -draw.exponential(1.0, len(mask))
 
 
 def _as_of_a_model(output: Output, draw: np.random.Generator, samples: SampleBatch) -> Array:
