@@ -1,4 +1,5 @@
-"""`corerl verify NAME`: run the conformance suite on a training backend, and report results by level."""
+"""`corerl verify NAME` and `corerl verify --algorithm NAME`: run the conformance suite on a training backend or on an
+algorithm, and report results by level."""
 
 from __future__ import annotations
 
@@ -9,18 +10,26 @@ import sys
 from typing import Any
 
 LEVELS = range(5)
+DEFAULT_LEVEL = 2
 TIMEOUT_SECONDS = 300  # for one check
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("verify", help="check that a training backend meets the contract")
-    parser.add_argument("name", metavar="NAME", help="its name, distribution:name, or package.module:SPEC")
+    parser = subparsers.add_parser("verify", help="check that a training backend or an algorithm meets the contract")
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="the backend's name, distribution:name, or package.module:SPEC; with --algorithm settings instead, each "
+        "KEY=VALUE, as `corerl train` takes them",
+    )
+    parser.add_argument("--algorithm", metavar="NAME", help="check this algorithm; it takes seconds and starts no rank")
     parser.add_argument(
         "--level",
         type=int,
         choices=LEVELS,
-        default=2,
-        help="0 spec only, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; includes all lower levels",
+        help="0 spec only, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; includes all lower "
+        "levels; of an algorithm 0 and 1",
     )
     parser.add_argument(
         "--expected-failures",
@@ -35,23 +44,16 @@ def run(args: argparse.Namespace) -> int:
     """Exit status: 0 it conforms, 1 it does not, 2 it could not be checked."""
     from importlib.util import find_spec
 
-    from corerl.cli.trial import require_plugins
     from corerl.errors import UserError
-    from corerl.plugin.registry import Kind, load
 
     if find_spec("pytest") is None:
         raise UserError("verify needs pytest, which is not installed; pip install 'corerl[test]'")
-    require_plugins([(Kind.BACKENDS, args.name)])
-    load(Kind.BACKENDS, args.name)  # reports a wrong name as everywhere else
-    if args.level == 3:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UserError("level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3")
-    command = [sys.executable, "-m", "pytest", "--pyargs", "corerl.testing.suite", "-p", "corerl.testing.plugin"]
+    asked = _backend(args) if args.algorithm is None else _algorithm(args)
+    suite = "corerl.testing.suite" if args.algorithm is None else "corerl.testing.algorithm_suite"
+    command = [sys.executable, "-m", "pytest", "--pyargs", suite, "-p", "corerl.testing.plugin"]
     # Neither the current directory nor other pytest plugins may influence how the suite runs.
     command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--corerl-backend", args.name, "--corerl-level", str(args.level)]
+    command += asked
     if find_spec("pytest_timeout") is not None:  # against backends that hang; pool ranks have their own limit
         command += ["-p", "pytest_timeout", "--timeout", str(TIMEOUT_SECONDS)]
     if args.expected_failures:
@@ -70,3 +72,40 @@ def run(args: argparse.Namespace) -> int:
     environment.pop("PYTEST_ADDOPTS", None)
     status = subprocess.run(command, env=environment, check=False).returncode
     return status if status in (0, 1) else 2
+
+
+def _backend(args: argparse.Namespace) -> list[str]:
+    """What pytest is told of the backend. Raises CorerlError if there is none of this name."""
+    from corerl.cli.trial import require_plugins
+    from corerl.errors import UserError
+    from corerl.plugin.registry import Kind, load
+
+    if len(args.names) != 1:
+        got = f"got {len(args.names)} names" if args.names else "got none"
+        raise UserError(f"verify takes the name of one backend, {got}; write corerl verify NAME, or --algorithm NAME")
+    (name,) = args.names
+    require_plugins([(Kind.BACKENDS, name)])
+    load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
+    if args.level == 3:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3")
+    level = DEFAULT_LEVEL if args.level is None else args.level
+    return ["--corerl-backend", name, "--corerl-level", str(level)]
+
+
+def _algorithm(args: argparse.Namespace) -> list[str]:
+    """What pytest is told of the algorithm. Raises CorerlError if there is none of this name, or a setting is wrong."""
+    from corerl.cli.trial import require_plugins
+    from corerl.config.load import config_of
+    from corerl.plugin.options import resolve_tables
+    from corerl.plugin.registry import Kind, load
+
+    require_plugins([(Kind.ALGORITHMS, args.algorithm)])
+    load(Kind.ALGORITHMS, args.algorithm)
+    given = {"backend": {"name": "plain"}, "rollout": {"engine": "fake"}, "algorithm": {"name": args.algorithm}}
+    resolve_tables(config_of(given, args.names))
+    level = 1 if args.level is None else min(args.level, 1)
+    overrides = [f"--corerl-override={each}" for each in args.names]
+    return ["--corerl-algorithm", args.algorithm, *overrides, "--corerl-level", str(level)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from corerl.testing.pool import OneRank, RankPool, Ranks
 
 if TYPE_CHECKING:
     from corerl.testing.subject import Runs, Subject
+    from corerl.testing.trial import Trial
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +45,33 @@ def options(request: pytest.FixtureRequest, backend_options: Callable[[int], Map
 def loaded(backend_name: str) -> Loaded:
     """The backend's spec, and its entry point."""
     return load(Kind.BACKENDS, backend_name)
+
+
+@pytest.fixture(scope="session")
+def algorithm_name(request: pytest.FixtureRequest) -> str:
+    """The algorithm to check: override this in the file that imports its suite, or pass --corerl-algorithm."""
+    name: str = request.config.getoption("--corerl-algorithm")
+    if not name:
+        raise pytest.UsageError(
+            "no algorithm to check; override the fixture algorithm_name, or pass --corerl-algorithm NAME"
+        )
+    return name
+
+
+@pytest.fixture(scope="session")
+def algorithm_overrides(request: pytest.FixtureRequest) -> Sequence[str]:
+    """Settings that the algorithm is checked with, as `corerl train` takes them; override this to check others than the
+    defaults."""
+    overrides: Sequence[str] = request.config.getoption("--corerl-override")
+    return overrides
+
+
+@pytest.fixture(scope="module")
+def trial(algorithm_name: str, algorithm_overrides: Sequence[str]) -> Trial:
+    """The algorithm, on made-up samples."""
+    from corerl.testing.trial import Trial
+
+    return Trial(algorithm_name, algorithm_overrides)
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,19 @@ The plugin reads the mark; otherwise a check is an ordinary test.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 from attrs import frozen
 
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "corerl_check"
-LEVELS = {
+LEVELS = {  # those of algorithms are 0 and 1
     0: "static: the spec, its config and its package",
     1: "one process on a CPU",
     2: "two ranks on a CPU",
@@ -34,6 +36,7 @@ class Check:
     needs: tuple[Capability, ...]  # if the backend declares one of these unsupported, the check must fail
     builds_on: tuple[str, ...]  # ids; if one of them failed, this check is blocked
     ranks: tuple[int, ...]  # world sizes, for a check with an argument `subject` or `world_size`
+    of: Kind = Kind.BACKENDS  # what it checks; the fixture `backend_name` or `algorithm_name` says which
 
     def level_at(self, world_size: int) -> int:
         return max(self.level, 2) if world_size > 1 else self.level
@@ -46,14 +49,18 @@ def check(
     needs: Sequence[Capability] = (),
     builds_on: Sequence[str] = (),
     ranks: Sequence[int] = (1, 2),
+    of: Kind = Kind.BACKENDS,
 ) -> Callable[[F], F]:
-    found = Check(id=id, level=level, needs=tuple(needs), builds_on=tuple(builds_on), ranks=tuple(ranks))
+    found = Check(id=id, level=level, needs=tuple(needs), builds_on=tuple(builds_on), ranks=tuple(ranks), of=of)
 
     def mark(function: F) -> F:
         marked: F = pytest.mark.corerl_check(found)(function)
         return marked
 
     return mark
+
+
+algorithm_check = partial(check, of=Kind.ALGORITHMS)
 
 
 def check_of(function: object) -> Check | None:

@@ -12,6 +12,7 @@ from attrs import asdict, define, field, frozen
 from corerl.errors import CorerlError
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.spec import BackendSpec
 from corerl.testing.marks import Check
 
 SEED = 0
@@ -27,7 +28,7 @@ class Selected:
     world_size: int  # 0 if the check does not take one
     parameters: str
     needs: tuple[Capability, ...]
-    backend: str = ""  # known once the check is set up
+    plugin: str = ""  # the backend's or algorithm's name, known once the check is set up
     unsupported: dict[str, str] = field(factory=dict)  # needed capability that the backend lacks -> reason
     blocked_by: str = ""
 
@@ -59,20 +60,20 @@ class Session:
     level: int
     skipped_levels: dict[int, str]
     expected: dict[str, str]  # id -> reason
-    outcomes: list[tuple[str, Outcome]] = field(factory=list)  # (backend, outcome)
-    failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (backend, id) -> world sizes, 0 for none
-    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # blocked (backend, id, world size) -> failed id
+    outcomes: list[tuple[tuple[Kind, str], Outcome]] = field(factory=list)  # (plugin, outcome)
+    failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (plugin, id) -> world sizes, 0 for none
+    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # blocked (plugin, id, world size) -> failed id
     passed_against_expectation: list[str] = field(factory=list)
 
     def blocked_by(self, found: Selected) -> str:
         """The failed id that `found` builds on, directly or indirectly; "" if there is none."""
         for id_ in found.check.builds_on:
             for world_size in sorted({0, 1, found.world_size} if found.world_size else {0, 1, 2}):
-                if world_size in self.failed.get((found.backend, id_), ()):
-                    return self.root_of.get((found.backend, id_, world_size), id_)
+                if world_size in self.failed.get((found.plugin, id_), ()):
+                    return self.root_of.get((found.plugin, id_, world_size), id_)
         # On two ranks a check builds on itself on one rank.
-        if found.world_size > 1 and 1 in self.failed.get((found.backend, found.check.id), ()):
-            return self.root_of.get((found.backend, found.check.id, 1), found.check.id)
+        if found.world_size > 1 and 1 in self.failed.get((found.plugin, found.check.id), ()):
+            return self.root_of.get((found.plugin, found.check.id, 1), found.check.id)
         return ""
 
 
@@ -82,47 +83,46 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def loaded_backend(name: str) -> Loaded:
+def loaded_plugin(kind: Kind, name: str) -> Loaded:
     try:
-        return load(Kind.BACKENDS, name)
+        return load(kind, name)
     except CorerlError as error:
         raise pytest.UsageError(error.message) from error
 
 
-def describe(name: str, session: Session) -> list[str]:
+def describe(kind: Kind, name: str, session: Session) -> list[str]:
     import torch
 
-    loaded = loaded_backend(name)
+    loaded = loaded_plugin(kind, name)
+    about = [f"corerl {kind.noun}: {loaded}, {loaded.value}, API {'.'.join(map(str, loaded.spec.api))}"]
+    if kind is not Kind.BACKENDS:
+        return [*about, f"corerl torch: {torch.__version__}"]
     lacks = [str(capability) for capability in Capability if not loaded.spec.support(capability).full]
     levels = f"0 to {session.level}"
     if session.skipped_levels:
         levels += "".join(f" without {level} ({why})" for level, why in session.skipped_levels.items())
     return [
-        f"corerl backend: {loaded}, {loaded.value}, API {'.'.join(map(str, loaded.spec.api))}",
+        *about,
         f"corerl capabilities: all but {', '.join(lacks)}" if lacks else "corerl capabilities: all",
         f"corerl levels: {levels}; torch {torch.__version__}, seed {SEED}",
     ]
 
 
-def report(backend: str, session: Session) -> dict[str, Any]:
-    """The report on one backend, as plain data."""
+def report(kind: Kind, name: str, session: Session) -> dict[str, Any]:
+    """The report on one plugin, as plain data."""
     import torch
 
     import corerl
 
-    loaded = load(Kind.BACKENDS, backend)
-    lines = [line for name, line in session.outcomes if name == backend]
+    loaded = load(kind, name)
+    lines = [line for plugin, line in session.outcomes if plugin == (kind, name)]
     return {
-        "backend": loaded.name,
+        kind.noun: loaded.name,
         "distribution": loaded.distribution,
         "version": loaded.version,
         "value": loaded.value,
         "api": list(loaded.spec.api),
-        "capabilities": {
-            str(capability): {"grade": str(support.grade), "reason": support.reason}
-            for capability in Capability
-            for support in [loaded.spec.support(capability)]
-        },
+        **({"capabilities": _capabilities(loaded.spec)} if kind is Kind.BACKENDS else {}),
         "levels": [level for level in range(session.level + 1) if level not in session.skipped_levels],
         "corerl": corerl.__version__,
         "torch": torch.__version__,
@@ -133,6 +133,11 @@ def report(backend: str, session: Session) -> dict[str, Any]:
         "passed_against_expectation": session.passed_against_expectation,
         "checks": [asdict(line) for line in lines],
     }
+
+
+def _capabilities(spec: BackendSpec) -> dict[str, dict[str, str]]:
+    supports = {capability: spec.support(capability) for capability in Capability}
+    return {str(each): {"grade": str(support.grade), "reason": support.reason} for each, support in supports.items()}
 
 
 def summary(session: Session) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The pytest plugin of the conformance suite: `pytest_plugins = ["corerl.testing.plugin"]` in a conftest, or
+"""The pytest plugin of the conformance suites: `pytest_plugins = ["corerl.testing.plugin"]` in a conftest, or
 `-p corerl.testing.plugin`. It only affects tests marked with `corerl.testing.marks.check`.
 
 A check has one of these outcomes, which the report and the final table count:
@@ -36,10 +36,10 @@ from corerl.testing.outcomes import (
     summary,
 )
 
-pytest.register_assert_rewrite("corerl.testing.compare", "corerl.testing.routing")
+pytest.register_assert_rewrite("corerl.testing.compare", "corerl.testing.routing", "corerl.testing.spec_checks")
 pytest_plugins = ["corerl.testing.fixtures"]
 
-SUITE = "corerl.testing.suite"
+SUITES = ("corerl.testing.suite", "corerl.testing.algorithm_suite")
 DEFAULT_LEVEL = 2
 
 
@@ -47,8 +47,12 @@ DEFAULT_LEVEL = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("corerl", "conformance of CoreRL backends")
+    group = parser.getgroup("corerl", "conformance of CoreRL backends and algorithms")
     group.addoption("--corerl-backend", metavar="NAME", default="", help="name, distribution:name or package.mod:SPEC")
+    group.addoption("--corerl-algorithm", metavar="NAME", default="", help="likewise")
+    group.addoption(
+        "--corerl-override", metavar="KEY=VALUE", action="append", default=[], help="of the algorithm's config"
+    )
     group.addoption("--corerl-level", metavar="N", type=int, help="run checks of levels 0 to N (default: 2)")
     group.addoption(
         "--corerl-expected-failures", metavar="FILE", default="", help="a TOML file, a line each: C20 = 'reason, link'"
@@ -58,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"{MARK}(check): a check of the conformance suite of CoreRL backends")
+    config.addinivalue_line("markers", f"{MARK}(check): a check of a conformance suite of CoreRL")
     given = config.getoption("--corerl-level")
     level = int(config.getini("corerl_level")) if given is None else given
     if level not in LEVELS:
@@ -87,8 +91,12 @@ def _expected(file: str) -> dict[str, str]:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    name = config.getoption("--corerl-backend")
-    return describe(name, config.stash[SESSION]) if name else []
+    return [
+        line
+        for kind in (Kind.BACKENDS, Kind.ALGORITHMS)
+        if (name := config.getoption(f"--corerl-{kind.noun}"))
+        for line in describe(kind, name, config.stash[SESSION])
+    ]
 
 
 # ---- selection and order of checks -----------------------------------------------------------------------------------
@@ -157,7 +165,7 @@ def _select(item: pytest.Item, check: Check) -> Selected:
 def _scope(item: pytest.Item) -> str:
     module = getattr(item, "module", None)
     name = getattr(module, "__name__", "")
-    return SUITE if name.startswith(SUITE) else str(item.path)
+    return next((suite for suite in SUITES if name.startswith(suite)), str(item.path))
 
 
 def _in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -181,17 +189,17 @@ def _in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def _corerl_check(request: pytest.FixtureRequest) -> None:
-    """Before a check's setup: skip it if it is blocked, and note the needed capabilities that the backend lacks."""
+    """Before a check's setup: skip it if it is blocked, and note the needed capabilities that a backend lacks."""
     found = request.node.stash.get(SELECTED, None)
     if found is None:
         return
-    found.backend = request.getfixturevalue("backend_name")
+    found.plugin = request.getfixturevalue(f"{found.check.of.noun}_name")
     session = request.config.stash[SESSION]
     found.blocked_by = session.blocked_by(found)
     if found.blocked_by:
         pytest.skip(f"blocked by {found.blocked_by}")
     if found.needs:
-        loaded = load(Kind.BACKENDS, found.backend)
+        loaded = load(found.check.of, found.plugin)
         supports = {capability: loaded.spec.support(capability) for capability in found.needs}
         found.unsupported = {str(each): support.reason for each, support in supports.items() if not support.full}
 
@@ -212,9 +220,9 @@ def pytest_runtest_makereport(
         outcome = "blocked" if found.blocked_by else "not run"
         reason = _skip_reason(report)
     elif failed and report.when != "teardown" and found.unsupported:
-        outcome, reason = "unsupported", f"{found.backend} declares that it lacks {lacks}"
+        outcome, reason = "unsupported", f"{found.plugin} declares that it lacks {lacks}"
     elif report.when == "call" and report.passed and found.unsupported:
-        outcome, reason = "failed", f"[XPASS(strict)] {found.backend} does not declare {lacks}, but the check passes"
+        outcome, reason = "failed", f"[XPASS(strict)] {found.plugin} does not declare {lacks}, but the check passes"
         report.outcome, report.longrepr = "failed", f"{reason}; declare the capability as FULL"
     elif failed and found.check.id in session.expected:
         outcome, reason = "expected", session.expected[found.check.id]
@@ -226,9 +234,9 @@ def pytest_runtest_makereport(
         report.outcome = "skipped"
         report.wasxfail = reason  # read by pytest itself
     if outcome in ("blocked", "failed", "expected"):
-        session.failed.setdefault((found.backend, found.check.id), set()).add(found.world_size)
+        session.failed.setdefault((found.plugin, found.check.id), set()).add(found.world_size)
         if found.blocked_by:
-            session.root_of[found.backend, found.check.id, found.world_size] = found.blocked_by
+            session.root_of[found.plugin, found.check.id, found.world_size] = found.blocked_by
     if outcome:
         report.corerl_outcome = outcome  # type: ignore[attr-defined]
         line = Outcome(
@@ -243,7 +251,7 @@ def pytest_runtest_makereport(
             blocked_by=found.blocked_by,
             seconds=round(call.duration, 3),
         )
-        session.outcomes.append((found.backend, line))
+        session.outcomes.append(((found.check.of, found.plugin), line))
     return report
 
 
@@ -280,14 +288,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if own.passed_against_expectation and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if file := config.getoption("--corerl-report"):
-        backends = list(dict.fromkeys(backend for backend, _ in own.outcomes))
-        reports = [report(backend, own) for backend in backends]
+        reports = [report(kind, name, own) for kind, name in dict.fromkeys(plugin for plugin, _ in own.outcomes)]
         Path(file).write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     own = config.stash[SESSION]
-    if not config.getoption("--corerl-backend") or not own.outcomes:
+    named = config.getoption("--corerl-backend") or config.getoption("--corerl-algorithm")
+    if not named or not own.outcomes:
         return
     terminalreporter.section("conformance")
     for line in summary(own):

@@ -22,6 +22,11 @@ WEIGHTS_L2 = (
 )
 ENGINE_LOGPROBS = 1e-4  # trainer against engine right after an update
 
+# Algorithms: advantages in float32, losses in float64
+ADVANTAGES = Tolerance(1e-4, 1e-6)  # of samples in another order: sums are rounded otherwise
+FLOAT64 = Tolerance(1e-9, 1e-12)  # a step's loss, gradients and metrics, divided otherwise
+DIFFERENCES = 1e-6  # relative to the largest gradient, against finite differences in float64
+
 # float32 on a GPU against a CPU
 GPU_LOGPROBS = 1e-4
 GPU_LOSS = Tolerance(1e-4, 1e-6)

@@ -7,6 +7,7 @@ hooktypes     what hooks are given and give back, as the code of corerl.types an
 extensions    those that come with CoreRL and their options, from corerl.observability.specs
 errors        the tree of errors with their exit status, from corerl.errors
 checks        the conformance suite, from the marks and names of its checks
+algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import UnionType
@@ -34,6 +36,7 @@ from corerl.plugin.context import Context
 from corerl.plugin.options import TABLES
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import Process
+from corerl.testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl.testing.marks import check_of
 from corerl.testing.matrix import Status
 from corerl.testing.suite import CHECKS
@@ -155,10 +158,10 @@ def errors_reference() -> str:
     return "\n".join(walk(errors.CorerlError, 0))
 
 
-def checks_reference() -> str:
+def checks_reference(checks: Mapping[str, Callable[..., None]]) -> str:
     """A row for each check, in the order of ids; a check on several ranks says so."""
     rows = []
-    for name, function in CHECKS.items():
+    for name, function in checks.items():
         check = check_of(function)
         assert check is not None
         sentence = name.removeprefix("test_").replace("_", " ")
@@ -229,7 +232,8 @@ REFERENCES = {
     "hooktypes": hooktypes_reference,
     "extensions": extensions_reference,
     "errors": errors_reference,
-    "checks": checks_reference,
+    "checks": partial(checks_reference, CHECKS),
+    "algorithm": partial(checks_reference, ALGORITHM_CHECKS),
     "matrix": matrix_reference,
     "models": models_reference,
 }

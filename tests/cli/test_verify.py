@@ -56,6 +56,25 @@ def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fa
 
 
 @pytest.mark.usefixtures("forked_python")
+def test_an_algorithm_is_verified_with_the_settings_given_and_its_fault_is_named(tmp_path: Path) -> None:
+    name, report = "tests.testing.broken_algorithms:SUM_OF_MEANS", tmp_path / "report.json"
+    expected = tmp_path / "expected.toml"
+    expected.write_text("A01 = 'the spec is in one file with losses'\n")
+    files = ["--report", str(report), "--expected-failures", str(expected)]
+    done = verify("--algorithm", name, "algorithm.aggregation=sequence-mean", *files)
+    assert done.returncode == 1
+    found = json.loads(report.read_text())
+    outcomes = {each["id"]: each["outcome"] for each in found["checks"]}
+    assert (outcomes.pop("A01"), outcomes.pop("A15")) == ("expected", "failed")
+    assert set(outcomes.values()) == {"passed"} and len(outcomes) == 14
+    assert (found["algorithm"], found["value"], found["levels"]) == (name, name, [0, 1])
+    lines = done.stdout.splitlines()
+    assert any(line.startswith(f"corerl algorithm: {name!r}") for line in lines)
+    (line,) = [line for line in lines if line.startswith("A15 failed: ")]
+    assert "give TensorMetric the sum over tokens and their number, not their mean" in line
+
+
+@pytest.mark.usefixtures("forked_python")
 def test_expected_failures_are_strict(tmp_path: Path) -> None:
     file = tmp_path / "expected.toml"
     file.write_text("C08 = 'it cannot be pickled, see our tracker'\n")
@@ -72,6 +91,10 @@ def test_expected_failures_are_strict(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["plian"], "unknown backend 'plian'; installed: "),
+        ([], "verify takes the name of one backend, got none; write corerl verify NAME, or --algorithm NAME"),
+        (["plain", "grpo"], "verify takes the name of one backend, got 2 names; "),
+        (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
+        (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),
         (
             ["plain", "--level", "3"],
             "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level",

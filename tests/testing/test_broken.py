@@ -99,8 +99,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
     found = item.stash[SELECTED]
-    found.backend, check = key_of(item)
-    if check in reached_in and not overridden(found.backend) & reached_in[check]:
+    found.plugin, check = key_of(item)
+    if check in reached_in and not overridden(found.plugin) & reached_in[check]:
         # It would be the plain backend's check once more; one that is blocked blocks what builds on it.
         return None if item.config.stash[SESSION].blocked_by(found) else True
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
 import re
-import subprocess
 import sys
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from corerl.config.load import structure, to_plain
+from corerl.config.load import to_plain
 from corerl.config.schema import ClusterInfo
-from corerl.errors import ConfigError, Unsupported
-from corerl.plugin.api import API
+from corerl.errors import Unsupported
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.contract import build_manager, check_backend
 from corerl.plugin.host import BackendBase
@@ -30,12 +26,16 @@ from corerl.plugin.options import check_capabilities
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import Problem, Resources
 from corerl.testing.marks import check
+from corerl.testing.spec_checks import (
+    assert_frozen_and_explained,
+    assert_imports_nothing_heavy,
+    assert_introduces_itself,
+    assert_refuses_what_is_wrong,
+    assert_survives_json,
+)
 
-HEAVY = ("torch", "ray", "transformers")
 CLUSTERS = [ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=2)]
 UPPER_BOUNDS = {"<", "<=", "==", "===", "~="}
-WRONG: dict[Any, list[Any]] = {bool: ["true", 1], int: ["3", 0.5], float: ["0.5"], str: [3, True]}
-NEVER: list[Any] = [{"": [None]}, [[None]], object()]  # hardly any type accepts all of these
 
 
 def of_a_package(loaded: Loaded) -> str:
@@ -47,67 +47,27 @@ def of_a_package(loaded: Loaded) -> str:
 
 @check("C01", level=0)
 def test_the_spec_imports_neither_torch_nor_ray(backend_name: str) -> None:
-    program = (
-        "import sys\n"
-        f"sys.path[:0] = {[os.getcwd(), *filter(None, sys.path)]!r}\n"
-        "from corerl.plugin.registry import Kind, load\n"
-        f"load(Kind.BACKENDS, {backend_name!r})\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (finished.returncode, finished.stdout.splitlines()[-1:]) == (0, ["[]"]), finished.stderr
+    assert_imports_nothing_heavy(Kind.BACKENDS, backend_name)
 
 
 @check("C02", level=0)
 def test_the_spec_is_for_the_api_that_this_corerl_speaks(loaded: Loaded) -> None:
-    major, minor = loaded.spec.api
-    assert major == API[0] and 0 <= minor <= API[1]
-    assert loaded.spec.summary.strip() and "\n" not in loaded.spec.summary
-    assert re.fullmatch(r"[\w.]+:\w+(\.\w+)*", loaded.spec.implementation)
+    assert_introduces_itself(loaded)
 
 
 @check("C03", level=0, builds_on=["C02"])
 def test_the_config_is_frozen_has_only_defaults_and_explains_each_field(loaded: Loaded) -> None:
-    cls = loaded.spec.config
-    assert attrs.has(cls), f"{cls.__name__} is not an attrs class"
-    config, again = cls(), cls()
-    assert config == again
-    for field in attrs.fields(cls):
-        assert field.metadata.get("help", "").strip(), f"{field.name} has no help; write it with option(...)"
-        with pytest.raises(attrs.exceptions.FrozenInstanceError):
-            setattr(config, field.name, getattr(config, field.name))
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        setattr(config, "no such option", 1)
+    assert_frozen_and_explained(loaded.spec.config)
 
 
 @check("C04", level=0, builds_on=["C03"])
 def test_the_config_survives_a_trip_through_json(loaded: Loaded) -> None:
-    config = loaded.spec.config()
-    plain = to_plain(config)
-    assert structure(json.loads(json.dumps(plain)), loaded.spec.config, path="backend") == config
-    assert structure({}, loaded.spec.config, path="backend") == config
+    assert_survives_json(loaded.spec.config)
 
 
 @check("C05", level=0, builds_on=["C03"])
 def test_an_option_that_is_unknown_or_of_another_type_is_refused(loaded: Loaded) -> None:
-    cls = loaded.spec.config
-    with pytest.raises(ConfigError, match="no_such_option"):
-        structure({"no_such_option": 1}, cls, path="backend")
-    for field in attrs.fields(attrs.resolve_types(cls)):
-        for value in WRONG.get(field.type, ()):
-            with pytest.raises(ConfigError, match=field.name):
-                structure({field.name: value}, cls, path="backend")
-        assert any(refuses(cls, field.name, value) for value in NEVER), (
-            f"{field.name} accepts any value; give it a type"
-        )
-
-
-def refuses(cls: type, name: str, value: Any) -> bool:
-    try:
-        structure({name: value}, cls, path="backend")
-    except ConfigError:
-        return True
-    return False
+    assert_refuses_what_is_wrong(loaded.spec.config)
 
 
 @check("C06", level=0, builds_on=["C02"])
