@@ -39,13 +39,13 @@ def test_check_says_ok(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", sound, "algorithm.clip_hihg=0.28", "run.steps=ten"]) == 2
+    assert main(["config", "check", sound, "algorithm.entropy_ceof=0.28", "run.steps=ten"]) == 2
     assert capsys.readouterr() == (
         "",
         (
             "corerl: error: run.steps: expected integer, got string 'ten' (override run.steps=ten)\n"
-            "corerl: error: algorithm.clip_hihg: unknown key; did you mean 'clip_high'? "
-            "(override algorithm.clip_hihg=...)\n"
+            "corerl: error: algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? "
+            "(override algorithm.entropy_ceof=...)\n"
         ),
     )
 
@@ -171,12 +171,12 @@ def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(
 def test_show_prints_a_valid_input_that_resolves_to_itself(
     sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["config", "show", sound, "algorithm.clip_high=0.28", "backends.not_installed.x=1"]) == 0
+    assert main(["config", "show", sound, "algorithms.grpo.clip_high=0.28", "backends.not_installed.x=1"]) == 0
     shown = capsys.readouterr().out
     again = tmp_path / "again.toml"
     again.write_text(shown)
     config = load_config(again)
-    assert config.algorithm.clip_high == 0.28
+    assert config.algorithms["grpo"]["clip_high"] == 0.28
     assert config.train == load_config(sound).train
     assert config.backends["not_installed"] == {"x": 1}
     assert "plain" in config.backends and "fake" in config.engines  # every option of what is selected
@@ -190,7 +190,7 @@ def test_show_can_explain_each_setting(sound: str, capsys: pytest.CaptureFixture
     assert main(["config", "show", "--help-texts", sound]) == 0
     explained = capsys.readouterr().out
     assert tomllib.loads(explained) == tomllib.loads(bare)
-    assert "# the ratio is clipped above 1 + clip_high\nclip_high = 0.2\n" in explained
+    assert "# weight of the entropy bonus\nentropy_coef = 0.0\n" in explained
 
 
 @pytest.mark.processes

@@ -27,10 +27,10 @@ def test_the_loop_gets_the_file_with_the_overrides_in_their_order(
     trained: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(SOUND)
-    arguments = ["algorithm.clip_high=0.28", "run.seed=1", "run.seed=2"]
+    arguments = ["algorithm.entropy_coef=0.28", "run.seed=1", "run.seed=2"]
     assert main(["train", str(tmp_path / "run.toml"), *arguments]) == 0
     (config,) = trained
-    assert (config.run.steps, config.run.seed, config.algorithm.clip_high) == (5, 2, 0.28)
+    assert (config.run.steps, config.run.seed, config.algorithm.entropy_coef) == (5, 2, 0.28)
     assert capsys.readouterr() == ("", "")
 
 

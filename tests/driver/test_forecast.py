@@ -40,7 +40,13 @@ def forecaster_of(prepared: Prepared) -> Forecaster:
     models = {role: hf_config(prepared.config.model_of(role)) for role in prepared.plan.roles}
     built = {role: look_at(hf, value_head=role == "critic") for role, hf in models.items()}
     return Forecaster(
-        config=prepared.config, asked=prepared.config, plan=prepared.plan, models=models, built=built, longest=2048
+        algorithm=prepared.algorithm,
+        config=prepared.config,
+        asked=prepared.config,
+        plan=prepared.plan,
+        models=models,
+        built=built,
+        longest=2048,
     )
 
 

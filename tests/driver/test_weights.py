@@ -24,7 +24,7 @@ def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path:
 
     def require(**changes: Any) -> None:
         changed = hf_config(evolve(config.model, config={**fields, **changes}))
-        require_same_model(checkpoint, "actor", built("actor", changed))
+        require_same_model(checkpoint, "actor", built(changed, value_head=False))
 
     require()
     with pytest.raises(CheckpointError, match=r"has \[16, 32\] for 'model.embed_tokens.weight'.* needs \[19, 32\]"):
@@ -37,7 +37,7 @@ def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
-        require_same_model(checkpoint, "critic", built("critic", hf_config(config.model)))
+        require_same_model(checkpoint, "critic", built(hf_config(config.model), value_head=True))
 
 
 def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
 
     def told(role: str, **more: torch.Tensor) -> str:
         save_file({**tensors, **more}, file, metadata={"format": "pt"})
-        return require_weights(str(tmp_path), built(role, hf), hf)
+        return require_weights(str(tmp_path), built(hf, value_head=role == "critic"), hf)
 
     tensors = load_file(file)
     assert told("actor") == told("critic") == ""
@@ -74,13 +74,13 @@ def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
 
 def test_a_model_that_no_memory_holds_is_refused() -> None:
     fields = dict(make_config().model.config)
-    model = built("actor", hf_config(ModelConfig(config=fields)))
+    model = built(hf_config(ModelConfig(config=fields)), value_head=False)
     count = sum(param.numel() for param in model.parameters())
     assert count == 16 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 8 + 2 * 32) + 32
     buffers = sum(buffer.numel() for buffer in model.buffers())
     require_memory(model, there=2 * (count + buffers))
     with pytest.raises(ModelError, match=r"parameters, which take .* GiB in 16 bits, and this machine has .* GiB"):
         require_memory(model, there=2 * (count + buffers) - 1)
-    wide = built("actor", hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})))
+    wide = built(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
     with pytest.raises(ModelError, match=r"the model has .*e\+1\d parameters.*'model.layers.0.mlp.gate_proj.weight', "):
         require_memory(wide, there=2**40)

@@ -96,7 +96,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "tokenizer": lambda directory: load_tokenizer(tokenizer="", path=str(directory)),
     "model": lambda directory: build_on_meta(config_of(directory), dtype=torch.float32, attention="eager"),
     "files": lambda directory: require_weights(
-        str(directory), built("actor", config_of(directory)), config_of(directory)
+        str(directory), built(config_of(directory), value_head=False), config_of(directory)
     ),
     "generation config": lambda directory: end_tokens(character_tokenizer("abc"), ModelConfig(path=str(directory))),
     "engine": lambda directory: engine(directory).close(),
