@@ -46,7 +46,7 @@ def failures(trial: Trial) -> dict[str, str]:
     return failed
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", [*INSTALLED, "examples.topr:SPEC"])
 def test_an_installed_algorithm_passes_with_its_defaults(name: str) -> None:
     assert failures(Trial(name)) == {}
 
