@@ -99,12 +99,12 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GRPO whose ratio and clip are those of whole samples (Zheng et al. 2025)",
-    defaults={"aggregation": "sequence-mean"},
+    defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )
 TOKEN_SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.gspo:GSPOToken",
     config=Options,
     api=(1, 0),
     summary="GSPO for advantages that differ within a sample (Zheng et al. 2025, section 4.3)",
-    defaults={"aggregation": "sequence-mean"},
+    defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )

@@ -3,7 +3,7 @@ Approach for Aligning Large Language Models"."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from attrs import frozen
@@ -11,7 +11,7 @@ from attrs import frozen
 from corerl.algorithms.advantages import at_last_token, broadcast, gae, group_advantages, sample_rewards, whiten
 from corerl.algorithms.base import Advantages, Algorithm, Objective
 from corerl.config.schema import at_least, between, option
-from corerl.plugin.spec import ACTOR, AlgorithmSpec
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem
 from corerl.types import FloatArray, LossSpec, SampleBatch
 
 
@@ -57,6 +57,15 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
         return Advantages(advantages=whiten(broadcast(compared, samples), samples.columns["loss_mask"]))
 
 
+def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
+    """Of the variant with a baseline."""
+    if run.rollout.samples < 2:
+        yield Problem(
+            ".rollout.samples",
+            "1 leaves nothing of a reward less its group's mean; use at least 2, or algorithm.name='reinforce++'",
+        )
+
+
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     config=Options,
@@ -69,4 +78,7 @@ BASELINE_SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="compares the samples of a prompt, and normalizes over the whole batch (Hu 2025)",
+    # A group of equal rewards is at 0 only until the batch's mean over tokens is taken off.
+    compares=False,
+    check=check,
 )

@@ -25,7 +25,7 @@ def try_imports(config: Config) -> Callable[[], None]:
 
     rewards = (config.reward.name, *(each.name for each in config.reward.functions))
     names = (*rewards, config.rollout.function, config.rollout.postprocess)
-    names += (config.algorithm.loss, config.algorithm.advantages)
+    names += (config.algorithm.loss, config.algorithm.advantages, config.algorithm.postprocess)
     modules = [name.partition(":")[0] for name in names if ":" in name]
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.

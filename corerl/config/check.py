@@ -137,6 +137,22 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         yield "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
+    for setting in ("reference", "reference_every"):
+        if getattr(algorithm, setting) and not algorithm.kl_coef:
+            yield (
+                f"algorithm.{setting}: set, but algorithm.kl_coef=0 keeps no reference policy; set that, or remove this"
+            )
+    if algorithm.reference and not os.path.isdir(algorithm.reference):
+        yield (
+            f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
+            "remove it to use the initial weights"
+        )
+    every = algorithm.reference_every
+    if every and config.checkpoint.every % every:
+        yield (
+            f"checkpoint.every: {config.checkpoint.every} is not a multiple of algorithm.reference_every={every}; a "
+            "resumed run starts with the current weights as reference, so save only at steps that renew it"
+        )
     if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
         yield (
             f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "

@@ -306,12 +306,28 @@ class AlgorithmConfig:
         validator=filled,
     )
     advantages: str = option("'module:function' in place of the algorithm's own advantages", default="")
+    postprocess: str = option(
+        "'module:function' that maps the samples of a step, with log-probs, values and advantages, to those that are "
+        "trained on",
+        default="",
+    )
     loss: str = option("in place of the algorithm's own policy loss: clipped, or 'module:function'", default="")
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
     kl_coef: float = option(
         "weight of the KL penalty to the reference policy; 0 keeps no reference policy",
         default=0.0,
         validator=[at_least(0), finite],
+    )
+    reference: str = option(
+        "directory of the reference policy's weights, in the actor's architecture; empty: those that the actor starts "
+        "from",
+        default="",
+    )
+    reference_every: int = option(
+        "rollout steps after which the reference policy becomes the actor's current weights, again and again; 0 keeps "
+        "it as it is",
+        default=0,
+        validator=at_least(0),
     )
     kl_estimator: Literal["k1", "k2", "k3"] = option("estimator of the KL (Schulman 2020)", default="k3")
     kl_in: Literal["loss", "reward"] = option(
@@ -330,9 +346,10 @@ class AlgorithmConfig:
         "rollout.max_tokens; unset: token-mean, unless the algorithm says otherwise",
         default=None,
     )
-    old_logprobs: Literal["rollout", "recompute"] = option(
-        "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step",
-        default="rollout",
+    old_logprobs: Literal["rollout", "recompute"] | None = option(
+        "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step; unset: "
+        "rollout, unless the algorithm says otherwise",
+        default=None,
     )
     correction: Literal["none", "token", "sequence"] = option(
         "importance weights that correct for the mismatch of engine and trainer log-probs, per token or per sequence, "
@@ -383,7 +400,13 @@ class AlgorithmConfig:
     def settled(self, defaults: Mapping[str, Any], *, max_tokens: int) -> AlgorithmConfig:
         """The same with a value for every setting that is unset: of `defaults`, the algorithm's own, or the common one.
         `max_tokens` is `rollout.max_tokens`."""
-        common = {"aggregation": "token-mean", "dynamic_sampling": 0, "overlong": "keep", **defaults}
+        common = {
+            "aggregation": "token-mean",
+            "dynamic_sampling": 0,
+            "overlong": "keep",
+            "old_logprobs": "rollout",
+            **defaults,
+        }
         settled = evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})
         if settled.overlong_buffer is not None:
             return settled

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from corerl.algorithms.base import Algorithm, ForwardPass, Objective
 from corerl.algorithms.registry import policy_loss
 from corerl.config.schema import Config
-from corerl.driver.advantages import Estimate, users_estimate
+from corerl.driver.advantages import Estimate, Postprocess, users_estimate, users_postprocess
 from corerl.plugin.options import algorithm_spec, check_spec
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
@@ -25,6 +25,7 @@ class AlgorithmPlan:
     estimate: Estimate  # its advantages, or the user's
     passes: tuple[ForwardPass, ...]  # of a step, before any training
     objectives: Mapping[str, Objective]  # of each role of the run, with the terms of the loss that `[algorithm]` sets
+    postprocess: Postprocess | None  # the user's, of the samples with their advantages
     compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
 
 
@@ -34,9 +35,10 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
     loaded = load(Kind.ALGORITHMS, config.algorithm.name)
     implementation: type[Algorithm] = load_implementation(Kind.ALGORITHMS, loaded)
     algorithm = implementation(config.algorithms[loaded.name])
-    own = config.algorithm.advantages
+    own, after = config.algorithm.advantages, config.algorithm.postprocess
     return AlgorithmPlan(
         estimate=users_estimate(own) if own else algorithm.advantages,
+        postprocess=users_postprocess(after) if after else None,
         passes=tuple(_passes(config, algorithm)),
         objectives=_objectives(config, algorithm),
         compares=loaded.spec.compares and config.algorithm.kl_in != "reward",

@@ -205,9 +205,16 @@ def check_weights(
         if resume:
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, model)
-        read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
+        # A resume still reads the KL reference from it.
+        refers = config.algorithm.kl_coef and not config.algorithm.reference and not config.algorithm.reference_every
+        read = own.path and (not resume or refers)
         if read and problems.none_in("model", table, "checkpoint"):
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 if unused := require_weights(own.path, model, models[role]):
                     notices.append(f"{table}.path: {unused}")
+    reference = config.algorithm.reference
+    if reference and config.run.trains and ACTOR in built and problems.none_in("model", "algorithm"):
+        with problems.stage("algorithm.reference", path="algorithm.reference"):
+            if unused := require_weights(reference, built[ACTOR], models[ACTOR]):
+                notices.append(f"algorithm.reference: {unused}")
     return tuple(dict.fromkeys(notices))

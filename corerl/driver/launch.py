@@ -180,7 +180,11 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         for text in changed_rates(state["config"], roles.values()):
             progress.notice(text)
     if config.algorithm.kl_coef and config.run.trains:
-        groups[ACTOR].snapshot(REFERENCE).load()
+        reference = groups[ACTOR].snapshot(REFERENCE)
+        if state and config.algorithm.reference_every:
+            reference.create()  # from the checkpoint's weights, which were the reference when it was written
+        else:
+            reference.load(config.algorithm.reference)
     if check is not None:
         progress.begin("checking the prompts")
         while not check.ready(None, BEAT_SECONDS):

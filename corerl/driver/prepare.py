@@ -336,6 +336,7 @@ def _with_absolute_paths(config: Config) -> Config:
     )
     config = evolve(config, model=_absolute(config.model), data=data)
     config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
+    config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
     critic = config.roles.critic
     if critic is None or critic.model is None:
         return config

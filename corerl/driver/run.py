@@ -20,7 +20,7 @@ from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
-from corerl.driver.algorithm import AlgorithmPlan
+from corerl.driver.algorithm import REFERENCE, AlgorithmPlan
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
@@ -112,9 +112,11 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether to stop now: only where engines have just got new weights, as they do when a run resumes."""
-        fresh = not self.config.run.samples or self.progress.step % self.config.weights.every == 0
-        return self.stop.requested and fresh
+        """Whether to stop now: only where engines have just got new weights, and the reference policy is renewed, as
+        both are when a run resumes."""
+        step, every = self.progress.step, self.config.algorithm.reference_every
+        fresh = not self.config.run.samples or step % self.config.weights.every == 0
+        return self.stop.requested and fresh and (not every or step % every == 0)
 
     @property
     def actor(self) -> Role:
@@ -173,6 +175,8 @@ class Run:
             kl_coef=self.kl_coef,
             max_tokens=self.config.rollout.max_tokens,
         )
+        if self.algorithm.postprocess is not None:
+            batch = evolve(batch, samples=self.algorithm.postprocess(batch.samples))
         if self.updates is not None:
             staleness = staleness_metrics(samples, self.updates.version - 1)
             batch = evolve(batch, metrics={**staleness, **batch.metrics})
@@ -202,7 +206,15 @@ class Run:
                 calls = self._start_training(names, shared, batch)
                 for (name, _), result in together(calls).items():
                     results[name].append(result)
+        self._renew_reference()
         return {name: steps for name, steps in results.items() if steps}
+
+    def _renew_reference(self) -> None:
+        """Make the actor's weights the reference policy, if that is due after this step."""
+        every = self.config.algorithm.reference_every
+        if every and (self.progress.step + 1) % every == 0:
+            self.residency.enter(FORWARD)
+            self.actor.group.snapshot(REFERENCE).create()
 
     def _start_training(
         self, names: Sequence[str], shared: Any, batch: TrainBatch

@@ -214,7 +214,8 @@ class AlgorithmSpec:
     # nothing.
     compares: bool = True
     samples: bool = True  # False: it learns from saved batches only
-    # What it sets of `[algorithm]` where the config leaves it unset: aggregation, dynamic_sampling, overlong.
+    # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
+    # dynamic_sampling, old_logprobs, overlong.
     defaults: Mapping[str, Any] = field(factory=dict)
     check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = no_contradictions  # of what contradicts it in a run
 

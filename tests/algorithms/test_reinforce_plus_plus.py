@@ -14,8 +14,9 @@ from corerl.algorithms.reinforce_plus_plus import (
     ReinforcePlusPlusBaseline,
 )
 from corerl.config.load import config_of, dump_toml
+from corerl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 from corerl.plugin.options import resolve_tables
-from corerl.plugin.spec import ACTOR
+from corerl.plugin.spec import ACTOR, AlgorithmRun
 from corerl.types import LossSpec, SampleBatch
 
 # Two groups of two; x is a loss token. The last sample of the second group has an environment's token in between.
@@ -74,12 +75,17 @@ def test_rewards_that_are_all_equal_teach_exactly_nothing() -> None:
         assert not found.advantages.any()
 
 
-def test_only_the_variant_with_a_baseline_compares_the_samples_of_a_prompt() -> None:
+def test_both_variants_clip_and_the_one_with_a_baseline_wants_two_samples_of_a_prompt() -> None:
     for spec, algorithm in ((SPEC, ReinforcePlusPlus), (BASELINE_SPEC, ReinforcePlusPlusBaseline)):
         assert spec.implementation == f"{algorithm.__module__}:{algorithm.__name__}"
         loss = algorithm(Options(clip_low=0.1)).objectives()[ACTOR].loss
         assert loss == LossSpec(name="clipped", params={"clip_low": 0.1, "clip_high": 0.2})
-    assert (SPEC.compares, BASELINE_SPEC.compares) == (False, True)
+    for samples, wanted in ((1, [".rollout.samples"]), (2, [])):
+        run = AlgorithmRun(
+            algorithm=AlgorithmConfig(), rollout=RolloutConfig(samples=samples), train=TrainConfig(), steps=1
+        )
+        assert [problem.path for problem in BASELINE_SPEC.check(Options(), run)] == wanted
+        assert not list(SPEC.check(Options(), run))
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])

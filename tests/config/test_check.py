@@ -225,6 +225,12 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
     ("algorithm", "start"),
     [
         ({"kl_target": 0.1}, "algorithm.kl_target: adapts algorithm.kl_coef, which is 0"),
+        ({"reference_every": 10}, "algorithm.reference_every: set, but algorithm.kl_coef=0 keeps no reference policy"),
+        ({"kl_coef": 0.1, "reference": "/none"}, "algorithm.reference: no directory '/none'; set it to a Hugging"),
+        (
+            {"kl_coef": 0.1, "reference_every": 20},
+            "checkpoint.every: 50 is not a multiple of algorithm.reference_every=20; a resumed run starts",
+        ),
         ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0"),
         ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
         ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays the experts chosen when"),

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.algorithms.grpo import GRPO
 from corerl.algorithms.grpo import Options as OfGRPO
 from corerl.algorithms.ppo import PPO
 from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
-from corerl.driver.advantages import Estimate, TrainBatch, compute_advantages, users_estimate
-from corerl.errors import ConfigError
+from corerl.driver.advantages import Estimate, TrainBatch, compute_advantages, users_estimate, users_postprocess
+from corerl.errors import DataError
 from corerl.types import SampleBatch
 
 REWARDS = np.array([1.0, 0.0], np.float32)
@@ -149,8 +150,36 @@ def test_what_a_function_of_the_user_may_not_return_is_told(
     users: ModuleType, function: Callable[..., Any], line: str
 ) -> None:
     users.mine = function  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=f"^algorithm.advantages: 'my_advantages:mine' {line}"):
+    with pytest.raises(DataError, match=f"^algorithm.advantages: 'my_advantages:mine' {line}"):
         computed(batch(), users_estimate("my_advantages:mine"))
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (lambda samples: None, "returned None, wanted a corerl.types.SampleBatch"),
+        (lambda samples: [samples], "returned a list, wanted a corerl.types.SampleBatch"),
+        (lambda samples: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (
+            lambda samples: evolve(samples, columns={"loss_mask": samples.columns["loss_mask"]}),
+            "returned samples without the column 'advantages'; keep it",
+        ),
+        (
+            lambda samples: samples.with_columns(loss_mask=np.zeros(5, np.bool_)),
+            "returned samples without a loss token; keep some",
+        ),
+        (
+            lambda samples: samples.with_columns(advantages=np.full(5, np.nan, np.float32)),
+            "returned advantages that are not finite",
+        ),
+    ],
+)
+def test_samples_that_could_not_be_trained_on_are_told(
+    users: ModuleType, function: Callable[..., Any], line: str
+) -> None:
+    users.mine = function  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=f"^algorithm.postprocess: 'my_advantages:mine' {line}"):
+        users_postprocess("my_advantages:mine")(computed(batch()).samples)
 
 
 @pytest.fixture

@@ -273,6 +273,9 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
     assert [step for run.progress.step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
     run.stop = Stop(False)
     assert not run.stopping
+    follows = {"kl_coef": 0.1, "reference_every": 2}
+    run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
+    assert [step for run.progress.step, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
     saved = {"every": 3}
     without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
     assert all(without.stopping for without.progress.step in range(4))  # there are no engines
