@@ -10,11 +10,18 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.algorithms import (
+    ACTOR,
+    Advantages,
+    Algorithm,
+    AlgorithmSpec,
+    LossInputs,
+    LossResult,
+    Objective,
+    PolicyTokens,
+)
 from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
-from corerl.algorithms.base import Advantages, Algorithm, Objective
-from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens
 from corerl.config.schema import above, option
-from corerl.plugin.spec import ACTOR, AlgorithmSpec
 from corerl.types import FloatArray, LossSpec, SampleBatch
 
 
