@@ -1,5 +1,6 @@
 """What tests of core and of plugins share."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -45,6 +46,7 @@ LONGEST = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is imported to collect the tests stays
     config.addinivalue_line("markers", "processes: it starts processes; `make test-fast` leaves it out")
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses what its controller has chosen
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
@@ -69,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("processes")
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now would be looked through again and again, and is never garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 class Unmarked:

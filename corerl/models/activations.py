@@ -3,6 +3,7 @@ no values."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
@@ -22,12 +23,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.models.build import VALUE_HEAD, decoder_layers, recompute_layers
+from corerl.models.described import Described
 from corerl.models.layout import make_policy
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import ModelSize, Output
 
 EXPERTS = ".experts."  # in the names of the weights of experts that tokens are routed to
+KNOWN = 64  # passes whose memory a process keeps: roles of one model ask alike
 BLOCK = 512  # torch's allocator for CUDA rounds sizes up to a multiple of this
 ITEM = torch.ops.aten._local_scalar_dense.default
 # The partitioner of torch's compiler chooses what a compiled layer keeps; the rest of the compiler, which needs the
@@ -60,7 +63,31 @@ def activations_of(
     Layers keep what transformers' code keeps, or, if `fused`, what its compiled form does. Raises RuntimeError or
     another error of the model's code if that depends on values, which there are none of on meta.
     """
-    value_head = Output.VALUES in outputs
+    return _activations(
+        Described.of(config),
+        tokens=tokens,
+        longest=longest,
+        precision=precision,
+        outputs=tuple(outputs),
+        layout=layout,
+        recompute=recompute,
+        fused=fused,
+    )
+
+
+@functools.lru_cache(KNOWN)
+def _activations(
+    described: Described,
+    *,
+    tokens: int,
+    longest: int,
+    precision: str,
+    outputs: Sequence[Output],
+    layout: str,
+    recompute: bool,
+    fused: bool,
+) -> Activations:
+    config, value_head = described.config, Output.VALUES in outputs
 
     def build(*, compiled: bool) -> Policy:
         policy = make_policy(

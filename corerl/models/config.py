@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from attrs import field, frozen
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from corerl.errors import ModelError
 from corerl.messages import did_you_mean
 from corerl.models.experts import experts_of
+from corerl.models.readers import INDEX, SINGLE
 from corerl.plain_json import read_json_file
 from corerl.regular import require_all_regular
 
@@ -40,6 +44,7 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 WINDOWS = ("sliding_window", "attention_chunk_size")
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+KNOWN = 16  # models whose config a process keeps: a rank asks for that of its own several times
 MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
 
 
@@ -52,6 +57,31 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
     model type or a field that transformers does not know.
     """
+    return copy.deepcopy(_known(_asked(model)))
+
+
+@frozen
+class _Asked:
+    """A model as long as its fields and files stay as they are."""
+
+    key: tuple[object, ...]
+    model: ModelConfig = field(eq=False)
+
+
+def _asked(model: ModelConfig) -> _Asked:
+    found: list[tuple[int, int, int]] = []
+    for name in ("config.json", SINGLE, INDEX) if model.path else ():
+        try:
+            file = (Path(model.path) / name).stat()
+            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
+        except OSError:
+            found.append((0, 0, 0))
+    return _Asked((model.path, *found) if model.path else (repr(model.config),), model)
+
+
+@functools.lru_cache(KNOWN)
+def _known(asked: _Asked) -> PreTrainedConfig:
+    model = asked.model
     if model.path:
         config = _from_directory(model.path)
     elif model.config:

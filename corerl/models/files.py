@@ -3,6 +3,7 @@ without the model's prefix, and with a head that is the embedding or one of its 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -16,8 +17,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.models.described import Described
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 
+LOOKED_AT = 16  # models that a process keeps on meta
 COMPARED = 2**24  # elements at a time, of tensors that may be equal
 _own_heads: dict[tuple[object, ...], str] = {}  # reading a head and an embedding takes seconds
 
@@ -81,8 +84,17 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
 
 
 def look_at(config: PreTrainedConfig, *, value_head: bool = False) -> PreTrainedModel:
-    """The model of `config`, wholly on meta: to learn its names and shapes. Raises ModelError if it cannot be built."""
-    return build_on_meta(config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
+    """The model of `config`, wholly on meta: to learn its names and shapes. Raises ModelError if it cannot be built.
+
+    A rank looks several times while it starts, and a model of hundreds of layers takes seconds to build: an equal
+    config gets the same model, which nobody may change.
+    """
+    return _looked_at(Described.of(config), value_head)
+
+
+@functools.lru_cache(LOOKED_AT)
+def _looked_at(asked: Described, value_head: bool) -> PreTrainedModel:
+    return build_on_meta(asked.config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
 
 
 def ties(model: PreTrainedModel) -> dict[str, str]:

@@ -3,6 +3,7 @@ ContractError here, and it shows both sides."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,11 @@ class HookManager(pluggy.PluginManager):
     """A plugin manager that traces hook calls if the user asks for it."""
 
     hook_trace: HookTrace | None = None
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        if name.startswith("__"):  # a third of an object's attributes, none of them a hook
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
 
 
 def build_manager(
@@ -170,6 +176,7 @@ def _argument_flaw(hook: str, function: Callable[..., Any]) -> str:
     return ""
 
 
+@functools.cache
 def _specified(hook: str) -> inspect.Signature:
     signature = inspect.signature(getattr(Hooks, hook))
     return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.testing.harness import State
+from corerl.testing.references import reference
 from corerl.testing.scenarios import training
 from corerl.testing.tolerances import GRAD_NORM, LOSS, METRICS, WEIGHTS_L2
 from corerl.types import Array, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
@@ -167,6 +168,7 @@ def same_bits(a: Array, b: Array) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+@reference
 def transformers_outputs(directory: Path, samples: SampleBatch) -> dict[Output, FloatArray]:
     """Log-probs and entropy [N] by transformers alone, from all logits of each sample by itself."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
@@ -191,6 +193,7 @@ def files_of(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@reference
 def largest_parameter(directory: Path) -> int:
     """The number of elements of the model's largest parameter, in which a layer's experts are fused."""
     with torch.device("meta"):

@@ -10,7 +10,6 @@ import pytest
 
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
-from corerl.errors import Unsupported
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.testing.outcomes import SELECTED, gpus
@@ -166,7 +165,7 @@ def subject(
         if backend_name not in _refusals:
             _refusals[backend_name] = subject.refusal_of_two_ranks()
         if _refusals[backend_name]:
-            raise Unsupported(_refusals[backend_name])
+            pytest.fail(_refusals[backend_name], pytrace=False)
     return subject
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from corerl.testing.compare import grad_norm_of, in_order, loss_of, whole
 from corerl.testing.harness import TRAIN, make_samples
+from corerl.testing.references import reference
 from corerl.testing.scenarios.training import EXPERTS, Replayed
 from corerl.testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, ROUTER_GRADS
 from corerl.types import Array, FloatArray, Output, SampleBatch
@@ -32,6 +33,7 @@ class Routed:
     router_grads: dict[str, Array]  # of the loss, by the name of each router's weight
 
 
+@reference
 def through_experts(
     directory: Path, samples: SampleBatch, weights: FloatArray, *, experts: Array | None = None
 ) -> Routed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from attrs import evolve, field, frozen
 from corerl.checkpoint.commit import begin, commit
 from corerl.testing.compare import Trajectory, together
 from corerl.testing.harness import Setup
+from corerl.testing.models import write_tiny_model
 from corerl.testing.pool import Ranks
 from corerl.testing.scenarios import states, training
 
@@ -40,6 +42,13 @@ class Runs:
         self.rank_sets = rank_sets
         self.models = models
         self._trained: dict[tuple[int, int, str], Trajectory] = {}
+        self._of_plain: dict[bytes, list[Any]] = {}
+
+    def beside(self, rank_sets: Mapping[int, Ranks], models: Mapping[str, Path] | None = None) -> Runs:
+        """With these processes, or models, besides its own; what either has trained, it shares with the other."""
+        other = Runs({**self.rank_sets, **rank_sets}, {**self.models, **(models or {})})
+        other._trained, other._of_plain = self._trained, self._of_plain
+        return other
 
     def trained(
         self, backend: str, world_size: int, kind: str, packing: tuple[int, int], steps: int = STEPS
@@ -52,6 +61,28 @@ class Runs:
         if key not in self._trained:
             self._trained[key] = self.train(world_size, setup, range(steps))
         return self._trained[key]
+
+    def losses(self, world_size: int, setup: Setup, steps: int) -> list[float]:
+        """Of the first steps of any trajectory that has as many, trained where there is none."""
+        known = (
+            trajectory
+            for (ranks, number, text), trajectory in self._trained.items()
+            if ranks == world_size and number >= steps and text == repr(setup)
+        )
+        return (next(known, None) or self.trained_as(world_size, setup, steps)).losses[:steps]
+
+    def of_plain(self, scenario: Callable[..., T], kind: str, *arguments: Any) -> list[T]:
+        """What the plain backend reports of a scenario, which it goes through once for all others."""
+        setup = self.setup(PLAIN, kind)
+        asked = pickle.dumps((scenario, setup, arguments))
+        if asked not in self._of_plain:
+            self._of_plain[asked] = self.rank_sets[1].run(scenario, setup, *arguments)
+        return self._of_plain[asked]
+
+    def other(self, kind: str) -> Path:
+        """The model of this kind with other weights."""
+        directory = self.models[kind].with_name(f"{self.models[kind].name}-other")
+        return directory if directory.exists() else write_tiny_model(kind, directory, seed=1)
 
     def train(self, world_size: int, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
         arguments = {"resume": "", "save_after": -1, "save_to": "", **saving}
@@ -95,6 +126,10 @@ class Subject:
     def undisturbed(self, setup: Setup, steps: int) -> Trajectory:
         """The first steps without interruption, trained once for all checks that interrupt them."""
         return self.runs.trained_as(self.world_size, setup, steps)
+
+    def losses(self, setup: Setup, steps: int) -> list[float]:
+        """Those of the first steps without interruption, also of more steps that are trained already."""
+        return self.runs.losses(self.world_size, setup, steps)
 
     def model(self, kind: str) -> Path:
         return self.runs.models[kind]

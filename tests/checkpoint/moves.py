@@ -26,7 +26,7 @@ Place: TypeAlias = tuple[str, Mapping[str, Any], int]  # backend, its options, r
 def assert_moving_follows_staying(runs: Runs, directory: Path, kind: str, places: Sequence[Place]) -> str:
     """Two steps in each place, from the checkpoint of the one before: what is loaded equals what was saved to the last
     bit, and the whole run follows one on the plain backend that never stops. Returns the last checkpoint's role."""
-    stays = runs.train(1, runs.setup("plain", kind), range(2 * len(places)))
+    stays = runs.trained_as(1, runs.setup("plain", kind), 2 * len(places))
     resume, losses, grad_norms = "", list[float](), list[float]()
     saved: Mapping[str, Tensors] = {}
     for number, (backend, options, ranks) in enumerate(places):

@@ -3,8 +3,7 @@
 import ast
 import importlib.util
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -111,11 +110,10 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert pages - listed == {"index"}
 
 
-@pytest.mark.processes
 def test_the_script_of_the_pictures_writes_them_beside_itself(tmp_path: Path) -> None:
     script = tmp_path / "draw.py"
     script.write_text((DOCS / "pictures" / "draw.py").read_text())
-    subprocess.run([sys.executable, str(script)], check=True, cwd=ROOT)
+    runpy.run_path(str(script), run_name="__main__")
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(PICTURES)
 
 

@@ -17,7 +17,9 @@ from attrs import frozen
 from corerl.plugin.registry import Kind, installed_names
 from tests.cluster.nodes import cluster
 from tests.doctor.sites import distribution, spec
-from tests.end_to_end.command import write_small
+from tests.end_to_end.command import STARTS_WITHIN, write_small
+from tests.forks.client import Forked, kill_session
+from tests.forks.ray import environment, place_of
 
 pytestmark = pytest.mark.processes
 
@@ -25,26 +27,35 @@ KNOWN = ", ".join(installed_names(Kind.BACKENDS))
 
 BARE = "bare"
 STORE = 100 * 2**20  # bytes of each node's object store
-MAIN = "import sys; from corerl.cli.main import main; sys.exit(main())"
+MAIN = """
+import sys
+sys.path.insert(0, {packages!r})
+from corerl.cli.main import main
+sys.exit(main())
+"""
 
 
 @frozen(kw_only=True)
 class Nodes:
     address: str
-    driver: Path  # the interpreter of the environment that the driver is in, and the head
+    packages: Path  # of the environment that the driver is in, and the head
 
 
 def interpreter(directory: Path, version: str) -> Path:
     """Of a virtual environment with all that this one has, and this version of a plugin: "" for none,
     BARE for no CoreRL either."""
     venv.create(directory, symlinks=True)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(directory)}))
+    site = site_of(directory)
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     if version == BARE:
         (site / "corerl.py").write_text("raise ModuleNotFoundError(\"No module named 'corerl'\")")
     elif version:
         distribution(site, "corerl-mine", "mine = corerl_mine:SPEC", version=version, corerl_mine=spec())
     return directory / "bin" / "python"
+
+
+def site_of(directory: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", vars={"base": str(directory)}))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +75,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         for name, python in pythons.items()
     ]
     with cluster(*tables) as address:
-        yield Nodes(address=address, driver=pythons["head"])
+        yield Nodes(address=address, packages=site_of(directory / "head"))
 
 
 def command(nodes: Nodes, directory: Path, name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`corerl NAME` in the driver's environment, for a small run of one rank and one engine in the cluster."""
+    """`corerl NAME` with the driver's packages, for a small run of one rank and one engine in the cluster. They are in
+    no PYTHONPATH, which a run hands on to its ranks."""
     file = write_small(directory)
     chosen = [
         "backend.name=mine",
@@ -77,13 +89,19 @@ def command(nodes: Nodes, directory: Path, name: str, *words: str | Path) -> sub
         f"run.dir={directory}/run",
     ]
     leading = ["--config", file, "--nodes"] if name == "doctor" else [file]
-    return subprocess.run(
-        [nodes.driver, "-c", MAIN, name, *leading, *chosen, *words],
-        capture_output=True,
-        text=True,
-        timeout=240.0,
-        cwd=directory,
-    )
+    own = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    program = Path(sys.executable).with_name("corerl")
+    arguments = [str(program), name, *map(str, leading), *chosen, *map(str, words)]
+    with (directory / "out.txt").open("w+") as out, (directory / "err.txt").open("w+") as err:
+        where = {"environment": own, "directory": directory, "place": place_of(own)}
+        process = Forked(arguments, MAIN.format(packages=str(nodes.packages)), stdout=out, stderr=err, **where)
+        try:
+            status = process.wait(timeout=STARTS_WITHIN)
+        finally:
+            kill_session(process.pid)
+        return subprocess.CompletedProcess(
+            arguments, status, (directory / "out.txt").read_text(), (directory / "err.txt").read_text()
+        )
 
 
 def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ DESCRIPTORS = 8  # at most, in a request
 def main(directory: Path, owner: int) -> dict[str, Any]:
     """Serve; returns only in a process that was forked, with its request."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    gc.disable()
     (directory / PROCESSES).mkdir(exist_ok=True)
     # Whoever asks while modules are being imported is served afterwards.
     places = {place: socket.socket(socket.AF_UNIX) for place in (WITH_RAY, SOCKET)}
@@ -69,6 +70,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     preload(PRELOAD)
     importlib.import_module("tests.forks.once").look_once()
     warm_up()
+    keep()
     place = SOCKET
     if os.fork() == 0:
         place = WITH_RAY
@@ -76,11 +78,11 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
             del os.environ[name]
         os.environ.update(RAYS)
         preload(RAY)
+        keep()
     listening = places.pop(place)
     for other in places.values():
         other.close()
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy every page
+    gc.enable()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc starts its own anew after a fork
     assert threads.count("python") == 1 and not others, f"only one thread survives a fork: {threads}"
@@ -148,6 +150,12 @@ def warm_up() -> None:
 
     worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
     worker.shutdown("warm")
+
+
+def keep() -> None:
+    """What was imported is looked through once: a collection in a forked process would copy every page."""
+    gc.collect()
+    gc.freeze()
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

@@ -24,6 +24,18 @@ def test_a_directory_and_its_fields_give_the_same_config(tiny_models: dict[str, 
     assert from_fields.architectures == from_path.architectures == ["Qwen3MoeForCausalLM"]
 
 
+def test_a_config_is_the_callers_own_and_read_again_when_its_file_changes(tmp_path: Path) -> None:
+    file, model = tmp_path / "config.json", ModelConfig(path=str(tmp_path))
+    file.write_text(json.dumps({**tiny_fields("qwen3"), "vocab_size": 97}))
+    hf_config(model).vocab_size = 1
+    assert hf_config(model).vocab_size == 97
+    file.write_text(json.dumps({**tiny_fields("qwen3"), "vocab_size": 101}))
+    assert hf_config(model).vocab_size == 101
+    file.unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        hf_config(model)
+
+
 def test_experts_are_counted_by_whatever_name_a_config_has_for_them() -> None:
     assert experts(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 1
     assert experts(hf_config(ModelConfig(config={**tiny_fields("qwen3-moe"), "num_experts": 6}))) == 6

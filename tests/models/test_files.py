@@ -52,6 +52,16 @@ def unused(directory: Path) -> list[str]:
     return ModelFiles(directory, config).unused(names, model)
 
 
+def test_models_of_equal_configs_are_looked_at_once_and_no_others() -> None:
+    fields = tiny_fields("qwen3")
+    model, again = (look_at(AutoConfig.for_model(**fields)) for _ in range(2))
+    assert again is model
+    wider = look_at(AutoConfig.for_model(**{**fields, "vocab_size": 101}))
+    assert [len(each.get_input_embeddings().weight) for each in (wider, model)] == [101, 97]
+    critic = look_at(AutoConfig.for_model(**fields), value_head=True)
+    assert hasattr(critic, "value_head") and not hasattr(model, "value_head")
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_without_the_prefix_are_those_of_transformers(kind: str, tmp_path: Path, load: Load) -> None:
     prefix = "transformer." if kind == "gpt2" else "model."

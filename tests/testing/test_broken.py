@@ -40,6 +40,7 @@ def backend_name(request):
 # embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
 # A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
 # So is each in a check that reaches none of the methods that it overrides: the plain backend goes first, and tells.
+# What a module with specs imports is asked of each module once: a process for each spec is as many times the same.
 CONFTEST = """
 import functools
 import gc
@@ -74,7 +75,7 @@ def key_of(item):
 
 
 def pytest_collection_modifyitems(items):
-    best = {}
+    best, modules = {}, set()
     for item in items:
         parameters = dict(item.callspec.params)
         name, world_size = parameters.pop("backend_name"), parameters.pop("world_size", 0)
@@ -83,6 +84,11 @@ def pytest_collection_modifyitems(items):
         several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
         if lacks.keys() & {*check.needs, *several} or (world_size == 1 and Capability.MULTI_RANK not in lacks):
             continue
+        if check.id == "C01":
+            module = name.partition(":")[0]
+            if module in modules:
+                continue
+            modules.add(module)
         if name == reached.NAME and not world_size:
             continue  # what looks at a backend from outside may see what is not reached
         if "qwen3-tied" in parameters.values():

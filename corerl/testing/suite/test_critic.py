@@ -24,6 +24,7 @@ from corerl.testing.compare import (
 from corerl.testing.harness import Setup, make_samples
 from corerl.testing.marks import check
 from corerl.testing.models import tiny_fields
+from corerl.testing.references import reference
 from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, PLAIN, WHOLE, Subject, steps_of
 from corerl.testing.tolerances import LOGPROBS
@@ -34,6 +35,7 @@ def critic(subject: Subject, kind: str, packing: str = "packed") -> Setup:
     return evolve(subject.setup(kind, PACKINGS[packing]), value_head=True)
 
 
+@reference
 def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch) -> FloatArray:
     """[N] values by transformers' trunk and one multiplication, each sample by itself."""
     trunk: Any = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
@@ -77,7 +79,7 @@ def test_a_head_that_the_model_has_not_is_drawn_by_its_name_and_no_language_head
 ) -> None:
     found = subject.train(critic(subject, kind), []).at_start["master"]
     plain = evolve(subject.runs.setup(PLAIN, kind), value_head=True)
-    wanted = subject.runs.train(1, plain, []).at_start["master"]
+    wanted = subject.runs.trained_as(1, plain, 0).at_start["master"]
     assert different({"master": found}, {"master": wanted}, ["master"]) == []
     assert found.keys() == (files_of(subject.model(kind)).keys() - {"lm_head.weight"}) | {VALUE_HEAD_WEIGHT}
     hidden = tiny_fields(kind)["hidden_size"]
@@ -113,5 +115,5 @@ def test_a_critic_resumes_to_the_last_bit_with_its_head(subject: Subject) -> Non
 def test_random_critics_do_not_depend_on_the_number_of_ranks(subject: Subject) -> None:
     random = Setup(backend=subject.backend, model="", fields=tiny_fields("qwen3"), value_head=True)
     ranks = subject.run(training.train_steps, random, [])
-    wanted = subject.runs.train(1, evolve(random, backend=PLAIN), []).at_start
+    wanted = subject.runs.trained_as(1, evolve(random, backend=PLAIN), 0).at_start
     assert different(whole([rank.at_start for rank in ranks]), wanted, ["master"]) == []

@@ -29,21 +29,20 @@ def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subje
     for rank in ranks:
         for verb, error in {**rank.before_init, **rank.after_shutdown, "init": rank.init_again}.items():
             assert error.startswith(f"WrongState: {verb} on actor rank "), verb
-    undisturbed = subject.undisturbed(setup, 3)
     steps = list(zip(*(rank.results for rank in ranks), strict=True))
-    assert [loss_of(results) for results in steps] == undisturbed.losses
+    assert [loss_of(results) for results in steps] == subject.losses(setup, 3)
 
 
 @check("C24", level=1, builds_on=["C14"])
 def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subject: Subject) -> None:
-    ranks = subject.run(states.raise_in_forward, subject.setup("qwen3", PACKINGS["one by one"]))
+    setup = subject.setup("qwen3", PACKINGS["one by one"])
+    ranks = subject.run(states.raise_in_forward, setup)
     for rank in ranks:
         assert (
             rank.message.startswith("HookFailed: backend:") and "forward failed: Fault: no such batch" in rank.message
         )
         assert "Traceback" in rank.details and "Fault: no such batch" in rank.details
-    undisturbed = subject.train(subject.setup("qwen3", PACKINGS["one by one"]), range(2))
-    assert loss_of([rank.result for rank in ranks if rank.result is not None]) == undisturbed.losses[1]
+    assert loss_of([rank.result for rank in ranks if rank.result is not None]) == subject.losses(setup, 2)[1]
 
 
 @check("C24", level=1, builds_on=["C14"])
@@ -64,8 +63,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
     background = loaded.spec.support(Capability.SAVE_BACKGROUND).full
     lives = states.live_twice(setup, str(subject.directory), background)
     assert (lives.left, lives.shutdown_again) == ([], "")
-    undisturbed = subject.undisturbed(setup, 3)
-    assert [[loss_of([result]) for result in results] for results in lives.results] == [undisturbed.losses[:2]] * 2
+    assert [[loss_of([result]) for result in results] for results in lives.results] == [subject.losses(setup, 2)] * 2
 
 
 @check("C28", level=2, builds_on=["C24"], ranks=[2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from attrs import evolve
@@ -19,7 +17,6 @@ from corerl.testing.compare import (
 )
 from corerl.testing.harness import make_samples
 from corerl.testing.marks import check
-from corerl.testing.models import write_tiny_model
 from corerl.testing.scenarios import snapshots, training
 from corerl.testing.subject import PACKINGS, Subject
 from corerl.testing.tolerances import LOGPROBS
@@ -44,10 +41,10 @@ def test_forward_gives_what_transformers_gives_in_the_samples_order(subject: Sub
 @check("C48", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C14", "C51"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone(
-    subject: Subject, kind: str, tmp_path: Path
+    subject: Subject, kind: str
 ) -> None:
     samples, setup = make_samples(11), subject.setup(kind)
-    other = write_tiny_model(kind, tmp_path / "other", seed=1)
+    other = subject.runs.other(kind)
     ranks = subject.run(snapshots.use_snapshots, setup, samples, str(other))
 
     def logprobs(part: str) -> FloatArray:
@@ -60,8 +57,7 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
     assert np.abs(logprobs("current") - logprobs("first")).max() > 1e-2
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
     assert different(after, before, [*SAVED, "param"]) == []
-    undisturbed = subject.undisturbed(setup, 4)
-    assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
+    assert loss_of([rank.then for rank in ranks]) == subject.losses(setup, 4)[3]
     assert subject.world_size > 1 or "Fault: no such batch" in ranks[0].failed
     for rank in ranks:  # rank and hook are in between
         kind, _, message = rank.dropped.partition(": ")
@@ -70,13 +66,13 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
 
 
 @check("C48", level=1, needs=[Capability.SNAPSHOTS, Capability.BFLOAT16], builds_on=["C14", "C51"])
-def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject, tmp_path: Path) -> None:
+def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject) -> None:
     samples, setup = make_samples(11), subject.setup("qwen3-tied")
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
-    other = write_tiny_model("qwen3-tied", tmp_path / "other", seed=1)
+    other = subject.runs.other("qwen3-tied")
     ranks = subject.run(snapshots.use_snapshots, half, samples, str(other))
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
     assert different(after, before, [*SAVED, "param"]) == []
-    undisturbed = subject.undisturbed(half, 4)
-    assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
-    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # the precision matters
+    undisturbed = subject.losses(half, 4)
+    assert loss_of([rank.then for rank in ranks]) == undisturbed[3]
+    assert undisturbed != subject.losses(setup, 4)  # the precision matters

@@ -98,9 +98,9 @@ def test_resuming_and_snapshots_hold_no_more_than_each_ranks_share(subject: Subj
 def test_random_weights_follow_from_the_seed_and_not_from_the_number_of_ranks(subject: Subject, kind: str) -> None:
     random = Setup(backend=PLAIN, model="", fields=tiny_fields(kind))
     found = subject.train(subject.of(random), [])
-    wanted = subject.runs.train(1, random, [])
+    wanted = subject.runs.trained_as(1, random, 0)
     assert different(found.at_start, wanted.at_start, ["master"]) == []
     assert found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std() == pytest.approx(0.02, rel=0.2)
     other = subject.train(evolve(subject.of(random), seed=1), [])
-    assert different(other.at_start, subject.runs.train(1, evolve(random, seed=1), []).at_start, ["master"]) == []
+    assert different(other.at_start, subject.runs.trained_as(1, evolve(random, seed=1), 0).at_start, ["master"]) == []
     assert different(other.at_start, found.at_start, ["master"]) != []

@@ -57,7 +57,7 @@ def test_many_micro_batches_train_like_one(subject: Subject) -> None:
 def test_ranks_without_samples_keep_in_step(subject: Subject, kind: str) -> None:
     samples = make_samples(5, samples=1)
     found = subject.run(training.train_on, subject.setup(kind), samples)
-    wanted = subject.runs.rank_sets[1].run(training.train_on, subject.runs.setup(PLAIN, kind), samples)
+    wanted = subject.runs.of_plain(training.train_on, kind, samples)
     assert loss_of(found) == pytest.approx(loss_of(wanted), rel=LOSS.relative, abs=LOSS.absolute)
     assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
     assert [result.applied for result in found] == [True] * subject.world_size
@@ -113,14 +113,14 @@ def test_a_gradient_below_the_norm_is_not_scaled(subject: Subject, clip_norm: fl
         return evolve(setup, train=evolve(setup.train, optimizer=evolve(setup.train.optimizer, clip_norm=clip_norm)))
 
     found = subject.train(unclipped(subject.setup("qwen3")), range(3))
-    assert_follows(found, subject.runs.train(1, unclipped(subject.runs.setup(PLAIN, "qwen3")), range(3)))
+    assert_follows(found, subject.runs.trained_as(1, unclipped(subject.runs.setup(PLAIN, "qwen3")), 3))
 
 
 @check("C61", level=1, builds_on=["C41"])
 def test_a_gradient_of_nothing_leaves_a_step_of_decay_alone(subject: Subject) -> None:
     ranks = subject.run(training.train_on_nothing, subject.setup("qwen3"))
     assert [(rank.result.applied, rank.result.grad_norm) for rank in ranks] == [(True, 0.0)] * subject.world_size
-    wanted = subject.runs.rank_sets[1].run(training.train_on_nothing, subject.runs.setup(PLAIN, "qwen3"))
+    wanted = subject.runs.of_plain(training.train_on_nothing, "qwen3")
     found, plain = (whole([rank.after for rank in each])["master"] for each in (ranks, wanted))
     for name, values in plain.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-7)

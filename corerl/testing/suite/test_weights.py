@@ -110,7 +110,7 @@ def test_weights_in_buffers_are_loaded_sent_and_saved_as_they_are_and_no_step_ch
     held = {name: buffer.numpy() for name, buffer in stored_buffers(model).items()}
     assert held and all(buffer.any() for buffer in held.values())
     trained = subject.train(setup, range(2), save_after=1, save_to=checkpoint.role)
-    plain = subject.runs.train(1, subject.runs.setup(PLAIN, BUFFERS), range(2))
+    plain = subject.runs.trained_as(1, subject.runs.setup(PLAIN, BUFFERS), 2)
     assert_follows(trained, plain)
     resumed = subject.runs.train(1, subject.runs.setup(PLAIN, BUFFERS), [], resume=checkpoint.complete())
     for state in (trained.at_start, trained.state, resumed.state):

@@ -53,7 +53,7 @@ OPTIONS: list[tuple[dict[str, Any], list[str]]] = [
 )
 def test_with_options_a_run_follows_the_plain_backend(runs: Runs, kind: str, options: Mapping[str, Any]) -> None:
     found = runs.train(2, evolve(runs.setup("deepspeed", kind), options=options), STEPS)
-    assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
+    assert_follows(found, runs.trained_as(1, runs.setup("plain", kind), len(STEPS)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_bfloat16_stays_near_float32_and_resumes_to_the_last_bit(
     )
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     found = runs.train(2, half, range(10), save_after=4, save_to=checkpoint.role)
-    wanted = runs.train(1, runs.setup("plain", "qwen3-tied"), range(10))
+    wanted = runs.trained_as(1, runs.setup("plain", "qwen3-tied"), 10)
     assert 0 < mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
     resumed = runs.train(2, half, range(5, 10), resume=checkpoint.complete())
@@ -106,10 +106,10 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 def test_two_nodes_of_two_ranks_train_save_and_resume(runs: Runs, four_ranks: RankPool, tmp_path: Path) -> None:
-    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    on_four = runs.beside({4: four_ranks})
     setup, checkpoint = runs.setup("deepspeed", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
     in_nodes = evolve(setup, options={"node_shard_size": 2})
     found = on_four.train(4, in_nodes, STEPS, save_after=1, save_to=checkpoint.role)
-    assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
+    assert_follows(found, runs.trained_as(1, evolve(setup, backend="plain"), len(STEPS)))
     resumed = on_four.train(4, in_nodes, STEPS[2:], resume=checkpoint.complete())
     assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any, ClassVar
@@ -150,7 +151,10 @@ def compiled(setup: Setup, steps: int) -> tuple[list[list[TrainResult]], list[in
 def replayed(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
     """A step through the experts that `samples` tell. Where layers are compiled, the graphs are made and run as they
     are."""
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    with (
+        mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")),
+        warnings.catch_warnings(action="ignore"),  # torch's own, of the gradients that it looks at as it traces
+    ):
         found = replay_experts(setup, samples, lr)
     torch._dynamo.reset()
     return found

@@ -67,7 +67,7 @@ def test_where_only_memory_changes_no_bit_of_a_run_does(
 ) -> None:
     plain = runs.setup("fsdp", kind)
     found = runs.train(2, with_options(plain, options, **train_fields), STEPS)
-    wanted = runs.train(2, plain, STEPS)
+    wanted = runs.trained_as(2, plain, len(STEPS))
     assert (found.losses, found.grad_norms) == (wanted.losses, wanted.grad_norms)
     assert different(found.state, wanted.state) == []
 
@@ -82,7 +82,7 @@ def test_where_sums_are_ordered_otherwise_a_run_follows_the_plain_backend(
     runs: Runs, kind: str, options: Mapping[str, Any]
 ) -> None:
     found = runs.train(2, with_options(runs.setup("fsdp", kind), options), STEPS)
-    assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
+    assert_follows(found, runs.trained_as(1, runs.setup("plain", kind), len(STEPS)))
 
 
 CHECKS = [
@@ -148,11 +148,11 @@ def test_gradients_travel_as_often_as_the_option_says(
 def test_two_replicas_of_two_shards_train_save_and_resume(
     runs: Runs, four_ranks: RankPool, tmp_path: Path, sync: str
 ) -> None:
-    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    on_four = runs.beside({4: four_ranks})
     setup, checkpoint = runs.setup("fsdp", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
     replicated = with_options(setup, {"shard_size": 2, "sync": sync})
     found = on_four.train(4, replicated, STEPS, save_after=1, save_to=checkpoint.role)
-    assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
+    assert_follows(found, runs.trained_as(1, evolve(setup, backend="plain"), len(STEPS)))
     saved = checkpoint.complete()  # fails where a tensor is not there exactly once
     resumed = on_four.train(4, replicated, STEPS[2:], resume=saved)
     assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])
@@ -167,7 +167,7 @@ def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_len
     runs: Runs, rank_pool: RankPool
 ) -> None:
     setup = runs.setup("fsdp", "qwen3")
-    wanted = runs.train(2, setup, STEPS)
+    wanted = runs.trained_as(2, setup, len(STEPS))
     reports = rank_pool.run(ranks.compiled, with_options(setup, {"compile": True}), len(STEPS))
     for of_ranks in zip(*(results for results, _ in reports), strict=True):
         steps = list(zip(*of_ranks, strict=True))
@@ -188,7 +188,7 @@ def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_len
 def test_float16_stays_near_float32(runs: Runs, recompute: str) -> None:
     setup, steps = runs.setup("fsdp", "qwen3-tied"), range(5)  # the next one overflows at the first scale
     found = runs.train(2, with_options(setup, {}, precision="float16", recompute=recompute), steps)
-    wanted = runs.train(2, setup, steps)
+    wanted = runs.trained_as(2, setup, len(steps))
     assert 0 < mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
     assert 0 < weights_apart(found.state["master"], wanted.state["master"]) < BFLOAT16_LOSS

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing.pool import RankPool
 from corerl.testing.routing import assert_replays
 from corerl.testing.subject import Runs
 from plugins.fsdp.tests import ranks
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["traced by nobody", "compiled"])
+# On one rank where they are compiled: each takes ten seconds. `test_options.py` has compiled layers on two.
+@pytest.mark.parametrize(("compiled", "world_size"), [(False, 2), (True, 1)], ids=["traced by nobody", "compiled"])
 def test_recomputed_layers_go_through_the_experts_that_they_were_told(
-    runs: Runs, rank_pool: RankPool, compiled: bool
+    runs: Runs, compiled: bool, world_size: int
 ) -> None:
     setup = runs.setup("fsdp", "qwen3-moe")
     setup = evolve(setup, options={"compile": compiled}, train=evolve(setup.train, recompute="full"))
-    assert_replays(Path(setup.model), lambda samples: rank_pool.run(ranks.replayed, setup, samples, 0.02))
+    assert_replays(
+        Path(setup.model), lambda samples: runs.rank_sets[world_size].run(ranks.replayed, setup, samples, 0.02)
+    )

@@ -51,7 +51,7 @@ def test_a_layout_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, ch
     kind = "qwen3-moe" if layout == "ep2" else "qwen3-tied"
     if layout == "pp2 vpp2":  # stages in turns want two layers each
         deeper = {each: runs.models[f"{each}{DEEP}"] for each in ("qwen3", "qwen3-tied")}
-        kind, runs = f"{kind}{DEEP}", Runs(runs.rank_sets, {**runs.models, **deeper})
+        kind, runs = f"{kind}{DEEP}", runs.beside({}, deeper)
     subject = Subject(
         backend="megatron", world_size=2, runs=runs, directory=tmp_path / "checkpoints", options=LAYOUTS[layout]
     )

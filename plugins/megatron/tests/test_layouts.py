@@ -77,7 +77,7 @@ def four_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def runs_of_four(runs: Runs, four_ranks: RankPool) -> Runs:
-    return Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    return runs.beside({4: four_ranks})
 
 
 def kind_for(kind: str, options: Mapping[str, Any]) -> str:
@@ -134,7 +134,7 @@ def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: R
     fields = {**tiny_fields(f"qwen3-moe{DEEP}"), "mlp_only_layers": [0, 1]}  # of four layers
     options = {"expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": distributed}
     setup = Setup(backend="megatron", model="", fields=fields, options=options)
-    wanted = runs_of_four.train(1, evolve(setup, backend="plain", options={}), range(3))
+    wanted = runs_of_four.trained_as(1, evolve(setup, backend="plain", options={}), 3)
     assert_follows(runs_of_four.train(4, setup, range(3)), wanted)
 
 

@@ -72,7 +72,7 @@ def four_ranks() -> Iterator[RankPool]:
 def test_so_it_does_where_tokens_are_split_twice_and_where_layers_are_too(
     runs: Runs, four_ranks: RankPool, options: Mapping[str, Any]
 ) -> None:
-    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    on_four = runs.beside({4: four_ranks})
     assert_replays_as_transformers(on_four, 4, setup_of(runs, options, "full"))
 
 
