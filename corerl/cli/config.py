@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     while check is not None and not check.look(SECONDS):
         print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
     for note in (
-        *prepared.unused,
+        *prepared.notices,
         *told_layouts(prepared),
         *prepared.settled,
         *told_memory(prepared),

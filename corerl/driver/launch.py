@@ -386,7 +386,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     yield from missing_answers(prepared)
     if prepared.check is not None:
         yield from prepared.check.notices or ()  # of one that goes on, when it has ended
-    yield from prepared.unused
+    yield from prepared.notices
     if config.run.trains:
         yield from told_layouts(prepared)
         yield from told_memory(prepared, fullest=True)

@@ -68,7 +68,7 @@ class Prepared:
     prompts: PromptSource
     check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
-    unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
+    notices: tuple[str, ...]  # about what the models' files have, and nothing uses
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     layouts: Mapping[str, Layout]  # role -> the way through its model
     settled: tuple[str, ...]  # a line for each setting of [train] that was left open, on GPUs
@@ -122,7 +122,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
     resume, state = _beginning(config, run_dir, prompts, problems, starting=starting, damaged=damaged)
-    unused = check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
+    notices = check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -168,7 +168,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         prompts=prompts,
         check=check,
         context_length=context,
-        unused=unused,
+        notices=notices,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         layouts=layouts,
         memory=memory,
