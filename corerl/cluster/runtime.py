@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
-from ray._private import services
-from ray._private.utils import detect_fate_sharing_support
+from ray._private import services, utils
 
 from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
@@ -44,7 +43,6 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         _require_answering(address)
     # Without this, Ray warns about a changed default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    handler = signal.getsignal(signal.SIGTERM)
     try:
         try:
             _init(address, cpus, forward)
@@ -62,10 +60,6 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         own = not address and not ray.is_initialized()
         hint = (_busy() if _timed_out(error) else "") + _room() if own else ""
         raise CorerlError(f"cannot {where}: {first_line(error)}{hint}") from error
-    finally:
-        # Restore the handler: ray.init replaces it with its own, which aborts the process.
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
@@ -75,7 +69,7 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
 
 
 def _init(address: str, cpus: float, forward: bool) -> None:
-    with _within(START_SECONDS):
+    with _within(START_SECONDS), _sigterm_left_alone():
         if address:
             ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
             return
@@ -116,7 +110,7 @@ def _group_of_its_own() -> Iterator[None]:
     that. Where it cannot, Ray's reaper looks for them in this group, so they stay in it.
     Read in Ray 2.59 and 2.60; requested in https://github.com/ray-project/ray/issues/2830.
     """
-    if not detect_fate_sharing_support():
+    if not utils.detect_fate_sharing_support():
         yield
         return
     popen = services.ConsolePopen
@@ -125,6 +119,18 @@ def _group_of_its_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM inside the block: ray.init sets one that ends the process by SystemExit,
+    wherever it is. Read in Ray 2.59 and 2.60, which say so in the documentation of ray.init."""
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
 
 
 @contextlib.contextmanager

@@ -116,12 +116,14 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
 
 
 HANGS = """
-import sys
+import os, signal, sys, threading
 from ray._private import services
 from corerl.cluster import runtime
 
 services.GCS_SERVER_EXECUTABLE = sys.argv[1]
 runtime.START_SECONDS = 3.0
+signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 try:
     with runtime.ray_session(address="", cpus=1):
         pass
@@ -147,7 +149,8 @@ def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_pat
         while left := session(driver.pid):
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
-    (line,) = out.splitlines()
+    heard, line = out.splitlines()
+    assert heard == "heard"  # by the run's own handler, though Ray has one
     assert line.startswith(
         "cannot start Ray on this machine: no answer within 3 s; it was tried twice, with a load of "
     )

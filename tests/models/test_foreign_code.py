@@ -133,8 +133,8 @@ def test_code_that_a_config_names_is_told_not_to_be_run(poisoned: Path, tmp_path
     prepared = prepare(config_in(tmp_path / "run", model=path, data=data))
     assert prepared.notices == (
         (
-            f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model is "
-            "transformers' own qwen3"
+            f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model "
+            "is transformers' own qwen3"
         ),
     )
     assert not mark.exists()
