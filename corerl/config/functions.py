@@ -51,14 +51,14 @@ def _interrupts(heard: list[int]) -> Iterator[None]:
     """Append to `heard` each signal that interrupts the block, as the user's Ctrl-C does: code may raise
     KeyboardInterrupt by itself. Signals interrupt the main thread only."""
     before = signal.getsignal(signal.SIGINT)
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        before(number, frame)  # type: ignore[operator]  # it is called only where it can be
-
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        before(number, frame)
+
     signal.signal(signal.SIGINT, hear)
     try:
         yield

@@ -18,6 +18,7 @@ from corerl.messages import short_repr
 Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
 Precision = Literal["float32", "bfloat16", "float16"]
+MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
 
@@ -523,8 +524,8 @@ class RolloutConfig:
         default=3,
         validator=at_least(0),
     )
-    prompts: int = option("prompts per rollout step", default=64, validator=at_least(1))
-    samples: int = option("samples per prompt (the group size)", default=8, validator=at_least(1))
+    prompts: int = option("prompts per rollout step", default=64, validator=between(1, MOST_SAMPLES))
+    samples: int = option("samples per prompt (the group size)", default=8, validator=between(1, MOST_SAMPLES))
     temperature: float = option("sampling temperature; divides the logits", default=1.0, validator=[above(0), finite])
     top_p: float = option(
         "sample only from the likeliest tokens that together have this probability", default=1.0, validator=share

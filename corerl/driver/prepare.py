@@ -31,7 +31,14 @@ from corerl.driver.inputs import (
 )
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.prompt_check import PromptCheck
-from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
+from corerl.driver.run_dir import (
+    in_the_way,
+    lies_in,
+    lost_checkpoints,
+    require_steps_left,
+    require_writable,
+    resume_from,
+)
 from corerl.driver.settle import told, with_precisions, with_recomputation
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError
@@ -244,7 +251,9 @@ def _beginning(
     """The checkpoint to resume from and the driver's part of it; None and {} for a fresh run."""
     resume: Path | None = None
     state: dict[str, Any] = {}
-    if problems.none_in("checkpoint.resume"):
+    with problems.stage("run.dir"):
+        require_writable(run_dir)
+    if problems.none_in("checkpoint.resume", "run.dir"):
         with problems.stage("checkpoint.resume"):
             resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
             state = read_run(resume) if resume else {}

@@ -51,6 +51,14 @@ def occupied(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def require_writable(run_dir: Path) -> None:
+    """Raise ConfigError if the directory, or what there is of its path, cannot be written to; makes nothing."""
+    there = next(each for each in (run_dir, *run_dir.parents) if os.path.lexists(each))
+    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if number:
+        raise _unwritable(run_dir, OSError(number, f"{there}: {os.strerror(number)}"))
+
+
 def write_config(run_dir: Path, config: Config) -> None:
     """Write config.toml. An existing different one, say from before a resumed run's overrides or edited by hand, is
     kept as config-1.toml, config-2.toml and so on. Raises ConfigError if the file cannot be written."""
