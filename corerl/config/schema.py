@@ -413,7 +413,7 @@ class DataSource:
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
     system: str | None = option(
-        "with data.chat: the system message of its chats that have none; '' gives them none, unset uses data.system",
+        "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,
     )
 
@@ -429,7 +429,7 @@ class DataConfig:
     prompt_key: str = option("field that holds the prompt: a string, or a list of messages", default="prompt")
     answer_key: str = option("field that holds the answer; may be missing", default="answer")
     chat: bool = option("wrap string prompts as a user message in the tokenizer's chat template", default=False)
-    system: str = option("with chat: the system message of chats that have none", default="")
+    system: str = option("the system message of chats that have none", default="")
     tools_key: str = option(
         "field that holds a chat's tools for the chat template, as in OpenAI's `tools`; may be missing; empty: none",
         default="tools",

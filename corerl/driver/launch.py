@@ -23,7 +23,7 @@ from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
-from corerl.driver.prepare import Prepared, prepare, title, told_layouts, told_memory
+from corerl.driver.prepare import Prepared, prepare, title, told_answers, told_layouts, told_memory
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
@@ -383,7 +383,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if state and config.run.trains:
         yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)
-    yield from missing_answers(prepared)
+    yield from told_answers(prepared)
     if prepared.check is not None:
         yield from prepared.check.notices or ()  # of one that goes on, when it has ended
     yield from prepared.notices
@@ -391,17 +391,6 @@ def _notices(prepared: Prepared) -> Iterator[str]:
         yield from told_layouts(prepared)
         yield from told_memory(prepared, fullest=True)
     yield from prepared.settled
-
-
-def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:
-    """One line if the first prompts have no answers: rewards that compare with the answer would silently be 0."""
-    config, prompts = prepared.config, prepared.prompts
-    found = [prompts.prompt(index) for index in prompts.train[:looked_at].tolist()]
-    if not config.run.samples or any(prompt.answer for prompt in found):
-        return []
-    has = ", ".join(found[0].fields) or "nothing"
-    line = f"data.answer_key: none of the first {len(found)} prompts has an answer under {config.data.answer_key!r}"
-    return [f"{line}; the first one has: {has}"]
 
 
 def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> EngineFleet:

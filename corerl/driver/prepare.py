@@ -272,6 +272,19 @@ def _beginning(
     return resume, state
 
 
+def told_answers(prepared: Prepared) -> list[str]:
+    """One line if prompts have no answers: rewards that compare with the answer would fail or be 0."""
+    config, prompts = prepared.config, prepared.prompts
+    if not config.run.samples or not prompts.unanswered:
+        return []
+    if prompts.unanswered < len(prompts):
+        where = prompts.where(prompts.first_unanswered)
+        return [f"data: {prompts.unanswered} of {len(prompts)} prompts have no answer; the first: {where}"]
+    has = ", ".join(prompts.prompt(0).fields) or "nothing"
+    line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {config.data.answer_key!r}"
+    return [f"{line}; the first one has: {has}"]
+
+
 def told_layouts(prepared: Prepared) -> list[str]:
     """One line for each reason why a role's model is not packed, though packing would be faster."""
     return list(

@@ -130,7 +130,7 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..
         ("", "data.source: data.jsonl is empty, expected one JSON object per line"),
         (
             '{"prompt": "1"}\n{"prompt": "2",}\n{"prompt": "3"}\n',
-            "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object: line 1 column 15 (char 14)",
+            "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object, at character 15",
         ),
         ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, expected a JSON object with the field 'prompt'"),
         (
