@@ -117,7 +117,7 @@ def test_several_problems_are_told_at_once(refused: Callable[..., list[str]]) ->
 def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refused("run.dir=file/run") == [
-        f"run.dir: cannot write to {tmp_path}/file/run (Not a directory); set another directory"
+        f"run.dir: cannot write to {tmp_path}/file/run ({tmp_path}/file: Not a directory); set another directory"
     ]
 
 
