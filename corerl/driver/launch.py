@@ -29,7 +29,7 @@ from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role, changed_rates, first_step_of
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
-from corerl.driver.run_dir import changed_settings, occupied, write_config
+from corerl.driver.run_dir import changed_settings, occupied, skipping, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
@@ -74,6 +74,7 @@ def launch(config: Config) -> Iterator[Run]:
             except CheckpointDamaged:
                 if prepared.resume not in damaged:
                     raise
+                told.add(skipping(prepared.resume, damaged[prepared.resume]))
             else:
                 break
         yield run
@@ -128,8 +129,9 @@ def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iter
                 run.updates.fleet.close()
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        anew = isinstance(error, CheckpointDamaged) and prepared.resume in damaged
-        if anew and latest(prepared.run_dir, damaged=damaged) is not None:
+        lost = prepared.resume if isinstance(error, CheckpointDamaged) else None
+        if lost is not None and lost in damaged and latest(prepared.run_dir, damaged=damaged) is not None:
+            progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
             progress.observers.shutdown("restarted")
             raise
         progress.tell(

@@ -24,7 +24,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: 
 
 
 def room_for(nbytes: int, path: Path, error: Exception) -> str:
-    """What is needed and what is free, if `error`, of writing `nbytes` to `path`, says that the disk is full; else ""."""
+    """If `error`, of writing `nbytes` to `path`, says that the disk is full: what is needed and what is free."""
     number = error.errno if isinstance(error, OSError) else None
     if number not in FULL and not any(f"(os error {each})" in str(error) for each in FULL):  # safetensors' own
         return ""
