@@ -107,7 +107,7 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
     for name in EPSILONS:
-        value = getattr(text, name, None)
+        value = _size(text, name)
         if isinstance(value, int | float) and not 0 <= value < math.inf:
             raise ModelError(f"{where}{name}={value}, wanted a finite number, at least 0")
     for part in (config, text):
