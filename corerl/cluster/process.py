@@ -191,8 +191,8 @@ def started_with() -> set[str]:
 
 
 def put_last(directory: str) -> None:
-    """Let modules in `directory` be found, but not in the place of installed ones: Ray puts the driver's working
-    directory first in its workers. What PYTHONPATH names stays where it is."""
+    """Let modules in `directory` be found, but not in the place of installed ones. What PYTHONPATH names stays where it
+    is."""
     if directory not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         sys.path[:] = [*(path for path in sys.path if path not in ("", directory)), directory]
 

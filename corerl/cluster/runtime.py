@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import ray
 from ray._private import services, utils
+from ray.job_config import JobConfig
 
 from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
@@ -71,7 +72,13 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
 def _init(address: str, cpus: float, forward: bool) -> None:
     with _within(START_SECONDS), _sigterm_left_alone():
         if address:
-            ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
+            ray.init(
+                address=address,
+                job_config=_job(),
+                log_to_driver=forward,
+                logging_level=logging.ERROR,
+                namespace="corerl",
+            )
             return
         _keep_token_private()
         with _group_of_its_own():
@@ -79,12 +86,28 @@ def _init(address: str, cpus: float, forward: bool) -> None:
                 address="local",  # never a cluster that someone else started here
                 num_cpus=max(1, int(-(-cpus // 1))),
                 include_dashboard=False,
+                job_config=_job(),
                 log_to_driver=forward,
                 logging_level=logging.ERROR,
                 namespace="corerl",
                 # No workers in advance: ours need environments of their own.
                 _system_config={"prestart_worker_first_driver": False},
             )
+
+
+class _NoPaths(list[str]):
+    """Stays empty, whatever is added by `extend`."""
+
+    def extend(self, _: Iterable[str]) -> None:
+        pass
+
+
+def _job() -> JobConfig:
+    """A job whose workers look for modules where they would by themselves: Ray puts the directories of the driver and
+    of its script first on their `sys.path`, before installed packages. Read in Ray 2.59 and 2.60."""
+    job = JobConfig()
+    job._py_driver_sys_path = _NoPaths()
+    return job
 
 
 def _keep_token_private() -> None:
