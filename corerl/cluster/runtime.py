@@ -146,14 +146,17 @@ def _group_of_its_own() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_left_alone() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM inside the block: ray.init sets one that ends the process by SystemExit,
-    wherever it is. Read in Ray 2.59 and 2.60, which say so in the documentation of ray.init."""
-    set_handler = utils.set_sigterm_handler
+    """Keep this process's handler of SIGTERM inside the block and behind it: ray.init sets one that ends the process by
+    SystemExit, wherever it is, and later, in native code, one that prints a stack before it calls the handler that was
+    there. Read in Ray 2.59 and 2.60."""
+    set_handler, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = set_handler
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
