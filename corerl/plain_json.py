@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ SURROGATE, SURROGATE_BYTES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]"), r
 
 def parse_json(text: str | bytes) -> Any:
     """Like `json.loads`, but a ValueError also for what is nested more deeply than Python can read, and for half a
-    surrogate pair, which no tokenizer and no file takes."""
+    surrogate pair, which no tokenizer and no file takes. What Python does not hold is told in words of ours."""
     try:
         value = json.loads(text)
         if SURROGATE.search(text) if isinstance(text, str) else SURROGATE_BYTES.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:  # a RuntimeError
         raise ValueError("it is nested more deeply than can be read") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
     except UnicodeEncodeError:
         raise ValueError("a text in it has half a surrogate pair, which is no character") from None
+    except ValueError:
+        raise ValueError(f"a number in it has more than {sys.get_int_max_str_digits()} digits") from None
     return value
 
 

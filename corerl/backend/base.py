@@ -427,7 +427,7 @@ class Backend(BackendBase, ABC):
             yield from self.on_device(kind)
 
     def _load_initial(self) -> int:
-        what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialization"
+        what = f"model.path={self.config.model.path!r}" if self.config.model.path else "random initialization"
         fill([*self.local_state(StateKey.MASTER), *self.buffers()], self.initial_weights(), what=what)
         self.after_load({StateKey.MASTER}, None)
         return 0

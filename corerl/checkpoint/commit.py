@@ -87,7 +87,7 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
         publish(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, TypeError, CheckpointError) as error:  # TypeError: a state that JSON cannot hold
-        raise SaveFailed(f"cannot complete {partial}: {error}; earlier checkpoints are untouched") from error
+        raise SaveFailed(f"cannot complete {partial}: {error}; complete checkpoints are untouched") from error
     return target
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from attrs import evolve, frozen
-from safetensors.torch import save_file
 
 from corerl.checkpoint.format import (
     RankIndex,
@@ -24,11 +23,13 @@ from corerl.checkpoint.format import (
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
 from corerl.weights.chunks import Chunk, finite
+from corerl.weights.files import room_for, write_tensors
 
 Job: TypeAlias = Callable[[], object]
 
 STORED = torch.float32
 BLOCK = 2**29  # bytes
+UNTOUCHED = "complete checkpoints are untouched"
 
 
 @frozen(eq=False)
@@ -77,8 +78,8 @@ def summed(staged: Staged) -> RankIndex:
     for box in staged.index.boxes:
         if not finite(staged.tensors[box.stored]):
             raise SaveFailed(
-                f"{box.key!r} of {box.name!r} has NaN or infinite values, so nothing is saved; earlier checkpoints are "
-                "untouched: resume from one of them, with the extension nan-guard to find the cause"
+                f"{box.key!r} of {box.name!r} has NaN or infinite values, so nothing is saved; {UNTOUCHED}: "
+                "resume from one, if there is one, with the extension nan-guard to find the cause"
             )
     return evolve(staged.index, sums={name: checksum(tensor) for name, tensor in staged.tensors.items()})
 
@@ -93,11 +94,12 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(path)
-        save_file(staged.tensors, temporary)
+        write_tensors(staged.tensors, temporary)
         publish(temporary, path)
         return path.stat().st_size + write_index(directory, rank, index)
     except Exception as error:  # OSError, or the safetensors library's own
-        raise SaveFailed(f"cannot write {path}: {error}; earlier checkpoints are untouched") from error
+        room = room_for(staged.bytes, path, error)
+        raise SaveFailed(f"cannot write {path}: {error}{room}; {UNTOUCHED}") from error
 
 
 class BackgroundWriter:

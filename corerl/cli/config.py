@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.driver.prepare import prepare, told_layouts, told_memory
+    from corerl.driver.prepare import prepare, told_answers, told_layouts, told_memory
     from corerl.messages import LONGEST_LINE, shorten
     from corerl.plugin.options import notes
 
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     while check is not None and not check.look(SECONDS):
         print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
     for note in (
-        *prepared.unused,
+        *told_answers(prepared),
+        *prepared.notices,
         *told_layouts(prepared),
         *prepared.settled,
         *told_memory(prepared),

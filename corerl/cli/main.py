@@ -103,11 +103,14 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 def _require_surroundings() -> None:
     """Raise UserError unless there are a working directory and a standard output."""
-    # 'module:name', in a config or as a plugin, may be a module in the working directory, as for `python -m`.
+    # 'module:name', in a config or as a plugin, may be a module in the working directory. It comes last: what it holds,
+    # such as a model's files, is never imported in the place of what is installed, or of Python's own modules.
     try:
-        sys.path.insert(0, os.getcwd())
+        here = os.getcwd()
     except FileNotFoundError as error:
         raise UserError("the working directory does not exist any more; change to one that does") from error
+    if here not in sys.path:
+        sys.path.append(here)
     for descriptor in (0, 2):
         _require_open(descriptor)
     if sys.stderr is None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -71,7 +72,8 @@ class Process:
     The object may have `phase`, the name of its startup phase, and `collectives()`, the collectives it has begun by
     process group, and `counts()`, how many parts of a thread's call have ended, of how many, by thread; all are for the
     watchdog. If the process is `traced`, the object's `trace`, if any, gets the
-    recorder before its first call. `neighbors` is the number of bundles on this machine. `niceness` is the driver's.
+    recorder before its first call. `neighbors` is the number of bundles on this machine. `niceness` is the driver's,
+    and `here` its working directory, where a user's own loss or backend may be.
     """
 
     def __init__(
@@ -83,7 +85,10 @@ class Process:
         neighbors: int = 1,
         environment: Mapping[str, str] | None = None,
         niceness: int | None = None,
+        here: str = "",
     ) -> None:
+        if here:
+            put_last(here)
         os.environ.update(environment or {})
         tempfile.tempdir = None  # Python asks for TMPDIR once
         # Else gloo takes the address that the host's name stands for, which may be one that no other node reaches.
@@ -185,6 +190,13 @@ def started_with() -> set[str]:
     return {entry.partition(b"=")[0].decode() for entry in entries}
 
 
+def put_last(directory: str) -> None:
+    """Let modules in `directory` be found, but not in the place of installed ones. What PYTHONPATH names stays where it
+    is."""
+    if directory not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        sys.path[:] = [*(path for path in sys.path if path not in ("", directory)), directory]
+
+
 def take_niceness(niceness: int) -> None:
     """Give the process this niceness; one without privileges cannot become less nice than its Ray is."""
     for thread in Path("/proc/self/task").glob(
@@ -231,5 +243,5 @@ def spawn(
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
-        name, target, failure, traced, neighbors, late, os.nice(0)
+        name, target, failure, traced, neighbors, late, os.nice(0), os.getcwd()
     )

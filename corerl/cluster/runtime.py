@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import ray
-from ray._private import services
-from ray._private.utils import detect_fate_sharing_support
+from ray._private import services, utils
+from ray.job_config import JobConfig
 
 from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
@@ -44,7 +44,6 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         _require_answering(address)
     # Without this, Ray warns about a changed default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    handler = signal.getsignal(signal.SIGTERM)
     try:
         try:
             _init(address, cpus, forward)
@@ -62,10 +61,6 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         own = not address and not ray.is_initialized()
         hint = (_busy() if _timed_out(error) else "") + _room() if own else ""
         raise CorerlError(f"cannot {where}: {first_line(error)}{hint}") from error
-    finally:
-        # Restore the handler: ray.init replaces it with its own, which aborts the process.
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
@@ -75,9 +70,15 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
 
 
 def _init(address: str, cpus: float, forward: bool) -> None:
-    with _within(START_SECONDS):
+    with _within(START_SECONDS), _sigterm_left_alone():
         if address:
-            ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
+            ray.init(
+                address=address,
+                job_config=_job(),
+                log_to_driver=forward,
+                logging_level=logging.ERROR,
+                namespace="corerl",
+            )
             return
         _keep_token_private()
         with _group_of_its_own():
@@ -85,12 +86,28 @@ def _init(address: str, cpus: float, forward: bool) -> None:
                 address="local",  # never a cluster that someone else started here
                 num_cpus=max(1, int(-(-cpus // 1))),
                 include_dashboard=False,
+                job_config=_job(),
                 log_to_driver=forward,
                 logging_level=logging.ERROR,
                 namespace="corerl",
                 # No workers in advance: ours need environments of their own.
                 _system_config={"prestart_worker_first_driver": False},
             )
+
+
+class _NoPaths(list[str]):
+    """Stays empty, whatever is added by `extend`."""
+
+    def extend(self, _: Iterable[str]) -> None:
+        pass
+
+
+def _job() -> JobConfig:
+    """A job whose workers look for modules where they would by themselves: Ray puts the directories of the driver and
+    of its script first on their `sys.path`, before installed packages. Read in Ray 2.59 and 2.60."""
+    job = JobConfig()
+    job._py_driver_sys_path = _NoPaths()
+    return job
 
 
 def _keep_token_private() -> None:
@@ -116,7 +133,7 @@ def _group_of_its_own() -> Iterator[None]:
     that. Where it cannot, Ray's reaper looks for them in this group, so they stay in it.
     Read in Ray 2.59 and 2.60; requested in https://github.com/ray-project/ray/issues/2830.
     """
-    if not detect_fate_sharing_support():
+    if not utils.detect_fate_sharing_support():
         yield
         return
     popen = services.ConsolePopen
@@ -125,6 +142,21 @@ def _group_of_its_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM inside the block and behind it: ray.init sets one that ends the process by
+    SystemExit, wherever it is, and later, in native code, one that prints a stack before it calls the handler that was
+    there. Read in Ray 2.59 and 2.60."""
+    set_handler, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import Config, EpisodesConfig
+from corerl.config.schema import MOST_SAMPLES, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
@@ -93,6 +93,12 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
+    prompts, samples = config.rollout.prompts, config.rollout.samples
+    if prompts * samples > MOST_SAMPLES:
+        yield (
+            f"rollout.prompts: {prompts} x rollout.samples={samples} makes {prompts * samples:,} samples per step, "
+            f"wanted at most {MOST_SAMPLES:,}, which are held in memory together; lower one of the two"
+        )
     for role in config.chosen_roles:
         yield from _batch_of(role, config)
 

@@ -20,6 +20,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 Precision = Literal["float32", "bfloat16", "float16"]
+MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
 
@@ -425,7 +426,7 @@ class DataSource:
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
     system: str | None = option(
-        "with data.chat: the system message of its chats that have none; '' gives them none, unset uses data.system",
+        "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,
     )
 
@@ -441,7 +442,7 @@ class DataConfig:
     prompt_key: str = option("field that holds the prompt: a string, or a list of messages", default="prompt")
     answer_key: str = option("field that holds the answer; may be missing", default="answer")
     chat: bool = option("wrap string prompts as a user message in the tokenizer's chat template", default=False)
-    system: str = option("with chat: the system message of chats that have none", default="")
+    system: str = option("the system message of chats that have none", default="")
     tools_key: str = option(
         "field that holds a chat's tools for the chat template, as in OpenAI's `tools`; may be missing; empty: none",
         default="tools",
@@ -536,8 +537,8 @@ class RolloutConfig:
         default=3,
         validator=at_least(0),
     )
-    prompts: int = option("prompts per rollout step", default=64, validator=at_least(1))
-    samples: int = option("samples per prompt (the group size)", default=8, validator=at_least(1))
+    prompts: int = option("prompts per rollout step", default=64, validator=between(1, MOST_SAMPLES))
+    samples: int = option("samples per prompt (the group size)", default=8, validator=between(1, MOST_SAMPLES))
     temperature: float = option("sampling temperature; divides the logits", default=1.0, validator=[above(0), finite])
     top_p: float = option(
         "sample only from the likeliest tokens that together have this probability", default=1.0, validator=share

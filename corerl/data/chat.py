@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -34,7 +35,8 @@ def read_messages(value: Sequence[Any]) -> Messages:
 
 def read_message(message: Any) -> dict[str, Any]:
     """A message in OpenAI's format as chat templates expect it: without null fields, content as one text ("" beside
-    tool calls), the arguments of tool calls as objects. Raises ValueError that says what it is instead."""
+    tool calls; what refuses in words is content), the arguments of tool calls as objects, and calls and results of
+    functions in their older form as those of tools. Raises ValueError that says what it is instead."""
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
@@ -43,8 +45,14 @@ def read_message(message: Any) -> dict[str, Any]:
         raise ValueError(
             f"has the tool_calls {short_repr(calls, SHOWN)}, wanted a list of objects as in OpenAI's format"
         )
+    if isinstance(known.get("function_call"), Mapping) and not calls:
+        calls = [{"type": "function", "function": known.pop("function_call")}]
+    if known["role"] == "function":
+        known["role"] = "tool"
     if calls:
         known["tool_calls"] = [_read_call(call) for call in calls]
+    if not known.get("content") and isinstance(known.get("refusal"), str):
+        known["content"] = known.pop("refusal")
     content = known.get("content", "" if calls else None)
     if isinstance(content, list | tuple):
         if wrong := [part for part in content if not _is_text(part)]:
@@ -52,7 +60,7 @@ def read_message(message: Any) -> dict[str, Any]:
                 f"has the content part {short_repr(wrong[0], SHOWN)}, but the model reads only text parts, which have "
                 "a string 'text'; remove it"
             )
-        content = "".join(part["text"] for part in content)
+        content = "".join(part[part.get("type", "text")] for part in content)
     if not isinstance(content, str):
         raise ValueError(
             "has no string 'content'; every message needs a content, a string or a list of text parts, unless it has "
@@ -62,7 +70,8 @@ def read_message(message: Any) -> dict[str, Any]:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    return kind in ("text", "refusal") and isinstance(part.get(kind), str)
 
 
 def _read_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +89,7 @@ def _read_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_tools(value: Any) -> Messages:
     """The tools in a row's field: a list of objects, each of them or the whole list also as JSON text. Raises
     ValueError."""
-    tools = _parsed(value) if value else []
+    tools = (_parsed(value) if value else None) or []  # JSON text may say null
     read = [_parsed(tool) for tool in tools] if isinstance(tools, list | tuple) else [tools]
     if not all(isinstance(tool, Mapping) for tool in read):
         raise ValueError(
@@ -108,21 +117,35 @@ def without_nulls(value: Any) -> Any:
 
 
 def readable(messages: Messages) -> str:
-    """The content of a single message; several messages as lines `role: content`; "" of none."""
+    """The content of a single message; several messages as lines `role: content`, each tool call behind its message's
+    content, `name({"a": 2})`; "" of none."""
     if len(messages) == 1:
         return str(messages[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return "\n".join(f"{message['role']}: {' '.join(_said(message))}" for message in messages)
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[str]:
+    calls = message.get("tool_calls") or ()
+    if message["content"] or not calls:
+        yield str(message["content"])
+    for call in calls:
+        function = call.get("function", call)
+        arguments = function.get("arguments", "") if isinstance(function, Mapping) else ""
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+        yield f"{function.get('name', '?') if isinstance(function, Mapping) else '?'}({written})"
 
 
 class ChatPrompts(PromptSource):
-    """Another source's prompts as chats: a text becomes a user message and stays in `.text`. `system` begins every chat
-    that does not begin with a system message."""
+    """Another source's prompts as chats: a text becomes a user message and stays in `.text`, unless `texts` stay what
+    they are. `system` begins every chat that does not begin with a system message."""
 
     chat = True
 
-    def __init__(self, source: PromptSource, *, system: str) -> None:
+    def __init__(self, source: PromptSource, *, system: str, texts: bool = False) -> None:
         self._source = source
+        self._texts = texts
         self._system: Messages = ({"role": "system", "content": system},) if system else ()
+        self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
         self.train, self.held_out = source.train, source.held_out
 
     @property
@@ -134,6 +157,8 @@ class ChatPrompts(PromptSource):
 
     def prompt(self, index: int) -> Prompt:
         prompt = self._source.prompt(index)
+        if self._texts and not prompt.messages:
+            return prompt
         messages: Messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         if messages[0]["role"] != "system":
             messages = self._system + messages

@@ -30,19 +30,33 @@ KNOWN = (
 def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) -> PromptSource:
     """Load the prompts and check every row, with `reports` of how far that is. Raises ConfigError for bad settings,
     DataError for bad files."""
-    each_own = {f"data.sources[{index}].system": each.system for index, each in enumerate(data.sources)}
-    for setting, system in {"data.system": data.system, **each_own}.items():
-        if system and not data.chat:
-            raise ConfigError(f"{setting}: used only with data.chat=true; set that, or remove {setting}")
-    return _mixed(data, seed, reports) if data.sources else _source(data, data.source, seed=seed, reports=reports)
+    read: list[RowPrompts] = []
+    source = (
+        _mixed(data, seed, reports, read)
+        if data.sources
+        else _source(data, data.source, seed=seed, reports=reports, read=read)
+    )
+    _require_chat(source, "data.system", data.system)
+    # A task may do without the default field, but not without one that its config names; a part of a mix may.
+    named = data.tools_key not in ("", fields(type(data)).tools_key.default)
+    if named and read and not any(each.has(data.tools_key) for each in read):
+        read[0].require(data.tools_key, setting="data.tools_key")
+    return source
 
 
-def _mixed(data: DataConfig, seed: int, reports: Reports) -> PromptSource:
+def _require_chat(source: PromptSource, setting: str, system: str | None) -> None:
+    if system and not source.chat:
+        raise ConfigError(
+            f"{setting}: used only for chats, and no prompt is one; set data.chat=true, or remove {setting}"
+        )
+
+
+def _mixed(data: DataConfig, seed: int, reports: Reports, read: list[RowPrompts]) -> PromptSource:
     if data.source != fields(type(data)).source.default:
         raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
     sources: dict[str, PromptSource] = {}
     weights: dict[str, float] = {}
-    for each in data.sources:
+    for number, each in enumerate(data.sources):
         name = each.name or Path(each.source).stem
         if name in sources:
             raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
@@ -58,7 +72,9 @@ def _mixed(data: DataConfig, seed: int, reports: Reports) -> PromptSource:
             setting="data.sources",
             seed=seed,
             reports=reports,
+            read=read,
         )
+        _require_chat(sources[name], f"data.sources[{number}].system", each.system)
     return MixedPrompts(sources, weights)
 
 
@@ -72,11 +88,16 @@ def _source(
     setting: str = "data.source",
     seed: int,
     reports: Reports,
+    read: list[RowPrompts],
 ) -> PromptSource:
+    """The source's prompts; rows of files that they come from are added to `read`."""
     rows = _rows(
         data, source, prompt_key=prompt_key, answer_key=answer_key, setting=setting, seed=seed, reports=reports
     )
-    return ChatPrompts(rows, system=data.system if system is None else system) if data.chat else rows
+    if isinstance(rows, RowPrompts):
+        read.append(rows)
+    system = data.system if system is None else system
+    return ChatPrompts(rows, system=system, texts=not data.chat) if data.chat or (system and rows.chat) else rows
 
 
 def _rows(
@@ -89,15 +110,16 @@ def _rows(
     if not source or (not os.path.exists(path) and path.suffix not in (".jsonl", ".parquet")):
         raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{did_you_mean(source, GENERATED)}")
     answer_key = answer_key or data.answer_key
-    return RowPrompts(
+    rows = RowPrompts(
         open_rows(path, reports),
         prompt_key=prompt_key or data.prompt_key,
         answer_key=answer_key,
-        # A task may do without the default field, but not without one that its config names.
-        need_answers=answer_key != fields(type(data)).answer_key.default,
         held_out=data.held_out,
         seed=seed,
         tools_key=data.tools_key,
         chat=data.chat,
         reports=reports,
     )
+    if answer_key != fields(type(data)).answer_key.default:
+        rows.require(answer_key, setting="data.answer_key")
+    return rows

@@ -23,6 +23,15 @@ class MixedPrompts(PromptSource):
         self._weights = tuple(weights[name] for name in self._names)
         self._starts = offsets_of([len(source) for source in self._sources])[:-1]
         self.chat = any(source.chat for source in self._sources)
+        self.unanswered = sum(source.unanswered for source in self._sources)
+        self.first_unanswered = next(
+            (
+                int(start) + source.first_unanswered
+                for source, start in zip(self._sources, self._starts, strict=True)
+                if source.unanswered
+            ),
+            0,
+        )
         self.train = np.concatenate([share.train for share in self.shares])
         held_out = [source.held_out + start for source, start in zip(self._sources, self._starts, strict=True)]
         self.held_out = np.stack(held_out, axis=1).ravel()

@@ -47,6 +47,8 @@ class PromptSource(ABC):
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
+    unanswered: int = 0  # prompts without an answer
+    first_unanswered: int = 0  # index of the first of them, if there is one
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
     characters: int | None = (
         None  # of the longest prompt, if all are ASCII texts and it is known without a look at each

@@ -36,7 +36,7 @@ class Rows(ABC):
         """Of JSON lines it is known only once they are scanned; 0 before."""
 
     @abstractmethod
-    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
+    def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
         """Yield (where, row) for each row, in order; a row holds at least `column` and `more`, if the data has them."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class JsonlRows(Rows):
         self.name = str(path)
         self._offsets = np.zeros(0, dtype=np.int64)
 
-    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
+    def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
         offsets: list[int] = []
         at = 0
         try:
@@ -89,7 +89,9 @@ class JsonlRows(Rows):
 def _json(line: bytes, where: str) -> Any:
     try:
         return parse_json(line)
-    except ValueError as error:  # broken JSON or broken UTF-8
+    except json.JSONDecodeError as error:  # whose own text has a line number, always 1
+        raise DataError(f"{where}: not valid JSON: {error.msg}, at character {error.pos + 1}") from error
+    except ValueError as error:  # broken UTF-8, or a value that cannot be held
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
 
@@ -103,14 +105,14 @@ class ArrowRows(Rows):
         self.name = name
         self._has_maps = "map<" in str(table.schema)
 
-    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
+    def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
         if not len(self._table):
             raise DataError(f"data.source: {self.name} has no rows")
         if column not in self._table.column_names:
             yield f"{self.name}, row 0", self[0]
             return
         index = 0
-        columns = [column, *({more} & set(self._table.column_names) - {column})]
+        columns = [column, *(set(more) & set(self._table.column_names) - {column})]
         for batch in self._table.select(columns).to_batches(max_chunksize=BATCH):
             for row in self._rows(batch, index):
                 yield f"{self.name}, row {index}", row
@@ -283,31 +285,42 @@ class RowPrompts(PromptSource):
         answer_key: str,
         held_out: int,
         seed: int,
-        need_answers: bool = False,
         tools_key: str = "",
         chat: bool = False,
         reports: Reports = NO_REPORTS,
     ) -> None:
-        """`need_answers`: raise DataError if no row has the field `answer_key`. `chat`: texts become chats, which may
-        have tools. `reports` hears how many rows have been read."""
+        """`chat`: texts become chats, which may have tools. `reports` hears how many rows have been read."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
         self._tools_key = tools_key
         self._tools_of_texts = chat
-        size, answers = 0, False
-        for where, row in rows.scan(prompt_key, tools_key):
-            self.chat |= bool(self._parse(row, index=size, where=where).messages)
-            answers = answers or answer_key in row
+        size = 0
+        self._has: set[str] = set()  # of the two other fields, those that some row has
+        for where, row in rows.scan(prompt_key, answer_key, tools_key):
+            prompt = self._parse(row, index=size, where=where)
+            self.chat |= bool(prompt.messages)
+            self._has.update({answer_key, tools_key} & row.keys())
+            if not prompt.answer:
+                self.first_unanswered = self.first_unanswered if self.unanswered else size
+                self.unanswered += 1
             size += 1
             if size % BATCH == 0:
                 reports.tell(f"reading {rows.name}", size, len(rows))
-        if need_answers and not answers and answer_key not in (first := rows[0]):
-            raise DataError(
-                f"{rows.name}: no row has the field {answer_key!r}; the first row has: {', '.join(first)}"
-                f"{did_you_mean(answer_key, first)}; set data.answer_key"
-            )
         self.train, self.held_out = split(size, held_out=held_out, seed=seed, name=rows.name)
+
+    def has(self, key: str) -> bool:
+        """Whether some row has this field, the one of answers or of tools."""
+        return key in self._has
+
+    def require(self, key: str, *, setting: str) -> None:
+        """Raise DataError, naming the setting, if no row has this field, the one of answers or of tools."""
+        if not self.has(key):
+            first = self._rows[0]
+            raise DataError(
+                f"{self._rows.name}: no row has the field {key!r}; the first row has: {', '.join(first)}"
+                f"{did_you_mean(key, first)}; set {setting}"
+            )
 
     def prompt(self, index: int) -> Prompt:
         return self._parse(self._rows[index], index=index, where=f"{self._rows.name}, prompt {index}")

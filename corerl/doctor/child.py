@@ -64,7 +64,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
     with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
         told = Path(scratch) / "told"
         words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
-        command = [sys.executable, "-X", "faulthandler", "-c", START, *words]
+        command = [sys.executable, "-P", "-X", "faulthandler", "-c", START, *words]
         try:
             ended = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LIMIT

@@ -134,7 +134,7 @@ def plain_model(config: PreTrainedConfig, model: ModelConfig, *, seed: int) -> P
         *buffer_chunks(built, boxes, replica=False),
     ]
     if model.path:
-        fill(chunks, model_files(model.path, config), what=f"model directory {model.path}")
+        fill(chunks, model_files(model.path, config), what=f"model.path={model.path!r}")
     else:
         shapes = {chunk.name: chunk.shape for chunk in chunks}
         begin = initials(config, seed=seed)

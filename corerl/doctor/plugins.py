@@ -159,5 +159,5 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
 
 def reinstall(entry: Entry) -> str:
     if not entry.distribution:
-        return f"fix {entry.value}, searched first in {sys.path[0] or 'the working directory'}"
+        return f"fix {entry.value}, searched in the installed packages and then in {sys.path[-1]}"
     return f"{PIP} install --force-reinstall {entry.distribution}"

@@ -17,9 +17,9 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # Workers must find a user's own loss or backend, 'module:name', where the driver does.
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
+    if path := os.environ.get("PYTHONPATH"):  # that of a cluster's Ray may be another
+        environment["PYTHONPATH"] = path
     if hooktrace.wanted():
         environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
     if not prepared.config.cluster.address:

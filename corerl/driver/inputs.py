@@ -17,7 +17,7 @@ from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
 from corerl.driver.prompt_check import AT_ONCE, PromptCheck
-from corerl.models.config import context_length, experts, hf_config
+from corerl.models.config import code_not_run, context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plugin.options import has_value_head
 from corerl.plugin.spec import ACTOR
@@ -46,7 +46,9 @@ def load_models(
             with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
                 models[role] = hf_config(own)
     tokenizer: PreTrainedTokenizerBase | None = None
-    if problems.none_in("model.path", "model.tokenizer"):
+    # Where transformers looks for a tokenizer, it reads the config.json beside it, and fails at the same place.
+    beside = () if config.model.tokenizer else ("model.config",)
+    if problems.none_in("model.path", "model.tokenizer", *beside):
         with problems.stage("model.tokenizer"):
             tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     for role, hf in models.items():
@@ -120,8 +122,8 @@ def require_room_for_prompts(config: Config, context: int, problems: Problems) -
 
 
 def _context_is(config: Config, context: int) -> str:
-    of = "rollout.context_length" if config.rollout.context_length else "the model has max_position_embeddings"
-    return f"{of}={context}"
+    of_model = f"the model's config allows {context} tokens"
+    return f"rollout.context_length={context}" if config.rollout.context_length else of_model
 
 
 def prompt_check(
@@ -179,14 +181,13 @@ def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problem
 
 def require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
     """Check that each model has a position for every token of a sample."""
-    from corerl.models.positions import position_rows  # slow to import: takes seconds
+    from corerl.models.positions import position_limit  # slow to import: takes seconds
 
     wanted = config.rollout.context_length
     for role, model in built.items():
-        rows = position_rows(model)
-        if rows is not None and wanted > rows:
+        if (positions := position_limit(model, wanted=wanted)) is not None:
             whose = "" if role == ACTOR else f"{role}'s "
-            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {rows} positions; lower it")
+            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {positions} positions; lower it")
 
 
 def check_weights(
@@ -202,6 +203,8 @@ def check_weights(
     notices: list[str] = []
     for role, model in built.items():
         own, table = config.model_of(role), config.model_table_of(role)
+        if own.path and (code := code_not_run(own.path)):
+            notices.append(f"{table}.path: {code}")
         if resume:
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, model)

@@ -25,13 +25,13 @@ from corerl.driver.algorithm import REFERENCE
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
-from corerl.driver.prepare import Prepared, prepare, title, told_layouts, told_memory
+from corerl.driver.prepare import Prepared, prepare, title, told_answers, told_layouts, told_memory
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
-from corerl.driver.run_dir import changed_settings, occupied, write_config
+from corerl.driver.run_dir import changed_settings, occupied, skipping, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
@@ -77,6 +77,7 @@ def launch(config: Config) -> Iterator[Run]:
             except CheckpointDamaged:
                 if prepared.resume not in damaged:
                     raise
+                told.add(skipping(prepared.resume, damaged[prepared.resume]))
             else:
                 break
         yield run
@@ -131,8 +132,9 @@ def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iter
                 run.updates.fleet.close()
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        anew = isinstance(error, CheckpointDamaged) and prepared.resume in damaged
-        if anew and latest(prepared.run_dir, damaged=damaged) is not None:
+        lost = prepared.resume if isinstance(error, CheckpointDamaged) else None
+        if lost is not None and lost in damaged and latest(prepared.run_dir, damaged=damaged) is not None:
+            progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
             progress.observers.shutdown("restarted")
             raise
         progress.tell(
@@ -394,25 +396,14 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if state and config.run.trains:
         yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)
-    yield from missing_answers(prepared)
+    yield from told_answers(prepared)
     if prepared.check is not None:
         yield from prepared.check.notices or ()  # of one that goes on, when it has ended
-    yield from prepared.unused
+    yield from prepared.notices
     if config.run.trains:
         yield from told_layouts(prepared)
         yield from told_memory(prepared, fullest=True)
     yield from prepared.settled
-
-
-def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:
-    """One line if the first prompts have no answers: rewards that compare with the answer would silently be 0."""
-    config, prompts = prepared.config, prepared.prompts
-    found = [prompts.prompt(index) for index in prompts.train[:looked_at].tolist()]
-    if not config.run.samples or any(prompt.answer for prompt in found):
-        return []
-    has = ", ".join(found[0].fields) or "nothing"
-    line = f"data.answer_key: none of the first {len(found)} prompts has an answer under {config.data.answer_key!r}"
-    return [f"{line}; the first one has: {has}"]
 
 
 def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> EngineFleet:

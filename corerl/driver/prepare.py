@@ -33,7 +33,14 @@ from corerl.driver.inputs import (
 )
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.prompt_check import PromptCheck
-from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
+from corerl.driver.run_dir import (
+    in_the_way,
+    lies_in,
+    lost_checkpoints,
+    require_steps_left,
+    require_writable,
+    resume_from,
+)
 from corerl.driver.settle import told, with_precisions, with_recomputation
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError
@@ -72,7 +79,7 @@ class Prepared:
     prompts: PromptSource
     check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
-    unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
+    notices: tuple[str, ...]  # about what the models' files have, and nothing uses
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     layouts: Mapping[str, Layout]  # role -> the way through its model
     settled: tuple[str, ...]  # a line for each setting of [train] that was left open, on GPUs
@@ -131,7 +138,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
     resume, state = _beginning(config, run_dir, prompts, problems, starting=starting, damaged=damaged)
-    unused = check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
+    notices = check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -181,7 +188,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         prompts=prompts,
         check=check,
         context_length=context,
-        unused=unused,
+        notices=notices,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         layouts=layouts,
         memory=memory,
@@ -260,7 +267,9 @@ def _beginning(
     """The checkpoint to resume from and the driver's part of it; None and {} for a fresh run."""
     resume: Path | None = None
     state: dict[str, Any] = {}
-    if problems.none_in("checkpoint.resume"):
+    with problems.stage("run.dir"):
+        require_writable(run_dir)
+    if problems.none_in("checkpoint.resume", "run.dir"):
         with problems.stage("checkpoint.resume"):
             resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
             state = read_run(resume) if resume else {}
@@ -277,6 +286,19 @@ def _beginning(
             with problems.stage("run.steps"):
                 require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
     return resume, state
+
+
+def told_answers(prepared: Prepared) -> list[str]:
+    """One line if prompts have no answers: rewards that compare with the answer would fail or be 0."""
+    config, prompts = prepared.config, prepared.prompts
+    if not config.run.samples or not prompts.unanswered:
+        return []
+    if prompts.unanswered < len(prompts):
+        where = prompts.where(prompts.first_unanswered)
+        return [f"data: {prompts.unanswered} of {len(prompts)} prompts have no answer; the first: {where}"]
+    has = ", ".join(prompts.prompt(0).fields) or "nothing"
+    line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {config.data.answer_key!r}"
+    return [f"{line}; the first one has: {has}"]
 
 
 def told_layouts(prepared: Prepared) -> list[str]:

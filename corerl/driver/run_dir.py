@@ -6,6 +6,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from corerl.rollout.saved import ROLLOUTS
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
 EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
+ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
 SHOWN_CHANGES = 8  # settings named in one line
 SHOWN_CHARACTERS = 40  # of a setting's value
 
@@ -49,6 +51,14 @@ def occupied(run_dir: Path) -> Iterator[None]:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
                 raise
         yield
+
+
+def require_writable(run_dir: Path) -> None:
+    """Raise ConfigError if the directory, or what there is of its path, cannot be written to; makes nothing."""
+    there = next(each for each in (run_dir, *run_dir.parents) if os.path.lexists(each))
+    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if number:
+        raise _unwritable(run_dir, OSError(number, f"{there}: {os.strerror(number)}"))
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -84,7 +94,8 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
     if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
         fault = next(iter(lost.values()))
         raise ConfigError(
-            f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "
+            f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: "
+            f"{ADVICE.split(fault)[0]}; set "
             f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
         )
     if resume == "auto":
@@ -103,10 +114,15 @@ def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS)
     """A line for each checkpoint that `checkpoint.resume = "auto"` skipped."""
     if config.checkpoint.resume != "auto":
         return []
-    return [
-        f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
-        for path, fault in passed_over(run_dir, damaged=damaged).items()
-    ]
+    return [skipping(path, fault) for path, fault in passed_over(run_dir, damaged=damaged).items()]
+
+
+def skipping(checkpoint: Path, fault: str) -> str:
+    """The line for a checkpoint that is passed over, without the advice to do that."""
+    return (
+        f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
+        f"{ADVICE.split(fault)[0]}"
+    )
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

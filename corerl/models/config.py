@@ -41,8 +41,10 @@ SIZES = (
     "head_dim",
 )
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that can be trained
 WINDOWS = ("sliding_window", "attention_chunk_size")
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
+POSITIONS = ("max_position_embeddings", "max_seq_len")  # fields that say how many tokens a sequence may have
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 KNOWN = 16  # models whose config a process keeps: a rank asks for that of its own several times
 MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
@@ -123,8 +125,8 @@ def experts(config: PreTrainedConfig) -> int:
 
 def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    text = config.get_text_config()
+    return next((size for name in POSITIONS if (size := getattr(text, name, None)) is not None), None)
 
 
 def _require_sizes(config: PreTrainedConfig, where: str) -> None:
@@ -134,10 +136,15 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
-    for name, value in text.to_dict().items():
-        if isinstance(value, float) and not math.isfinite(value) and name in EPSILONS:
-            raise ModelError(f"{where}{name}={value}, wanted a finite number")
-    for name in (*WINDOWS, "max_position_embeddings"):
+    for name in EPSILONS:
+        value = _size(text, name)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ModelError(f"{where}{name}={value}, wanted a finite number, at least 0")
+    for part in (config, text):
+        if part.dtype is not None and str(part.dtype).removeprefix("torch.") not in DTYPES:
+            given = str(part.dtype).removeprefix("torch.")
+            raise ModelError(f"{where}dtype={given!r}, wanted one of {', '.join(DTYPES)}; use the original model")
+    for name in (*WINDOWS, *POSITIONS):
         size = _size(text, name)
         if isinstance(size, int) and size < (0 if name in WINDOWS else 1):  # 0: none, of some model types
             raise ModelError(f"{where}{name}={size}, wanted at least {0 if name in WINDOWS else 1}")
@@ -198,7 +205,8 @@ def _from_directory(path: str) -> PreTrainedConfig:
         raise ModelError(f"{named} cannot be read: {error.strerror}; make it readable, or use a copy") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
-    _known_type(fields, str(file))
+    named = _code_named_in(fields)
+    _known_type(fields, str(file), f"; the code of its own that it names ({named}) is never run" if named else "")
     _require_few_layers(fields, f"{file}: ")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -225,14 +233,34 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _known_type(fields: Mapping[str, Any], where: str) -> str:
+def code_not_run(path: str) -> str:
+    """A notice of code in a model's directory that its config.json names and that nothing runs; "" if it names none.
+    The directory's config must be one that `hf_config` has read."""
+    fields = read_json_file(Path(path) / "config.json")
+    if not (named := _code_named_in(fields)):
+        return ""
+    return (
+        f"{path}/config.json names code of its own ({named}), which is never run: the model is transformers' own "
+        f"{fields['model_type']}"
+    )
+
+
+def _code_named_in(fields: Mapping[str, Any]) -> str:
+    """The modeling code that a config.json names, such as "modeling_x.Model"; "" if it names none."""
+    named = fields.get("auto_map")
+    known = named if isinstance(named, Mapping) else {}
+    return next((str(known[each]) for each in ("AutoModelForCausalLM", "AutoModel", "AutoConfig") if each in known), "")
+
+
+def _known_type(fields: Mapping[str, Any], where: str, more: str = "") -> str:
+    """The model type. Raises ModelError, ending in `more`, if transformers does not know it."""
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{where} has no model_type; transformers needs one, such as 'qwen3' or 'llama'")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{where}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
-            f"{did_you_mean(model_type, CONFIG_MAPPING)}"
+            f"{did_you_mean(model_type, CONFIG_MAPPING)}{more}"
         )
     return model_type
 

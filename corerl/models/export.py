@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -22,6 +21,7 @@ from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
 from corerl.plain_json import read_json_file
 from corerl.weights.chunks import finite
+from corerl.weights.files import write_tensors
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -168,7 +168,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
     dtype = ""
 
     def flush() -> None:
-        save_file(shard, directory / f"{len(shards)}.part", metadata={"format": "pt"})
+        write_tensors(shard, directory / f"{len(shards)}.part", metadata={"format": "pt"})
         shards.append(list(shard))
         shard.clear()
 

@@ -74,7 +74,7 @@ class SafetensorsSource:
 
     def where(self, name: str) -> Path:
         """The file that has the tensor, or else the file that should list it."""
-        alone = INDEX if (self.directory / INDEX).is_file() else SINGLE
+        alone = SINGLE if (self.directory / SINGLE).is_file() else INDEX
         return self.directory / self._files.get(self.stored(name) or "", alone)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -88,7 +88,10 @@ class SafetensorsSource:
         return values
 
     def _find(self) -> dict[str, str]:
-        """The file of each tensor: tensor name -> file name."""
+        """The file of each tensor: tensor name -> file name. Of a single file and an index, transformers takes the
+        single file."""
+        if (self.directory / SINGLE).is_file():
+            return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         index = self.directory / INDEX
         if index.is_file():
             try:
@@ -97,10 +100,8 @@ class SafetensorsSource:
                 raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index} is damaged, expected JSON with a weight_map ({error!r})") from error
-        if not (self.directory / SINGLE).is_file():
-            found = ", ".join(sorted(entry.name for entry in self.directory.iterdir())) or "nothing"
-            raise ModelError(f"{self.directory} has no weights: expected {SINGLE} or {INDEX}, found {found}")
-        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        found = ", ".join(sorted(entry.name for entry in self.directory.iterdir())) or "nothing"
+        raise ModelError(f"{self.directory} has no weights: expected {SINGLE} or {INDEX}, found {found}")
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:

@@ -55,12 +55,14 @@ class History:
         ended: its mean over the first and over the last steps, a quarter of all at most, since single steps are noisy.
         Of evaluations, which are not, the first and the last.
 
-        The end is None if there is only one value; if that is true of all metrics, its column is left out.
+        The end is None if there is only one value; if that is true of all metrics, its column is left out. What
+        is left is then of the first step, if there was one.
         """
         heard = {name: self._values[name] for name in names if name in self._values}
         longest = max(map(len, heard.values()), default=0)
         if longest <= 1:
-            return ["", ""], {name: [values[0]] for name, values in heard.items()}
+            stepped = any(not _evaluated(name) for name in heard)
+            return ["", "first step" if stepped else ""], {name: [values[0]] for name, values in heard.items()}
         steps = max(map(len, (values for name, values in heard.items() if not _evaluated(name))), default=0)
         few = max(1, min(FEW, steps // 4))
         ends: dict[str, list[float | None]] = {}

@@ -112,11 +112,26 @@ def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), unless
-    the text begins with that itself. What it puts behind one ends it, and would leave nothing to continue."""
+    """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), of
+    which a text that begins with some of that gets only the rest. What it puts behind one ends it, and would leave
+    nothing to continue."""
     encoded = plain(tokenizer, texts)
     before = _put_before(tokenizer, texts[0]) if encoded else []
-    return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
+    return [_begun(ids, before) for ids in encoded]
+
+
+def _begun(ids: list[int], before: list[int]) -> list[int]:
+    """The tokens of a text after `before`, of which none is there twice."""
+    left = list(before)
+    for token in ids:
+        if token not in left:
+            break
+        left.remove(token)
+    own = ids[: len(before) - len(left)]
+    places = iter(before)
+    if all(token in places for token in own):
+        return before + ids[len(own) :]
+    return ids  # it has them in an order of its own
 
 
 def _put_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -130,9 +145,10 @@ def _put_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that follows another one, such that the two decode to exactly both texts together.
+    """The tokens of a text that follows another one, such that nothing stands between the two when they are decoded.
 
     Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand between.
+    A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins a row.
     """
     (ids,) = plain(tokenizer, [text])
     for anchor in ANCHORS:

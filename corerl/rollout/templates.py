@@ -127,7 +127,7 @@ class _Running:
     """A process that has started."""
 
     def __init__(self, limits: Limits) -> None:
-        command = [sys.executable, "-c", START, json.dumps(sys.path), json.dumps(asdict(limits))]
+        command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), json.dumps(asdict(limits))]
         self._most = 4 * max(limits.characters, LONGEST_LINE)  # bytes of an answer
         self._process = subprocess.Popen(
             command,

@@ -114,7 +114,7 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelError(f"{what} has {chunk.name!r} quantized as {values.dtype}, wanted 16 or 32 bits")
         if not finite(values):
-            raise ModelError(f"{what} has NaN or infinite values in {chunk.name!r}; use weights without")
+            raise ModelError(f"{what} has NaN or infinite values in {chunk.name!r}; use weights that have none")
         chunk.view.copy_(values)
         read += values.numel() * values.element_size()
     return read

@@ -40,7 +40,7 @@ def test_modules_beside_the_run_can_be_imported(
     (tmp_path / "run.toml").write_text(SOUND)
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml"]) == 0
-    assert sys.path[0] == str(tmp_path)
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_file_that_is_not_there_is_one_line_and_status_2(

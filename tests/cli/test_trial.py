@@ -65,6 +65,20 @@ def test_an_import_that_raises_anything_is_told_by_who_needs_it(
 
 
 @pytest.mark.processes
+def test_a_working_directory_with_a_models_code_is_refused(
+    here: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argument in (f"model.path={tmp_path}", "model.tokenizer=."):
+        assert main(["config", "check", here, argument]) == 2
+        setting, _, directory = argument.partition("=")
+        assert capsys.readouterr().err == (
+            f"corerl: error: {setting}: '{directory}' is the working directory, where modules are looked for, and has "
+            "code that may have come with the model (aborts_mod.py, crashes_mod.py, exits_mod.py, and 2 more); run the "
+            "command in another directory\n"
+        )
+
+
+@pytest.mark.processes
 def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])

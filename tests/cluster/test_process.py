@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 from pathlib import Path
 
@@ -162,6 +163,18 @@ def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> N
     assert isinstance(error, HookFailed)
     assert error.message.startswith("actor rank 0: leave: SystemExit")
     assert "raise SystemExit(self.code)" in error.details
+
+
+def test_the_drivers_working_directory_comes_last_where_modules_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", ["/driver", "", "/installed"])  # as Ray puts it
+    Process("actor rank 0", "nowhere:Nothing", here="/driver")
+    assert sys.path == ["/installed", "/driver"]
+    monkeypatch.setenv("PYTHONPATH", "/a:/driver")
+    monkeypatch.setattr(sys, "path", ["/a", "/driver", "/installed"])
+    Process("actor rank 0", "nowhere:Nothing", here="/driver")
+    assert sys.path == ["/a", "/driver", "/installed"]  # where the user has put it
 
 
 def test_variables_are_set_before_the_class_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

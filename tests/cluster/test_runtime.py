@@ -37,6 +37,7 @@ from corerl.cluster import runtime
 if sys.argv[1] == "as Ray has it":
     runtime._group_of_its_own = contextlib.nullcontext
     runtime._keep_token_private = lambda: None
+    runtime._job = lambda: None
 os.umask(0o022)
 with runtime.ray_session(address="", cpus=1):
     stats = [(each / "stat").read_text().rpartition(")") for each in Path("/proc").glob("[0-9]*")]
@@ -44,6 +45,8 @@ with runtime.ray_session(address="", cpus=1):
     print(sorted({name for name, (_, parent, group, *_) in children
                   if int(parent) == os.getpid() and int(group) == os.getpgrp()}))
     print(*(oct((Path.home() / each).stat().st_mode)[-3:] for each in (".ray", ".ray/auth_token")))
+    paths = runtime.ray._private.worker.global_worker.core_worker.get_job_config().py_driver_sys_path
+    print(os.getcwd() in paths)
     print(os.environ["RAY_AUTH_MODE"])  # which Ray's processes, those of the run among them, have inherited
 """
 
@@ -52,8 +55,9 @@ with runtime.ray_session(address="", cpus=1):
 def test_rays_processes_have_a_process_group_and_its_token_a_directory_that_are_the_drivers_own(
     tmp_path: Path, whose: str, there: bool
 ) -> None:
-    """Where the first case fails Ray keeps SIGTERM to the group from its processes, or others from its token, by
-    itself, and `_group_of_its_own` or `_keep_token_private` can go."""
+    """Where the first case fails Ray keeps SIGTERM to the group from its processes, others from its token, or the
+    working directory from the first place where workers look for modules, by itself, and `_group_of_its_own`,
+    `_keep_token_private` or `_job` can go."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     found = subprocess.run(
         [sys.executable, "-c", SESSION, whose],
@@ -63,10 +67,11 @@ def test_rays_processes_have_a_process_group_and_its_token_a_directory_that_are_
         env={**environment, "HOME": str(tmp_path)},
     )
     assert found.returncode == 0, found.stderr
-    group, modes, demanded = found.stdout.splitlines()
+    group, modes, first, demanded = found.stdout.splitlines()
     assert ("gcs_server" in group and "raylet" in group) == there, group
     assert there or group == "[]"
     assert (modes, demanded) == ("755 644" if there else "700 644", "token")
+    assert first == str(there)
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
@@ -116,12 +121,14 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
 
 
 HANGS = """
-import sys
+import os, signal, sys, threading
 from ray._private import services
 from corerl.cluster import runtime
 
 services.GCS_SERVER_EXECUTABLE = sys.argv[1]
 runtime.START_SECONDS = 3.0
+signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 try:
     with runtime.ray_session(address="", cpus=1):
         pass
@@ -147,7 +154,8 @@ def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_pat
         while left := session(driver.pid):
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
-    (line,) = out.splitlines()
+    heard, line = out.splitlines()
+    assert heard == "heard"  # by the run's own handler, though Ray has one
     assert line.startswith(
         "cannot start Ray on this machine: no answer within 3 s; it was tried twice, with a load of "
     )

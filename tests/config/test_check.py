@@ -327,6 +327,19 @@ def test_an_absurd_number_of_processes_is_refused_before_anything_is_planned(set
         config_of({"backend": {"name": "plain"}}, [f"{setting}={number}"])
 
 
+def test_a_step_of_absurdly_many_samples_is_refused() -> None:
+    for setting in ("rollout.prompts", "rollout.samples"):
+        with pytest.raises(ConfigError, match=rf"^{setting}: must be between 1 and 1048576, got 1000000000 "):
+            config_of({"backend": {"name": "plain"}}, [f"{setting}=1000000000"])
+    assert problems(batch(2**17, 8, 1, 1)) == []
+    assert problems(batch(2**17, 9, 1, 1)) == [
+        (
+            "rollout.prompts: 131072 x rollout.samples=9 makes 1,179,648 samples per step, wanted at most 1,048,576, "
+            "which are held in memory together; lower one of the two"
+        )
+    ]
+
+
 def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights() -> None:
     def of(**tables: Any) -> list[str]:
         return problems(evolve(VALID, **tables))

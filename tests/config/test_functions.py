@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,34 @@ def test_a_module_that_fails_when_it_is_asked_for_a_function_is_told(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"^a.b: 'asks_in_vain:f': module 'asks_in_vain' raised RuntimeError: f$"):
         imported("asks_in_vain:f", setting="a.b")
+
+
+def test_only_a_signal_interrupts_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "interrupts_itself.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "is_interrupted.py").write_text("import os\nos.kill(os.getpid(), 2)\nwhile True: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ConfigError, match=r"^a.b: .* cannot import 'interrupts_itself': KeyboardInterrupt$"):
+        imported("interrupts_itself:f", setting="a.b")
+    with pytest.raises(KeyboardInterrupt):
+        imported("is_interrupted:f", setting="a.b")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("name", ["math:score", "json.rewards:score"])
+def test_a_module_that_hides_the_users_own_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math.py").touch()
+    (tmp_path / "json").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # and even so: what Python has loaded is not looked for
+    module = sys.modules[name.partition(":")[0].partition(".")[0]]
+    own = "json" if "json" in name else "math.py"
+    with pytest.raises(ConfigError) as caught:
+        imported(name, setting="a.b")
+    assert caught.value.message.endswith(
+        f"; it is {module.__file__}, since installed modules come before those of the working directory: rename your "
+        f"{own}"
+    )
 
 
 def test_a_signature_that_cannot_be_told_is_none() -> None:

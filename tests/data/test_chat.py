@@ -1,6 +1,10 @@
+import json
 from pathlib import Path
 
-from corerl.data.chat import readable
+import pytest
+
+from corerl.data.chat import read_message, readable
+from corerl.errors import ConfigError
 from tests.data.files import load, write
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}
@@ -9,6 +13,39 @@ SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "con
 def test_one_message_reads_as_it_is_and_several_with_their_roles() -> None:
     assert readable((USER,)) == "3+4?"
     assert readable((SYSTEM, USER)) == "system: Be brief.\nuser: 3+4?"
+
+
+def test_tool_calls_are_read_behind_what_is_said() -> None:
+    calls = [{"function": {"name": "add", "arguments": {"a": 3, "to": "ä"}}}, {"name": "say", "arguments": '{"x'}]
+    asks = {"role": "assistant", "content": "", "tool_calls": calls}
+    said = 'add({"a": 3, "to": "ä"}) say({"x)'
+    assert readable((USER, asks)) == f"user: 3+4?\nassistant: {said}"
+    assert readable((USER, {**asks, "content": "So:"})) == f"user: 3+4?\nassistant: So: {said}"
+    assert readable((USER, {**asks, "tool_calls": [{"function": 3}]})) == "user: 3+4?\nassistant: ?()"
+
+
+def test_what_refuses_is_content_and_functions_are_tools_as_in_openais_older_format() -> None:
+    no = {"role": "assistant", "content": "No."}
+    assert read_message({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}) == no
+    assert read_message({"role": "assistant", "content": None, "refusal": "No."}) == no
+    assert read_message({"role": "assistant", "content": "Yes.", "refusal": None}) == {**no, "content": "Yes."}
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    assert read_message({"role": "assistant", "content": None, "function_call": call}) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+    result = {"role": "function", "name": "add", "content": "4"}
+    assert read_message(result) == {**result, "role": "tool"}
+
+
+def test_a_system_message_is_for_all_chats_and_for_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", json.dumps({"prompt": [USER]}), '{"prompt": "5+6?"}')
+    source = load(path, system="Be brief.")
+    assert (source.chat, source.prompt(0).messages, source.prompt(1).messages) == (True, (SYSTEM, USER), ())
+    texts = write(tmp_path / "t.jsonl", '{"prompt": "5+6?"}', '{"prompt": "5+7?"}')
+    with pytest.raises(ConfigError, match=r"^data.system: used only for chats, and no prompt is one; set data"):
+        load(texts, system="Be brief.")
 
 
 def test_with_chat_a_text_is_the_users_message_and_stays_the_prompts_text(tmp_path: Path) -> None:

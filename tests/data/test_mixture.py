@@ -125,10 +125,10 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
         load_prompts(DataConfig(sources=(parts,), held_out=0), seed=0)
     with pytest.raises(ConfigError, match="data.sources: unknown source 'sort-digit'; .*did you mean 'sort-digits'"):
         load_prompts(DataConfig(sources=(DataSource(source="sort-digit"),)), seed=0)
-    with pytest.raises(ConfigError, match="data.system: used only with data.chat=true; set that"):
+    with pytest.raises(ConfigError, match="data.system: used only for chats, and no prompt is one; set data.chat=true"):
         load_prompts(DataConfig(system="Be brief."), seed=0)
     own = DataSource(source=path, name="own", system="Be brief.")
-    with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only with data.chat=true; set that"):
+    with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only for chats, and no prompt is one"):
         load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
 
 

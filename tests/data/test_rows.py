@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from corerl.config.schema import DataConfig, DataSource
+from corerl.data.load import load_prompts
 from corerl.errors import ConfigError, DataError
 from tests.data.files import load, numbered, write
 
@@ -36,6 +38,11 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
+        ('{"prompt": "x",}', r"p.jsonl:2: not valid JSON: [\w ]+, at character 1[56]$"),
+        (
+            '{"prompt": "x", "n": ' + "9" * 5000 + "}",
+            r"p.jsonl:2: not valid JSON: a number in it has more than 4300 digits$",
+        ),
         ("[" * 200_000, "p.jsonl:2: not valid JSON: it is nested more deeply than can be read"),
         (json.dumps({"prompt": [{"role": "user", "content": "x"}], "tools": "[" * 200_000}), "field 'tools': got '.*"),
         (r'{"prompt": "a\ud800"}', "p.jsonl:2: not valid JSON: a text in it has half a surrogate pair"),
@@ -272,6 +279,27 @@ def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_pat
         load(path, held_out=0, answer_key="reslt")
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_tools_key_that_the_config_names_must_be_a_field_of_some_row(kind: str, tmp_path: Path) -> None:
+    rows = [{"prompt": [USER], "answer": ""}, {"prompt": [USER], "functions": TOOLS, "answer": "1"}]
+    if kind == "jsonl":
+        path = write(tmp_path / "p.jsonl", *map(json.dumps, rows))
+    else:
+        path, schema = tmp_path / "p.parquet", pa.Table.from_pylist(rows[1:]).schema
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    source = load(path, held_out=0, tools_key="functions")
+    assert [len(source.prompt(index).tools) for index in (0, 1)] == [0, 2]
+    assert (source.unanswered, source.first_unanswered) == (1, 0)
+    with pytest.raises(DataError, match=r"no row has the field 'functoins'; .*; set data.tools_key$"):
+        load(path, tools_key="functoins")
+    texts = write(tmp_path / "texts.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
+    mix = DataConfig(
+        sources=(DataSource(source=str(texts)), DataSource(source=str(path))), tools_key="functions", held_out=1
+    )
+    mixed = load_prompts(mix, seed=0)  # a part of a mix may have none
+    assert (mixed.unanswered, mixed.first_unanswered) == (3, 0)
+
+
 def test_an_answer_key_must_be_a_column_of_a_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table({"prompt": ["1", "2"], "result": ["2", "3"]}), path)
@@ -342,6 +370,12 @@ def test_a_map_of_a_columnar_format_is_an_object(tmp_path: Path) -> None:
     without = {"function": {"name": "add"}}
     assert list(prompt.messages) == [USER, {**asked, "tool_calls": [*calls[:2], without]}, USER]
     assert (list(prompt.tools), prompt.fields["tools"]) == (tools, tools)
+
+
+@pytest.mark.parametrize("written", [None, "null", "[]", ""])
+def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *[json.dumps({"prompt": [USER], "tools": written})] * 2)
+    assert load(path).prompt(0).tools == ()
 
 
 @pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])

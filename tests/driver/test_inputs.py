@@ -60,6 +60,8 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
         ({"hidden_size": -32}, "model.config.hidden_size=-32, wanted at least 1"),
         ({"head_dim": 0}, "model.config.head_dim=0, wanted at least 1"),
         ({"rms_norm_eps": math.nan}, "model.config.rms_norm_eps=nan, wanted a finite number"),
+        ({"rms_norm_eps": -1e-6}, "model.config.rms_norm_eps=-1e-06, wanted a finite number, at least 0"),
+        ({"dtype": "int8"}, "model.config.dtype='int8', wanted one of bfloat16, float16, float32, float64; "),
         ({"max_position_embeddings": 0}, "model.config.max_position_embeddings=0, wanted at least 1"),
         ({"sliding_window": -5, "use_sliding_window": True}, "model.config.sliding_window=-5, wanted at least 0"),
         (
@@ -83,6 +85,16 @@ def test_a_model_that_cannot_be_built_or_held_is_one_line(
     with pytest.raises(ModelError) as caught:
         prepare(config_in(tmp_path / "run", model=model))
     assert caught.value.message.startswith(told) and "\n" not in caught.value.message
+
+
+def test_a_config_that_cannot_be_read_is_the_only_line_about_its_model(tmp_path: Path) -> None:
+    fields = {**DATA["model"]["config"], "rms_norm_eps": "x"}
+    character_tokenizer("0123456789>s").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError) as caught:
+        prepare(config_in(tmp_path / "run", model={"path": str(tmp_path)}))
+    assert caught.value.message.startswith(f"model.path: transformers cannot read {tmp_path}/config.json: ")
+    assert "\n" not in caught.value.message
 
 
 def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
@@ -124,7 +136,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_pat
     assert notices(prepared) == (
         (
             "data: 2 of 4 prompts are skipped: they have up to 16 tokens, but at most 10 fit with "
-            "rollout.max_tokens=20 (the model has max_position_embeddings=30)"
+            "rollout.max_tokens=20 (the model's config allows 30 tokens)"
         ),
     )
     more = prepare(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))

@@ -19,11 +19,10 @@ from corerl.driver import launch as driver
 from corerl.driver.launch import (
     launch,
     make_fleet,
-    missing_answers,
     start_all,
     tell_of,
 )
-from corerl.driver.prepare import Prepared, prepare
+from corerl.driver.prepare import Prepared, prepare, told_answers
 from corerl.driver.progress import Progress
 from corerl.errors import (
     CheckpointDamaged,
@@ -46,10 +45,15 @@ def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) ->
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{n}>", "target": "{n}"}}\n' for n in range(30)))
     config = make_config(data={"source": str(rows), "held_out": 2}, run={"dir": str(tmp_path / "run")})
-    assert missing_answers(prepare(config)) == [
-        "data.answer_key: none of the first 28 prompts has an answer under 'answer'; the first one has: prompt, target"
+    assert told_answers(prepare(config)) == [
+        "data.answer_key: none of the 30 prompts has an answer under 'answer'; the first one has: prompt, target"
     ]
-    assert missing_answers(prepare(evolve(config, data=evolve(config.data, answer_key="target")))) == []
+    named = evolve(config, data=evolve(config.data, answer_key="target"))
+    assert told_answers(prepare(named)) == []
+    rows.write_text(
+        rows.read_text().replace('"target": "7"', '"target": null').replace('"target": "9"', '"target": ""')
+    )
+    assert told_answers(prepare(named)) == [f"data: 2 of 30 prompts have no answer; the first: {rows}:8"]
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
@@ -237,7 +241,11 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_chang
     why = "the run falls back to an older checkpoint"
     of_third = f"checkpoint.resume: skipping step-00000003, {why}: {third / last}: 'exp_avg' of 'model.norm.weight' is"
     of_second = f"checkpoint.resume: skipping step-00000002, {why}: {second / last}: 'master' of 'model.norm.weight' is"
-    assert [line.partition(" not what was saved")[0] for line in lines] == [of_third, of_second]
+    wholly = " not what was saved (its checksum differs)"  # and no advice to do what is being done
+    assert lines == [f"{of_third}{wholly}", f"{of_second}{wholly}"]
+    told = [event for event in hears.heard if isinstance(event, RunStarted | Notice)]
+    order = [type(event) for event in told if isinstance(event, RunStarted) or event.text in lines]
+    assert order == [RunStarted, Notice, RunStarted, Notice, RunStarted]
     assert hears.ends == ["restarted", "restarted", "finished"]
     assert [event.reason for event in hears.heard if isinstance(event, RunFinished)] == ["finished"]
     assert (third / last).read_bytes() == wanted  # trained again from step 1

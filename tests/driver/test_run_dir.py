@@ -12,7 +12,7 @@ from corerl.config.load import load_config, recorded, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
-from corerl.driver.run_dir import changed_settings, lost_checkpoints, resume_from, write_config
+from corerl.driver.run_dir import changed_settings, lost_checkpoints, require_writable, resume_from, write_config
 from corerl.errors import ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
@@ -26,6 +26,25 @@ def test_a_config_that_says_something_else_is_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-1.toml", "config-2.toml", "config.toml"]
     assert (tmp_path / "config-1.toml").read_text() == "# the user's own\n"
     assert [load_config(tmp_path / name) for name in ("config-2.toml", "config.toml")] == [first, second]
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "not/there/yet")
+    assert not (tmp_path / "not").exists()
+    for place in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(ConfigError) as caught:
+            prepare(config_in(place), starting=False)
+        assert caught.value.message == (
+            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
+        )
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(
+        ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"
+    ):
+        require_writable(tmp_path / "run")
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_disk_that_is_full_ends_the_run_with_path_and_cause_and_the_next_one_g
         assert foreground.finish() == 1, foreground.err
         foreground.assert_nothing_is_left()
     written = rf"cannot write {checkpoints}/step-\d+.partial/actor/rank-00001.safetensors: .*File too large.*"
-    error = rf"{written}; earlier checkpoints are untouched\n"
+    error = rf"{written}; complete checkpoints are untouched\n"
     # How many optimizer steps it is at is said where a rank is asked to save, not where it is asked what it has saved.
     who = r"corerl: error: (actor rank 1: (save|saved)( at optimizer step \d)?: )?"
     assert re.fullmatch(f"{who}{error}", foreground.err)

@@ -117,7 +117,7 @@ def test_several_problems_are_told_at_once(refused: Callable[..., list[str]]) ->
 def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refused("run.dir=file/run") == [
-        f"run.dir: cannot write to {tmp_path}/file/run (Not a directory); set another directory"
+        f"run.dir: cannot write to {tmp_path}/file/run ({tmp_path}/file: Not a directory); set another directory"
     ]
 
 
@@ -130,7 +130,7 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..
         ("", "data.source: data.jsonl is empty, expected one JSON object per line"),
         (
             '{"prompt": "1"}\n{"prompt": "2",}\n{"prompt": "3"}\n',
-            "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object: line 1 column 15 (char 14)",
+            "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object, at character 15",
         ),
         ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, expected a JSON object with the field 'prompt'"),
         (

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
         if rest[:2] == ["-X", "faulthandler"]:
             environment["PYTHONFAULTHANDLER"] = "1"
             del rest[:2]
-        elif rest[0] in ("-u", "-B"):
+        elif rest[0] in ("-u", "-B", "-P"):
             if rest.pop(0) == "-u":
                 environment["PYTHONUNBUFFERED"] = "1"
         else:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from corerl.errors import ModelError
 from corerl.models import readers
@@ -52,6 +54,20 @@ def test_a_box_is_that_part_of_the_tensor(tiny_models: dict[str, Path], tmp_path
     assert (source.bytes_read, source.largest_read) == (7 * 9 * 4, 7 * 9 * 4)
 
 
+def test_a_single_file_beside_an_index_is_read_as_transformers_reads_it(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = {name: t for file in tiny_models["llama"].glob("*.safetensors") for name, t in load_file(file).items()}
+    shutil.copytree(tiny_models["llama"], tmp_path, dirs_exist_ok=True)  # shards, and their index
+    name = "model.norm.weight"
+    save_file({**whole, name: whole[name] + 1}, tmp_path / SINGLE, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).get_parameter(name)
+    ours = SafetensorsSource(tmp_path)
+    assert torch.equal(ours.read(name, (0,), (64,)), theirs)
+    assert torch.equal(theirs, whole[name] + 1)
+    assert ours.where(name) == ours.where("not there") == tmp_path / SINGLE
+
+
 def test_a_tied_head_is_on_no_disk_and_not_asked_for(tiny_models: dict[str, Path]) -> None:
     source = SafetensorsSource(tiny_models["qwen3-tied"])
     assert source.shape("lm_head.weight") is None
@@ -69,11 +85,12 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         SafetensorsSource(tmp_path)
-    save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
-    (tmp_path / INDEX).write_text('{"weight_map": {"a": "other.safetensors", "b": "model.safetensors"}}')
+    (tmp_path / SINGLE).unlink()
+    save_file({"a": torch.zeros(2)}, tmp_path / "shard.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "other.safetensors", "b": "shard.safetensors"}}')
     with pytest.raises(ModelError, match=r"other\.safetensors is missing, although .*index\.json lists it"):
         SafetensorsSource(tmp_path).shape("a")
-    with pytest.raises(ModelError, match=r"model\.safetensors lacks 'b'"):
+    with pytest.raises(ModelError, match=r"shard\.safetensors lacks 'b'"):
         SafetensorsSource(tmp_path).shape("b")
     for text in ("{}", "[" * 200_000):
         (tmp_path / INDEX).write_text(text)

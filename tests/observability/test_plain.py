@@ -139,6 +139,15 @@ def test_a_metric_that_was_heard_once_has_no_end() -> None:
     ]
 
 
+def test_a_run_that_ended_after_its_first_step_says_so() -> None:
+    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
+    assert told[:3] == [
+        "                      first step",
+        "reward                     0.100",
+        "held-out reward            0.000",
+    ]
+
+
 def test_a_single_evaluation_is_shown_as_such() -> None:
     assert finished(evaluated(2)) == [
         "held-out reward            0.500",

@@ -68,7 +68,7 @@ def test_fill_takes_no_values_that_are_not_finite(value: float) -> None:
     view = torch.full((1, 2), 7.0)
     rows = [Chunk("w", (4, 2), (row, 0), (1, 2), view) for row in (2, 3)]
     assert fill(rows[:1], Memory({"w": values}), what="model/x") == 4 and view.tolist() == [[0, 0]]
-    with pytest.raises(ModelError, match="^model/x has NaN or infinite values in 'w'; use weights without$"):
+    with pytest.raises(ModelError, match="^model/x has NaN or infinite values in 'w'; use weights that have none$"):
         fill(rows[1:], Memory({"w": values}), what="model/x")
 
 

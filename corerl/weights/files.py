@@ -1,0 +1,36 @@
+"""Write tensors to a safetensors file that others may read as they may read any other file of this process."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+GIB = 2**30
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
+    """Write the file with the mode that the umask gives: safetensors lets nobody but its owner read it. Raises OSError,
+    or what safetensors raises."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+
+
+def room_for(nbytes: int, path: Path, error: Exception) -> str:
+    """If `error`, of writing `nbytes` to `path`, says that the disk is full: what is needed and what is free."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in FULL and not any(f"(os error {each})" in str(error) for each in FULL):  # safetensors' own
+        return ""
+    there = next(each for each in path.absolute().parents if each.exists())
+    free = shutil.disk_usage(there).free
+    return (
+        f"; {nbytes / GIB:.3g} GiB are needed and {free / GIB:.3g} GiB free in {there}: free disk space, or set "
+        "another run.dir, then resume"
+    )
