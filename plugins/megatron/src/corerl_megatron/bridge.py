@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import ModelError, PluginError
-from corerl.messages import one_line
+from corerl.messages import listed, one_line
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.files import look_at
 from corerl.models.names import shapes_of
@@ -40,6 +40,7 @@ from corerl_megatron.parallel import Groups
 
 Shape: TypeAlias = tuple[int, ...]
 NUMBER = re.compile(r"\d+")
+SHOWN = 3  # tensors that an error names
 # Of every model: what CoreRL does itself, or does not do.
 WITHOUT = {
     "fp16": False,
@@ -191,7 +192,7 @@ class Bridged:
 
     def _tasks(self, modules: Sequence[PackedModel]) -> dict[int, Any]:
         """Of each parameter and buffer, by identity: what Megatron-Bridge would do to load it."""
-        source = SimpleNamespace(get_all_keys=lambda: list(self.shapes))
+        source = SimpleNamespace(get_all_keys=lambda: _Names(self.shapes))
         files = SimpleNamespace(config=self.config, state=SimpleNamespace(source=source))
         tasks = self.bridge.build_conversion_tasks(files, list(modules))
         return {id(task.param_weight): task for task in tasks if task is not None and task.param_weight is not None}
@@ -212,6 +213,13 @@ class Bridged:
             )
         mapping, module = task.mapping, task.megatron_module
         names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
+        lacking = sorted(set(names) - self.shapes.keys())
+        if lacking and not mapping.allow_hf_name_mismatch:
+            raise ModelError(
+                f"Megatron-Bridge's {self.config.model_type} model has a {task.global_param_name!r}, of Hugging Face's "
+                f"{lacking[0]!r}, which a model of this config lacks: its layers are of other kinds than "
+                "Megatron-Bridge builds; use another backend"
+            )
         # A number that is not in the names of tensors, such as an expert's, may choose a part of one.
         numbers = Counter(NUMBER.findall(task.global_param_name)) - Counter(NUMBER.findall(names[0]))
         of_tensors = tuple(self.shapes.get(each) for each in names)
@@ -254,9 +262,17 @@ class Bridged:
         missing = sorted(self.shapes.keys() - {name for _, names in ranks for name in names})
         if missing:
             raise ModelError(
-                f"Megatron-Bridge's {self.config.model_type} model has no parameter for the Hugging Face tensor "
-                f"{missing[0]!r}, nor for {len(missing) - 1} others; use another backend"
+                f"Megatron-Bridge's {self.config.model_type} model has no parameter for Hugging Face's "
+                f"{listed(missing, SHOWN)}; use another backend"
             )
+
+
+class _Names(list[str]):
+    """Names of tensors, which Megatron-Bridge leaves out of its tasks where it does not find them among these; so it
+    finds any, and `Bridged` tells which one the model lacks."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 def _of(mapping: Any, names: Sequence[str]) -> str:
