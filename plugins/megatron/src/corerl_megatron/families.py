@@ -22,7 +22,8 @@ LATENT_ROPES = ("default", "yarn")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 GELU = "gelu_pytorch_tanh"
 BRIDGE_INSTALL = (
-    "install it, with Python 3.12, as docs/backends/megatron.md says: python -m pip install 'megatron-bridge>=0.6,<0.7'"
+    "with Python 3.12: python -m pip install --no-deps 'megatron-bridge>=0.6,<0.7', and what docs/backends/megatron.md "
+    "names beside it"
 )
 SWIGLU_ALPHA = 1.702  # likewise, of its quick_gelu
 
