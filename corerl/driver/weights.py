@@ -17,7 +17,7 @@ from corerl.errors import CheckpointError, ModelError
 from corerl.messages import listed
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.files import look_at, model_files
-from corerl.models.names import hf_boxes
+from corerl.models.names import shapes_of
 
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
@@ -94,8 +94,3 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
         return ""
     count = f"{len(unused)} tensors" if len(unused) > 1 else "a tensor"
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
-
-
-def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model by HF name."""
-    return {box.name: box.shape for boxes in hf_boxes(model).values() for box in boxes}

@@ -98,6 +98,11 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
     return boxes
 
 
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model by HF name. Raises ModelError as `hf_boxes` does."""
+    return {box.name: box.shape for boxes in hf_boxes(model).values() for box in boxes}
+
+
 class _CopiesAreViews(TorchFunctionMode):
     """Replaces copies by the tensor itself, so that results are still views that tell their place in the parameter."""
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attrs import frozen
 from megatron.core import dist_checkpointing
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import nn
@@ -19,12 +20,25 @@ from torch.distributed import checkpoint as torch_checkpoint
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory.storage import resident_bytes
-from corerl.testing.harness import Setup, State, packed_for_training, running, samples_at, state_of, step_at, train
-from corerl.types import MemoryKind, TrainResult
+from corerl.testing.harness import (
+    Setup,
+    State,
+    error_of,
+    forward,
+    packed_for_training,
+    running,
+    samples_at,
+    start,
+    state_of,
+    step_at,
+    train,
+)
+from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
 from corerl_megatron.on_host import calling_megatron
+from plugins.megatron.tests.bridge import bridge_installed
 
 
 def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
@@ -136,3 +150,39 @@ def norm_of_a_step(setup: Setup, norms: Sequence[float]) -> float:
         own = norms[torch.distributed.get_rank()]
         with mock.patch.object(backend.model.optimizer, "get_grad_norm", return_value=own):
             return train(worker, setup, 0).grad_norm
+
+
+@frozen(kw_only=True)
+class Built:
+    """What a rank holds and computes of a model."""
+
+    boxes: list[Any]  # of each parameter, then of each stored buffer
+    outputs: ForwardResult
+    results: list[TrainResult]
+    state: State  # after those steps
+
+
+def built(setup: Setup, samples: SampleBatch, steps: int) -> Built:
+    """With `bridge` among the options, by the stand-in."""
+    with bridge_installed(), running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, MegatronBackend)
+        split = backend.groups.tensor.size() > 1
+        boxes = [
+            (
+                sorted(
+                    (each.name, each.shape, each.offsets, each.start, each.sizes, each.axes) for each in held.pieces
+                ),
+                (held.expert, held.later_copy, held.duplicate, held.split if split and not held.expert else None),
+            )
+            for held in (*backend.model.held, *backend.model.buffers)
+        ]
+        outputs = forward(worker, setup, samples)
+        results = [train(worker, setup, number) for number in range(steps)]
+        return Built(boxes=boxes, outputs=outputs, results=results, state=state_of(worker))
+
+
+def start_by_bridge(setup: Setup, **played: Any) -> str:
+    """What is said of a model that cannot be built; see `bridge_installed`."""
+    with bridge_installed(**played):
+        return error_of(lambda: start(setup))

@@ -17,7 +17,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.testing.harness import TRAIN
 from corerl.testing.models import MODELS, tiny_config
 from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import FAMILIES, architecture, unsupported_by
+from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
 from plugins.megatron.tests.test_families import YARN
@@ -157,7 +157,7 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
     [
         (
             {"model_type": "olmo3"},
-            f"model_type 'olmo3' is not supported by this backend, only {', '.join(FAMILIES)}; use another backend",
+            f"model_type 'olmo3' is not supported by this backend, only {', '.join(FAMILIES)}; use another backend, ",
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
@@ -200,6 +200,35 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
 def test_a_model_that_megatron_would_train_wrongly_is_refused(changed: dict[str, Any], reason: str) -> None:
     assert unsupported_by({**QWEN3, **changed}).startswith(reason)
     assert told(1, {**QWEN3, **changed}) == [f".model: {unsupported_by({**QWEN3, **changed})}"]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "lines"),
+    [
+        ("cuda", {}, []),
+        ("cuda", {"pipeline_parallel": 2, "expert_parallel": 2}, []),
+        ("cpu", {}, ["bridge: true, but the device is cpu, and its models are made of TransformerEngine's layers"]),
+        ("cuda", {"transformer": "torch"}, ["bridge: true, but transformer is 'torch', and its models are made of"]),
+        ("cuda", {"fp8": "e4m3"}, ["bridge: true with fp8='e4m3', whose widths are only checked for this backend's"]),
+        (
+            "cuda",
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            ["tensor_parallel: 2, but Megatron-Bridge's norms of all heads of a minimax_m2 model are summed"],
+        ),
+        ("cuda", {"expert_parallel": 3}, ["expert_parallel: 3 does not divide the model's 8 experts"]),
+    ],
+)
+def test_the_bridge_is_asked_for_what_can_be_told_without_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, options: dict[str, Any], lines: list[str]
+) -> None:
+    model = {**MOE, "model_type": "minimax_m2"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    found = told(12, model, device, bridge=True, **options)
+    assert [line[: len(begin)] for line, begin in zip(found, lines, strict=True)] == lines
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron.bridge" else object())
+    assert told(2, QWEN3, "cuda", bridge=True) == [
+        f"bridge: true, but megatron-bridge is not installed; {BRIDGE_INSTALL}"
+    ]
 
 
 def test_a_router_whose_one_choice_always_weighs_1_is_refused() -> None:

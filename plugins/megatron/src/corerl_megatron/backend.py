@@ -37,7 +37,7 @@ from corerl.types import (
 )
 from corerl.weights.chunks import Chunk
 from corerl_megatron import native
-from corerl_megatron.build import build
+from corerl_megatron.build import Source, Table, build
 from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
@@ -50,24 +50,21 @@ class MegatronBackend(Backend):
     gathers_pending = False  # the last step left parameters to be gathered in the next forward pass
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        fields = hf_config(config.model).to_dict()
-        if reason := unsupported_by(fields):
-            raise ModelError(reason)
         if config.train.precision == "float16":
             raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
         if config.train.layout == "whole":
             raise Unsupported("megatron-core's models pack sequences; set train.layout to 'auto' or 'packed'")
-        model = architecture(fields, value_head=config.value_head)
+        source = _source(config)
         with calling_megatron(self.device):
             self.groups = make_groups(config.options, timeout=config.timeout, device=self.device)
-            self.model = build(config, model, self.groups, device=self.device)
+            self.model = build(config, source, self.groups, device=self.device)
             self.masters = masters(self.model)
         self.pipeline = Pipeline(
             model=self.model,
             routing=Routing.of(self.model.chunks, self.model.config, self.groups),
             groups=self.groups,
             balance_coef=config.options.aux_loss_coef,
-            vocabulary=model.vocabulary,
+            vocabulary=source.vocabulary,
             device=self.device,
         )
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
@@ -165,6 +162,18 @@ class MegatronBackend(Backend):
                 for chunk in self.model.chunks:
                     chunk.start_param_sync(force_sync=True)
             self.gathers_pending = False
+
+
+def _source(role: RoleConfig) -> Source:
+    config = hf_config(role.model)
+    if role.options.bridge:
+        from corerl_megatron.bridge import Bridged
+
+        return Bridged.of(config, value_head=role.value_head)
+    fields = config.to_dict()
+    if reason := unsupported_by(fields):
+        raise ModelError(reason)
+    return Table(architecture(fields, value_head=role.value_head))
 
 
 def _buffers(chunk: DistributedDataParallel) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -19,7 +19,7 @@ from corerl_megatron.adam import fused_adam
 from corerl_megatron.chunks import Held, held_buffers, held_parameters
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import Architecture
-from corerl_megatron.model import stages
+from corerl_megatron.model import PackedModel, stages
 from corerl_megatron.parallel import Groups
 
 
@@ -34,13 +34,45 @@ class Model:
     config: TransformerConfig
 
 
-def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, device: torch.device) -> Model:
+class Source(Protocol):
+    """Where a model's modules come from, and what their parameters are. Both methods are called on every rank, inside
+    `calling_megatron`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding, without padding."""
+
+    def stages(self, role: RoleConfig, *, device: torch.device) -> list[PackedModel]:
+        """This rank's stage, or its interleaved parts in order."""
+
+    def held(self, modules: Sequence[PackedModel], groups: Groups) -> tuple[list[Held], list[Held]]:
+        """This rank's parameters and its stored buffers, with the Hugging Face tensors in them."""
+
+
+@frozen
+class Table:
+    """The plugin's own: a family of its table."""
+
+    architecture: Architecture
+
+    @property
+    def vocabulary(self) -> int:
+        return self.architecture.vocabulary
+
+    def stages(self, role: RoleConfig, *, device: torch.device) -> list[PackedModel]:
+        return stages(role, self.architecture, device=device)
+
+    def held(self, modules: Sequence[PackedModel], groups: Groups) -> tuple[list[Held], list[Held]]:
+        return held_parameters(modules, self.architecture, groups), held_buffers(modules, self.architecture, groups)
+
+
+def build(role: RoleConfig, source: Source, groups: Groups, *, device: torch.device) -> Model:
     """Build this rank's part of the model. Called on every rank, inside `calling_megatron`."""
     options: MegatronConfig = role.options
     model_parallel_cuda_manual_seed(role.seed)
-    modules = stages(role, architecture, device=device)
+    modules = source.stages(role, device=device)
     config = modules[0].config
-    held = held_parameters(modules, architecture, groups)
+    held, buffers = source.held(modules, groups)
     for part in held:
         if options.distributed_optimizer:
             # It moves parameters into buffers; until then they take no memory, to avoid holding them twice.
@@ -77,7 +109,6 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
     with fused_adam():
         optimizer = get_megatron_optimizer(_optimizer_config(role), chunks, use_gloo_process_groups=False)
     _connect(config, chunks, options)
-    buffers = held_buffers(modules, architecture, groups)
     return Model(chunks=chunks, held=held, buffers=buffers, optimizer=optimizer, config=config)
 
 

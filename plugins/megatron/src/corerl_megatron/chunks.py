@@ -233,10 +233,7 @@ def _pieces(
         case Cut.WHOLE:
             yield Piece.of(names[0], shape, 0, 0, shape)
         case Cut.VOCABULARY:
-            first = rank * shape[0]
-            real = min(shape[0], architecture.vocabulary - first)
-            if real > 0:
-                yield Piece.of(names[0], (architecture.vocabulary, *rest), first, 0, (real, *rest))
+            yield from vocabulary_pieces(names[0], shape, architecture.vocabulary, rank)
         case Cut.ROWS:
             yield Piece.of(names[0], (shape[0] * ranks, *rest), rank * shape[0], 0, shape)
         case Cut.COLUMNS:
@@ -256,6 +253,14 @@ def _pieces(
                 for rows, (name, total, at) in zip(parts, tensors, strict=True):
                     yield Piece.of(name, (total, *rest), at + group * rows, start, (rows, *rest))
                     start += rows
+
+
+def vocabulary_pieces(name: str, shape: tuple[int, ...], vocabulary: int, rank: int) -> Iterator[Piece]:
+    """What one rank has of a tensor with so many rows, padded at the end; nothing if it has padding only."""
+    first, rest = rank * shape[0], shape[1:]
+    real = min(shape[0], vocabulary - first)
+    if real > 0:
+        yield Piece.of(name, (vocabulary, *rest), first, 0, (real, *rest))
 
 
 def _below(names: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int, int]]:

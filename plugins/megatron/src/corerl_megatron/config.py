@@ -71,6 +71,11 @@ class MegatronConfig:
         default="uniform",
     )
     recompute_layers: int = option("see recompute_method", default=1, validator=at_least(1))
+    bridge: bool = option(
+        "take the model and the names of its tensors from Megatron-Bridge, which must be installed, for families that "
+        "this backend has no table of; needs a GPU and TransformerEngine",
+        default=False,
+    )
     transformer: Literal["auto", "torch", "transformer_engine"] = option(
         "layer implementation: plain torch or TransformerEngine; auto uses TransformerEngine if it is installed and "
         "the device is a GPU, except for context parallelism in float32, for which it has no kernel",

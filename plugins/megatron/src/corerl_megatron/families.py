@@ -21,7 +21,17 @@ LATENT_ROPES = ("default", "yarn")
 # Parameters of Llama 3's rope that megatron-core hard-codes.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 GELU = "gelu_pytorch_tanh"
+BRIDGE_INSTALL = (
+    "with Python 3.12: python -m pip install --no-deps 'megatron-bridge>=0.6,<0.7', and what docs/backends/megatron.md "
+    "names beside it"
+)
 SWIGLU_ALPHA = 1.702  # likewise, of its quick_gelu
+
+# Families of Megatron-Bridge (0.6) whose models are wrong, or not built, over tensor-parallel ranks.
+UNSPLIT = {
+    "minimax_m2": "Megatron-Bridge's norms of all heads of a minimax_m2 model are summed over ranks without a gradient",
+    "olmoe": "Megatron-Bridge's norms of all heads of an olmoe model are those of one rank",
+}
 
 
 class Part(Enum):
@@ -254,7 +264,10 @@ def unsupported_by(hf: Fields) -> str:
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
     if family is None:
-        return f"model_type {name!r} is not supported by this backend, only {', '.join(FAMILIES)}; use another backend"
+        return (
+            f"model_type {name!r} is not supported by this backend, only {', '.join(FAMILIES)}; use another backend, "
+            "or backends.megatron.bridge=true, if Megatron-Bridge knows it"
+        )
     for bias in ("attention_bias", "attention_out_bias", "mlp_bias"):
         if hf.get(bias) and family.qkv_bias != bias and not family.all_biases:
             return f"{bias} of a {name} model is not supported by this backend; use another one"

@@ -33,13 +33,13 @@ class TorchRMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.centered = config.layernorm_zero_centered_gamma
+        self.zero_centered_gamma: bool = config.layernorm_zero_centered_gamma
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by megatron-core
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.shape, self.weight + 1 if self.centered else self.weight, self.eps)
+        return rms_norm(x, self.weight.shape, self.weight + 1 if self.zero_centered_gamma else self.weight, self.eps)
 
 
 class TorchAttention(MegatronModule):

@@ -119,10 +119,29 @@ def transformer_config(
     role: RoleConfig, architecture: Architecture, *, engine: bool, device: torch.device
 ) -> TransformerConfig:
     options: MegatronConfig = role.options
-    dtype = getattr(torch, role.train.precision)
     arguments: dict[str, Any] = {
         **architecture.transformer,
+        **settings(role, experts=architecture.experts > 0, engine=engine, device=device),
         "activation_func": (FUSED if engine else ACTIVATIONS)[architecture.activation],
+        # Its kernel leaves out YaRN's factor, and does not turn pairs of neighbors, as latent attention does.
+        "apply_rope_fusion": engine and not architecture.yarn and not architecture.latent,
+        "bias_activation_fusion": engine,
+    }
+    if architecture.clamp is not None:
+        arguments |= {"activation_func_clamp_value": architecture.clamp, "glu_linear_offset": 1.0}
+    if options.fp8 != "none":
+        arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
+    config = (MLATransformerConfig if architecture.latent else TransformerConfig)(**arguments)
+    for name, value in architecture.yarn.items():
+        setattr(config, name, value)
+    return config
+
+
+def settings(role: RoleConfig, *, experts: bool, engine: bool, device: torch.device) -> dict[str, Any]:
+    """Arguments of TransformerConfig that do not depend on the model."""
+    options: MegatronConfig = role.options
+    dtype = getattr(torch, role.train.precision)
+    found: dict[str, Any] = {
         "tensor_model_parallel_size": options.tensor_parallel,
         "pipeline_model_parallel_size": options.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": options.virtual_pipeline if options.virtual_pipeline > 1 else None,
@@ -144,35 +163,25 @@ def transformer_config(
         "overlap_p2p_comm": options.virtual_pipeline > 1,
         "gradient_accumulation_fusion": False,  # its kernel comes with Apex
         "persist_layer_norm": False,
-        # Its kernel leaves out YaRN's factor, and does not turn pairs of neighbors, as latent attention does.
-        "apply_rope_fusion": engine and not architecture.yarn and not architecture.latent,
-        "bias_activation_fusion": engine,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "attention_softmax_in_fp32": True,
     }
     if role.train.recompute == "full" and options.recompute == "full":
-        arguments |= {
+        found |= {
             "recompute_granularity": "full",
             "recompute_method": options.recompute_method,
             "recompute_num_layers": options.recompute_layers,
         }
     elif role.train.recompute == "full":
-        arguments |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}  # dense, experts
-    if architecture.experts:
-        arguments |= {
+        found |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}  # dense, experts
+    if experts:
+        found |= {
             "moe_grouped_gemm": engine,
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",  # `balance` has the plugin's own
         }
-    if architecture.clamp is not None:
-        arguments |= {"activation_func_clamp_value": architecture.clamp, "glu_linear_offset": 1.0}
-    if options.fp8 != "none":
-        arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
-    config = (MLATransformerConfig if architecture.latent else TransformerConfig)(**arguments)
-    for name, value in architecture.yarn.items():
-        setattr(config, name, value)
-    return config
+    return found
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:

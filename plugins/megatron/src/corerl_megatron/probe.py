@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 
+from attrs import evolve
+
 from corerl.plugin.probing import library, nccl
 from corerl.plugin.spec import Finding, Level, ok
 
@@ -26,6 +28,7 @@ def probe() -> Iterator[Finding]:
         why="its arguments and its checkpoints change from version to version",
         mend=MEND,
     )
+    yield from _bridge()
     if not torch.cuda.is_available():
         yield ok("no GPU: layers are plain torch, and ranks communicate through gloo")
         return
@@ -50,3 +53,18 @@ def probe() -> Iterator[Finding]:
     else:
         engine = metadata.version("transformer_engine")
         yield ok(f"TransformerEngine {engine} loads")
+
+
+def _bridge() -> Iterator[Finding]:
+    """About Megatron-Bridge, if it is installed: only `bridge=true` uses it."""
+    if not list(metadata.distributions(name="megatron-bridge")):
+        return
+    found = library(
+        "Megatron-Bridge",
+        "megatron-bridge",
+        oldest=(0, 6),
+        end=(0, 7),
+        why="backends.megatron.bridge reads its mappings, whose code changes from version to version",
+        mend="python -m pip install --no-deps 'megatron-bridge>=0.6,<0.7'",
+    )
+    yield found if found.level is Level.OK else evolve(found, level=Level.WARNING)

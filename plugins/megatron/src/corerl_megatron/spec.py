@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from corerl.models.experts import experts_of
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import FAMILIES, Architecture, architecture, unsupported_by
+from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
 
@@ -50,7 +51,9 @@ def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
 def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
-    if cluster.model:
+    if config.bridge:
+        yield from _bridge(config, cluster)
+    elif cluster.model:
         yield from _model(
             config, cluster.model, recompute=cluster.train is not None and cluster.train.recompute == "full"
         )
@@ -109,6 +112,40 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
         yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, but transformer is 'torch'; set that to 'auto'")
 
 
+def _bridge(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
+    """What can be told without importing Megatron-Bridge, which takes seconds; the rest is told as ranks start."""
+    if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge")):
+        yield Problem("bridge", f"true, but megatron-bridge is not installed; {BRIDGE_INSTALL}")
+    if cluster.device != "cuda" or config.transformer == "torch":
+        found = f"the device is {cluster.device}" if cluster.device != "cuda" else "transformer is 'torch'"
+        yield Problem(
+            "bridge",
+            f"true, but {found}, and its models are made of TransformerEngine's layers; remove it, or use a GPU with "
+            "transformer='auto'",
+        )
+    if config.fp8 != "none":
+        yield Problem(
+            "bridge",
+            f"true with fp8={config.fp8!r}, whose widths are only checked for this backend's own families; set "
+            "fp8='none'",
+        )
+    model = cluster.model
+    if not model:
+        return
+    tp, stages, experts = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline, experts_of(model)
+    counts = {name: value for name, value in model.items() if isinstance(value, int)}
+    if tp > 1 and (reason := UNSPLIT.get(str(model.get("model_type")))):
+        yield Problem("tensor_parallel", f"{tp}, but {reason}; set it to 1")
+    yield from _divided(
+        config,
+        ("tensor_parallel", tp, counts.get("num_attention_heads", 0), "attention heads"),
+        ("tensor_parallel", tp, counts.get("num_key_value_heads", 0), "key-value heads"),
+        ("pipeline_parallel", stages, counts.get("num_hidden_layers", 0), "layers"),
+        ("expert_parallel", config.expert_parallel, experts, "experts"),
+    )
+    yield from _experts(config, experts=experts, latent=False)
+
+
 def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool) -> Iterator[Problem]:
     if reason := unsupported_by(model):
         yield Problem(".model", reason)
@@ -126,14 +163,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
         ("expert_parallel", config.expert_parallel, experts, "experts"),
         ("expert_tensor_parallel", expert_tp, sizes.get("moe_ffn_hidden_size", 0), "columns of an expert"),
     )
-    for name, parts, count, what in divided:
-        if count % parts:
-            times = f" x virtual_pipeline={config.virtual_pipeline}" if stages != config.pipeline_parallel else ""
-            at = times if name == "pipeline_parallel" else ""
-            yield Problem(
-                name,
-                f"{getattr(config, name)}{at} does not divide the model's {count} {what}; use a divisor of {count}",
-            )
+    yield from _divided(config, *divided)
     here, count = max(sizes["num_layers"] // stages, 1), config.recompute_layers
     if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
         yield Problem(
@@ -149,15 +179,8 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
                     f"{config.fp8!r}, but a rank multiplies matrices of width {width} ({what}); TransformerEngine "
                     f"needs a multiple of {FP8_WIDTH}: set fp8='none'{', or lower tensor_parallel' if tp > 1 else ''}",
                 )
-    if config.expert_parallel > 1 and not experts:
-        yield Problem("expert_parallel", f"{config.expert_parallel}, but the model has no experts; set it to 1")
-    if config.expert_tensor_parallel and not experts:
-        yield Problem(
-            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, but the model has no experts; set it to 0"
-        )
-    if config.aux_loss_coef and not experts:
-        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, but the model has no experts; set it to 0")
-    elif config.aux_loss_coef and built.choice_bias:
+    yield from _experts(config, experts=experts, latent=built.latent)
+    if experts and config.aux_loss_coef and built.choice_bias:
         yield Problem(
             "aux_loss_coef",
             f"{config.aux_loss_coef}, but the routers of a {model['model_type']} model have no softmax, of whose "
@@ -175,7 +198,32 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             f"true, but the experts of a {model['model_type']} model keep the order of its own files here, in which "
             "columns of gate and up alternate, and no megatron-core would read them so; set it to false",
         )
-    if (experts or built.latent) and tp > 1 and not config.sequence_parallel:
+
+
+def _divided(config: MegatronConfig, *divided: tuple[str, int, int, str]) -> Iterator[Problem]:
+    """For each (option, parts, count, what of the model): whether so many parts are equal."""
+    virtual = f" x virtual_pipeline={config.virtual_pipeline}" if config.virtual_pipeline > 1 else ""
+    for name, parts, count, what in divided:
+        if count % parts:
+            times = virtual if name == "pipeline_parallel" else ""
+            yield Problem(
+                name,
+                f"{getattr(config, name)}{times} does not divide the model's {count} {what}; use a divisor of {count}",
+            )
+
+
+def _experts(config: MegatronConfig, *, experts: int, latent: bool) -> Iterator[Problem]:
+    """What experts want, and what wants experts."""
+    if config.expert_parallel > 1 and not experts:
+        yield Problem("expert_parallel", f"{config.expert_parallel}, but the model has no experts; set it to 1")
+    if config.expert_tensor_parallel and not experts:
+        yield Problem(
+            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, but the model has no experts; set it to 0"
+        )
+    if config.aux_loss_coef and not experts:
+        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, but the model has no experts; set it to 0")
+    tp = config.tensor_parallel
+    if (experts or latent) and tp > 1 and not config.sequence_parallel:
         what = "experts" if experts else "latent attention"
         yield Problem(
             "sequence_parallel",

@@ -1,0 +1,179 @@
+"""Models of Megatron-Bridge, which a stand-in plays: the boxes, log-probs and steps of the table's, and refusals."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from attrs import evolve
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor, nn
+
+from corerl.testing.compare import different, grad_norm_of, in_order, loss_of, whole
+from corerl.testing.harness import Setup, error_of, make_samples, start
+from corerl.testing.models import tiny_fields
+from corerl.testing.pool import Ranks
+from corerl.testing.subject import Runs
+from corerl.types import Output
+from corerl_megatron.families import BRIDGE_INSTALL
+from plugins.megatron.tests import ranks
+from plugins.megatron.tests.bridge import EXPERT, HF, LAYER, MAPPINGS, Whole, provider_of
+
+FIELDS = tiny_fields("glm4-moe")  # a dense layer, and one of experts with a shared one and a bias in a buffer
+STEPS = 2
+SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "fields"),
+    [
+        (1, {}, {}),
+        (2, SP2, {}),
+        (2, {**SP2, "expert_parallel": 2, "expert_tensor_parallel": 1}, {}),
+        (2, {"pipeline_parallel": 2}, {"tie_word_embeddings": True}),
+    ],
+    ids=["one rank", "tp2", "tp2 ep2", "pp2, tied"],
+)
+def test_a_model_of_the_bridge_is_that_of_the_table_to_the_last_bit(
+    runs: Runs, world_size: int, options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    samples = make_samples(7)
+    setup = Setup(backend="megatron", model="", fields={**FIELDS, **fields}, options=options)
+    bridged = evolve(setup, options={**options, "bridge": True})
+    found, wanted = (runs.rank_sets[world_size].run(ranks.built, each, samples, STEPS) for each in (bridged, setup))
+    assert [each.boxes for each in found] == [each.boxes for each in wanted]
+    for output in (Output.LOGPROBS, Output.ENTROPY):
+        of_both = [in_order([each.outputs for each in side], samples, output) for side in (found, wanted)]
+        np.testing.assert_array_equal(*of_both)
+    for step in range(STEPS):
+        of_found, of_wanted = ([each.results[step] for each in side] for side in (found, wanted))
+        assert (loss_of(of_found), grad_norm_of(of_found)) == (loss_of(of_wanted), grad_norm_of(of_wanted))
+    states = [whole([each.state for each in side]) for side in (found, wanted)]
+    assert different(*states, keys=states[1]) == []
+
+
+def refused(one: Ranks, fields: dict[str, Any] | None = None, **played: Any) -> str:
+    options = {"bridge": True}
+    setup = Setup(backend="megatron", model="", fields=fields or FIELDS, options=options)
+    return one.run(partial(ranks.start_by_bridge, **played), setup)[0]
+
+
+class Doubled(Whole):
+    def hf_to_megatron(self, weights: Any, module: nn.Module) -> Tensor:
+        doubled: Tensor = weights * 2
+        return doubled
+
+
+class Less(Whole):
+    def hf_to_megatron(self, weights: Any, module: nn.Module) -> Tensor:
+        less: Tensor = weights - 1
+        return less
+
+
+class Broken(Whole):
+    def hf_to_megatron(self, weights: Any, module: nn.Module) -> Tensor:
+        raise KeyError("q_lora_rank")
+
+
+class Capped(ColumnParallelLinear):  # type: ignore[misc]
+    """Stands for a head that does more than multiply."""
+
+
+ROUTER = f"{LAYER}.mlp.router.weight"
+
+
+@pytest.mark.parametrize(
+    ("played", "message"),
+    [
+        (
+            {"provider": lambda config: SimpleNamespace(share_embeddings_and_output_weights=False)},
+            (
+                "Megatron-Bridge builds a glm4_moe model by a SimpleNamespace, of whose layers some take no packed "
+                "sequences here, wanted a GPTModelProvider; use another backend"
+            ),
+        ),
+        (
+            {"provider": partial(provider_of, head=Capped)},
+            (
+                "Megatron-Bridge computes logits by a Capped, wanted one matrix, from which this backend computes "
+                "log-probs without them; use another backend"
+            ),
+        ),
+        (
+            {"provider": partial(provider_of, num_layers=1, moe_layer_freq=[1])},
+            (
+                "Megatron-Bridge's glm4_moe model has a 'decoder.layers.0.mlp.router.weight', of Hugging Face's "
+                "'model.layers.0.mlp.gate.weight', which a model of this config lacks: its layers are of other kinds "
+                "than Megatron-Bridge builds; use another backend"
+            ),
+        ),
+        (
+            {"provider": partial(provider_of, num_layers=1, moe_layer_freq=[0])},
+            (
+                "Megatron-Bridge's glm4_moe model has no parameter for Hugging Face's "
+                "model.layers.1.input_layernorm.weight, model.layers.1.mlp.experts.0.down_proj.weight, "
+                "model.layers.1.mlp.experts.0.gate_proj.weight, and 34 more; use another backend"
+            ),
+        ),
+        (
+            {"mappings": {**MAPPINGS, f"{EXPERT}.linear_fc2.weight": None}},
+            (
+                "Megatron-Bridge maps no Hugging Face tensor of a glm4_moe model to megatron-core's "
+                "'decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight'; use another backend"
+            ),
+        ),
+        (
+            {"mappings": {**MAPPINGS, ROUTER: Doubled(f"{HF}.mlp.gate.weight")}},
+            (
+                "Megatron-Bridge's Doubled of model.layers.1.mlp.gate.weight cannot be told as boxes: it computes new "
+                "values"
+            ),
+        ),
+        (
+            {"mappings": {**MAPPINGS, ROUTER: Less(f"{HF}.mlp.gate.weight")}},
+            (
+                "Megatron-Bridge's Less of model.layers.1.mlp.gate.weight subtracts 1 from its values, and is not of a "
+                "norm at 1"
+            ),
+        ),
+        (
+            {"mappings": {**MAPPINGS, ROUTER: Broken(f"{HF}.mlp.gate.weight")}},
+            "Megatron-Bridge's Broken of model.layers.1.mlp.gate.weight cannot be read (KeyError: 'q_lora_rank')",
+        ),
+    ],
+)
+def test_what_is_no_box_of_a_tensor_is_refused_with_the_tensor(
+    runs: Runs, played: dict[str, Any], message: str
+) -> None:
+    assert refused(runs.rank_sets[1], **played) == f"ModelError: {message}"
+
+
+def test_families_and_losses_that_it_lacks_are_refused(runs: Runs) -> None:
+    one = runs.rank_sets[1]
+    assert refused(one, tiny_fields("llama")) == (
+        "ModelError: Megatron-Bridge cannot build a llama model (ValueError: No bridge for ['LlamaForCausalLM']); use "
+        "another backend"
+    )
+    setup = Setup(backend="megatron", model="", fields=FIELDS, options={"bridge": True, "aux_loss_coef": 0.1})
+    assert one.run(ranks.start_by_bridge, setup)[0] == (
+        "ModelError: backends.megatron.aux_loss_coef=0.1, but the routers of a glm4_moe model have no softmax, of "
+        "whose probabilities this loss is; set it to 0"
+    )
+
+
+def test_a_bridge_that_cannot_be_imported_is_told_with_what_to_install(runs: Runs) -> None:
+    setup = Setup(backend="megatron", model="", fields=FIELDS, options={"bridge": True})
+    with mock.patch.dict(sys.modules, {"megatron.bridge": None}):
+        found = runs.rank_sets[1].run(lambda: error_of(lambda: start(setup)))
+    assert found == [
+        (
+            "PluginError: backends.megatron.bridge=true, but megatron-bridge cannot be imported "
+            "(ModuleNotFoundError: import of megatron.bridge halted; None in sys.modules); "
+            f"{BRIDGE_INSTALL}"
+        )
+    ]
