@@ -48,6 +48,10 @@ class Loss(Protocol):
     def __call__(self, inputs: LossInputs, *args: Any, **params: Any) -> LossResult: ...
 
 
+# Metrics of every policy, besides those of `mismatch`.
+COMMON = frozenset({"ratio", "approx_kl", "entropy", "kl", "loss", "policy_loss"})
+
+
 @frozen(kw_only=True, eq=False)
 class PolicyTokens:
     """What the loss of a policy reads of T packed tokens, each [T] and 0 at tokens that do not count.
@@ -126,6 +130,8 @@ class PolicyTokens:
         `ratio`, `approx_kl` (from the old policy), `kl` (from the reference), and those of `mismatch` between trainer
         and engine. `entropy` is missing without one in the inputs; ContractError if `entropy_coef` needs it.
         """
+        if taken := sorted(COMMON & (metrics or {}).keys()):
+            raise ContractError(f"loss {self.name!r} has a metric {taken[0]!r}, which all policies have; rename it")
         entropy, tokens = self.inputs.entropy, self.counted.sum()
         policy_loss = (self.weights * policy_term).sum()
         loss = policy_loss

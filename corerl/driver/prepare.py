@@ -149,7 +149,8 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     config = _resolve_plugins(config, problems)
     algorithm: AlgorithmPlan | None = None
     if problems.none_in("plugins"):
-        with problems.stage("algorithm.loss", path="algorithm.loss"):
+        own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
+        with problems.stage("algorithm.loss", path="algorithm.loss" if own else "algorithm.name"):
             algorithm = plan_algorithm(config)
         with problems.stage("algorithm.check"):
             check_algorithm(config)

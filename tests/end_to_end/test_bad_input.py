@@ -41,8 +41,8 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
     ("override", "line"),
     [
         (
-            "algorithm.clip_hihg=0.3",
-            "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=...)",
+            "algorithm.entropy_ceof=0.3",
+            "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof=...)",
         ),
         ("run.steps=ten", "run.steps: expected integer, got string 'ten' (override run.steps=ten)"),
         (

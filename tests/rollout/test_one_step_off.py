@@ -61,7 +61,7 @@ def overrides(model: Path) -> list[str]:
         *("rollout.source=one-step-off", "rollout.save=true", f"rollout.temperature={TEMPERATURE}"),
         *(f"rollout.prompts={PROMPTS}", f"rollout.samples={SAMPLES}", "rollout.replicas=2"),
         *(f"algorithm.entropy_coef={reference.ENTROPY}", f"algorithm.kl_coef={reference.KL}"),
-        *(f"algorithm.clip_low={reference.CLIP_LOW}", f"algorithm.clip_high={reference.CLIP_HIGH}"),
+        *(f"algorithms.grpo.clip_low={reference.CLIP_LOW}", f"algorithms.grpo.clip_high={reference.CLIP_HIGH}"),
         *(f"train.optimizer.lr={LR}", f"train.optimizer.betas={list(reference.BETAS)}"),
         *(f"train.optimizer.eps={reference.EPS}", f"train.optimizer.weight_decay={reference.DECAY}"),
         *(f"train.optimizer.clip_norm={reference.CLIP_NORM}", "train.schedule={}"),

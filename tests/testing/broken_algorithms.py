@@ -239,7 +239,28 @@ class OtherRatio(OtherLoss):
 def other_ratio(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="other_ratio")
     ratio = tokens.sample_mean(tokens.log_ratio).exp()
-    return tokens.result(-ratio * tokens.advantages, {"ratio": ratio})
+    found = tokens.result(-ratio * tokens.advantages)
+    mean = TensorMetric(torch.where(tokens.counted, ratio.detach(), 0.0).sum(), tokens.counted.sum())
+    return LossResult(found.loss, {**found.metrics, "ratio": mean})
+
+
+class WrongSign(OtherLoss):
+    name = "wrong_sign"
+
+
+def wrong_sign(inputs: LossInputs) -> LossResult:
+    tokens = PolicyTokens.of(inputs, name="wrong_sign")
+    return tokens.result(tokens.log_ratio.exp() * tokens.advantages)
+
+
+class FirstOfTheBest(GRPO):
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        found, groups = np.zeros(len(rewards), np.float32), samples.rows["group"]
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            if rewards[members].min() < rewards[members].max():
+                found[members[np.argmax(rewards[members])]] = 1.0
+        return Advantages(advantages=broadcast(found, samples))
 
 
 class TruncatedWeights(OtherLoss):
@@ -296,6 +317,7 @@ AT_PROMPTS_TOO = faulty("AtPromptsToo", "prompts have advantages", seen_by="A08"
 DRAWS = faulty("Draws", "is another each time", seen_by="A08", saying="the same twice")
 READS_PROMPTS = faulty("ReadsPrompts", "reads prompts", seen_by="A09", saying="in the column 'rollout_logprobs'")
 EARLIER_COUNT_MORE = faulty("EarlierCountMore", "uses the order", seen_by="A10", saying="with samples in another order")
+FIRST_OF_THE_BEST = faulty("FirstOfTheBest", "the first wins", seen_by="A10", saying="with samples in another order")
 NUMBERS_OF_PROMPTS = faulty("NumbersOfPrompts", "uses numbers", seen_by="A10", saying="with other numbers for prompts")
 FORGETS_EQUAL_REWARDS = faulty(
     "ForgetsEqualRewards", "divides rounding by rounding", seen_by="A11", saying="expected exactly 0"
@@ -311,6 +333,7 @@ DETACHES_A_PART = faulty(
 HOLDS_A_NEGATIVE_FACTOR = faulty(
     "HoldsANegativeFactor", "pushes to the wrong side", seen_by="A14", saying="points away from the policy gradient"
 )
+WRONG_SIGN = faulty("WrongSign", "unlearns what is good", seen_by="A14", saying="so give it")
 DETACHES_ENTROPY = faulty(
     "DetachesEntropy", "a bonus without gradient", seen_by="A14", saying="respect to entropy is 0"
 )

@@ -118,7 +118,8 @@ def equal(found: Array | float, wanted: Array | float) -> Array:
 def test_gradients_are_those_of_the_loss_or_of_the_policy(trial: Trial) -> None:
     """Each output's gradient equals finite differences of the loss. A loss of a policy that holds a factor fixed on
     purpose, as truncated importance weights are, has others for log-probs: then the gradient is the policy gradient
-    - weight * advantage where the policy has not moved, and elsewhere points to the same side, or is 0."""
+    - weight * advantage where the policy has not moved, and elsewhere points to the same side, or is 0. Where it has
+    not moved, a step of any policy makes samples likelier that have higher advantages."""
     for role in trial.plan.objectives:
         assert trial.divided(role, PACKINGS["3 dp ranks with fillers"]).differentiable, (
             f"the loss of the {role} has no gradient in some micro-batch, but backends call its backward(): let it "
@@ -126,6 +127,8 @@ def test_gradients_are_those_of_the_loss_or_of_the_policy(trial: Trial) -> None:
         )
         micro = trial.whole(role)
         found = trial.evaluate(role, micro).gradients
+        if trial.spec.roles[role] is RoleKind.POLICY:
+            assert_improves(trial, role, micro)
         for output, gradient in found.items():
             loss = loss_of(trial, role, micro, output)
             if predicts(gradient, loss, micro, output):
@@ -143,6 +146,20 @@ def test_gradients_are_those_of_the_loss_or_of_the_policy(trial: Trial) -> None:
             policy = trial.spec.roles[role] is RoleKind.POLICY and output is Output.LOGPROBS
             assert policy, f"{told}; remove detach() and no_grad(), and keep the outputs' dtype"
             assert_policy_gradient(trial, role, micro, gradient, told)
+
+
+def assert_improves(trial: Trial, role: str, micro: MicroBatch) -> None:
+    """The gradient of log-probs is on the policy gradient's side, over all tokens, where the policy has not moved."""
+    still = micro.columns["old_logprobs"].astype(np.float64)
+    unmoved = evolve(micro, columns={**micro.columns, f"{OWN}{Output.LOGPROBS}": still})
+    found = trial.evaluate(role, unmoved).gradients[Output.LOGPROBS]
+    own = -micro.columns["weights"].astype(np.float64) * micro.columns["advantages"]
+    side = float(found @ own)
+    assert side >= 0, (
+        f"where log-probs equal old_logprobs, the gradient of the {role}'s loss makes samples of high advantages less "
+        f"likely: its product with -weight * advantage, over all tokens, is {side:.3g}; a loss is minimized, so give it "
+        "the other sign"
+    )
 
 
 def loss_of(trial: Trial, role: str, micro: MicroBatch, output: Output) -> Callable[[Array], float]:
