@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from megatron.core import dist_checkpointing
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import nn
@@ -157,14 +157,14 @@ class Built:
     """What a rank holds and computes of a model."""
 
     boxes: list[Any]  # of each parameter, then of each stored buffer
+    at_start: State
     outputs: ForwardResult
     results: list[TrainResult]
     state: State  # after those steps
 
 
 def built(setup: Setup, samples: SampleBatch, steps: int) -> Built:
-    """With `bridge` among the options, by the stand-in."""
-    with bridge_installed(), running(setup) as worker:
+    with running(setup) as worker:
         backend = worker.backend
         assert isinstance(backend, MegatronBackend)
         split = backend.groups.tensor.size() > 1
@@ -177,12 +177,19 @@ def built(setup: Setup, samples: SampleBatch, steps: int) -> Built:
             )
             for held in (*backend.model.held, *backend.model.buffers)
         ]
+        at_start = state_of(worker)
         outputs = forward(worker, setup, samples)
         results = [train(worker, setup, number) for number in range(steps)]
-        return Built(boxes=boxes, outputs=outputs, results=results, state=state_of(worker))
+        return Built(boxes=boxes, at_start=at_start, outputs=outputs, results=results, state=state_of(worker))
+
+
+def built_by_bridge(setup: Setup, samples: SampleBatch, steps: int) -> Built:
+    """By the one that plays it."""
+    with bridge_installed():
+        return built(evolve(setup, options={**setup.options, "bridge": True}), samples, steps)
 
 
 def start_by_bridge(setup: Setup, **played: Any) -> str:
     """What is said of a model that cannot be built; see `bridge_installed`."""
     with bridge_installed(**played):
-        return error_of(lambda: start(setup))
+        return error_of(lambda: start(evolve(setup, options={**setup.options, "bridge": True})))

@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from attrs import evolve
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
@@ -44,8 +43,8 @@ def test_a_model_of_the_bridge_is_that_of_the_table_to_the_last_bit(
 ) -> None:
     samples = make_samples(7)
     setup = Setup(backend="megatron", model="", fields={**FIELDS, **fields}, options=options)
-    bridged = evolve(setup, options={**options, "bridge": True})
-    found, wanted = (runs.rank_sets[world_size].run(ranks.built, each, samples, STEPS) for each in (bridged, setup))
+    on = runs.rank_sets[world_size]
+    found, wanted = (on.run(build, setup, samples, STEPS) for build in (ranks.built_by_bridge, ranks.built))
     assert [each.boxes for each in found] == [each.boxes for each in wanted]
     for output in (Output.LOGPROBS, Output.ENTROPY):
         of_both = [in_order([each.outputs for each in side], samples, output) for side in (found, wanted)]
@@ -58,8 +57,7 @@ def test_a_model_of_the_bridge_is_that_of_the_table_to_the_last_bit(
 
 
 def refused(one: Ranks, fields: dict[str, Any] | None = None, **played: Any) -> str:
-    options = {"bridge": True}
-    setup = Setup(backend="megatron", model="", fields=fields or FIELDS, options=options)
+    setup = Setup(backend="megatron", model="", fields=fields or FIELDS)
     return one.run(partial(ranks.start_by_bridge, **played), setup)[0]
 
 
@@ -159,7 +157,7 @@ def test_families_and_losses_that_it_lacks_are_refused(runs: Runs) -> None:
         "ModelError: Megatron-Bridge cannot build a llama model (ValueError: No bridge for ['LlamaForCausalLM']); use "
         "another backend"
     )
-    setup = Setup(backend="megatron", model="", fields=FIELDS, options={"bridge": True, "aux_loss_coef": 0.1})
+    setup = Setup(backend="megatron", model="", fields=FIELDS, options={"aux_loss_coef": 0.1})
     assert one.run(ranks.start_by_bridge, setup)[0] == (
         "ModelError: backends.megatron.aux_loss_coef=0.1, but the routers of a glm4_moe model have no softmax, of "
         "whose probabilities this loss is; set it to 0"
