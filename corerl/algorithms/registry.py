@@ -68,6 +68,11 @@ def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float
                 f"algorithm.{coefficient}={fields[coefficient]}, but loss {name!r} has no such parameter; "
                 f"set it to 0, or add it to the function"
             )
+    unknown = [] if takes_any or name != own.name else [each for each in own.params if each not in taken]
+    if unknown:
+        raise ConfigError(
+            f"loss {name!r} of the algorithm has no parameter {unknown[0]!r}; it takes: {', '.join(sorted(taken))}"
+        )
     spec = LossSpec(
         name=name,
         params={each: given for each, given in fields.items() if takes_any or each in taken},

@@ -148,7 +148,7 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield (
                 f"algorithm.{setting}: set, but algorithm.kl_coef=0 keeps no reference policy; set that, or remove this"
             )
-    if algorithm.reference and not os.path.isdir(algorithm.reference):
+    if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
         yield (
             f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
             "remove it to use the initial weights"

@@ -64,6 +64,7 @@ def compute_advantages(
             token_rewards = -np.float32(kl_coef) * divergence
 
     found = estimate(samples, rewards, token_rewards)
+    _require_sound(found, samples)
     advantages, metrics = found.advantages, {**metrics, **found.metrics}
     if algorithm.correction != "none":
         weights = importance_weights(
@@ -82,10 +83,24 @@ def compute_advantages(
     )
 
 
+def _require_sound(found: Advantages, samples: SampleBatch) -> None:
+    """Raise DataError for advantages or further columns that could not be trained on."""
+    for name, column in {**found.columns, "advantages": found.advantages}.items():
+        if np.shape(column) != samples.tokens.shape:
+            raise DataError(
+                f"the algorithm's {name!r} are of shape {list(np.shape(column))}, wanted [{len(samples.tokens)}], one "
+                "for each token"
+            )
+    if taken := sorted({*samples.columns, "advantages"} & set(found.columns)):
+        raise DataError(f"the algorithm returned the further column {taken[0]!r}, which the samples have; rename it")
+    if not np.isfinite(found.advantages[samples.columns["loss_mask"]]).all():
+        raise DataError("the algorithm's advantages are not finite at all loss tokens; check rewards and divisions")
+
+
 def users_estimate(name: str) -> Estimate:
     """The function `algorithm.advantages` = 'module:function'. It is called like `Algorithm.advantages`, and returns
-    advantages of samples [B] or of tokens [N]. Raises ConfigError if it cannot be imported, and when it returns
-    anything else or raises."""
+    advantages of samples [B] or of tokens [N]. Raises ConfigError if it cannot be imported; calling it raises DataError
+    if it returns anything else or raises."""
     function = imported(name, setting="algorithm.advantages")
 
     def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
@@ -110,8 +125,8 @@ def users_estimate(name: str) -> Estimate:
 
 def users_postprocess(name: str) -> Postprocess:
     """The function `algorithm.postprocess` = 'module:function', which maps samples with all columns to those to train
-    on. Raises ConfigError if it cannot be imported, and when it raises or returns anything else than samples of which
-    some have a loss token, with finite advantages there."""
+    on. Raises ConfigError if it cannot be imported; calling it raises DataError if it raises or returns anything else
+    than samples of which some have a loss token, with finite advantages there."""
     function, setting = imported(name, setting="algorithm.postprocess"), f"algorithm.postprocess: {name!r}"
 
     def postprocess(samples: SampleBatch) -> SampleBatch:

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve, frozen
 
-from corerl.algorithms.base import Algorithm, ForwardPass, Objective
+from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
 from corerl.algorithms.registry import policy_loss
 from corerl.config.schema import Config
 from corerl.driver.advantages import Estimate, Postprocess, users_estimate, users_postprocess
+from corerl.errors import ContractError, PluginBroken
+from corerl.messages import one_line
 from corerl.plugin.options import algorithm_spec, check_spec
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
-from corerl.types import Output
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
@@ -29,19 +31,49 @@ class AlgorithmPlan:
     compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
 
 
+def _never(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+    raise ContractError("a run that only scores has no advantages")
+
+
+SCORED = AlgorithmPlan(  # by a run whose algorithm is not asked
+    estimate=_never,
+    postprocess=None,
+    passes=(),
+    objectives={ACTOR: Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")},
+    compares=False,
+)
+
+
 def plan_algorithm(config: Config) -> AlgorithmPlan:
     """The plan of a settled config whose plugins' tables are resolved. Raises ConfigError if it names an impossible
     loss, or a function for advantages that cannot be imported."""
+    if config.run.mode == "eval":
+        return SCORED
     loaded = load(Kind.ALGORITHMS, config.algorithm.name)
     implementation: type[Algorithm] = load_implementation(Kind.ALGORITHMS, loaded)
-    algorithm = implementation(config.algorithms[loaded.name])
+    try:
+        algorithm = implementation(config.algorithms[loaded.name])
+        trained, passes = set(algorithm.objectives()), list(algorithm.forwards())
+    except Exception as error:
+        raise PluginBroken(f"algorithm {loaded}: {implementation.__name__} raised {one_line(error)}") from error
+    roles = loaded.spec.roles
+    if trained != set(roles):
+        raise PluginBroken(
+            f"algorithm {loaded}: objectives() names the roles {', '.join(sorted(trained)) or 'none'}, wanted those of "
+            f"its spec, {', '.join(roles)}"
+        )
+    for each in passes:
+        if each.role not in roles:
+            raise PluginBroken(
+                f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
+            )
     own, after = config.algorithm.advantages, config.algorithm.postprocess
     return AlgorithmPlan(
         estimate=users_estimate(own) if own else algorithm.advantages,
         postprocess=users_postprocess(after) if after else None,
         passes=tuple(_passes(config, algorithm)),
         objectives=_objectives(config, algorithm),
-        compares=loaded.spec.compares and config.algorithm.kl_in != "reward",
+        compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
     )
 
 
@@ -58,7 +90,12 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
     if not spec.samples and config.run.samples and config.run.trains:
         yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
-    if spec.compares and sampled < 2:
+    if algorithm.advantages and len(spec.roles) > 1:
+        yield (
+            f"algorithm.advantages: replaces those of {name}, whose other roles read columns of its own; remove it, or "
+            "choose an algorithm that trains the actor alone"
+        )
+    if spec.compares and sampled < 2 and not algorithm.advantages:
         yield (
             "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or an "
             "algorithm that does not compare the samples of a prompt"

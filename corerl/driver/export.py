@@ -15,12 +15,12 @@ from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
 from corerl.driver.state import read_run
 from corerl.errors import ModelError
+from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
-from corerl.plugin.options import has_value_head
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -45,13 +45,12 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
     hf = hf_config(model)
-    weights.require_same_model(
-        checkpoint, role, weights.built(hf, value_head=has_value_head(config, role))
-    )  # else nothing could load the export
+    source = CheckpointSource(checkpoint / role, *WEIGHTS)
+    built = weights.built(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes)
+    weights.require_same_model(checkpoint, role, built)  # else nothing could load the export
     kept = DTYPES[
         dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
     ]
-    source = CheckpointSource(checkpoint / role, *WEIGHTS)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in source.shapes.items():

@@ -155,7 +155,7 @@ def built_models(
     from corerl.driver import weights  # slow to import: takes seconds
 
     found: dict[str, PreTrainedModel] = {}
-    if not problems.none_in("algorithm"):  # which says what the roles are
+    if not problems.none_in("algorithm's spec"):  # which says what the roles are
         return found
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)

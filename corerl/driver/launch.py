@@ -181,10 +181,15 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     if state and config.run.trains:
         for text in changed_rates(state["config"], roles.values()):
             progress.notice(text)
-    if config.algorithm.kl_coef and config.run.trains:
-        reference = groups[ACTOR].snapshot(REFERENCE)
-        if state and config.algorithm.reference_every:
-            reference.create()  # from the checkpoint's weights, which were the reference when it was written
+    if config.run.trains and any(each.weights == REFERENCE for each in prepared.algorithm.passes):
+        reference, every = groups[ACTOR].snapshot(REFERENCE), config.algorithm.reference_every
+        if state and every:
+            reference.create()  # from the checkpoint's weights, which are the reference at every such step
+            if late := progress.step % every:
+                progress.notice(
+                    f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, "
+                    "whose weights no checkpoint has"
+                )
         else:
             reference.load(config.algorithm.reference)
     if check is not None:

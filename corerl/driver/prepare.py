@@ -114,11 +114,13 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     itself from none of the checkpoints that ranks have found to be `damaged`.
     """
     problems = Problems()
-    with problems.stage("algorithm", path="algorithm.name"):
+    with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(config)
+    known = problems.none_in("algorithm's spec")
     for line in contradictions(config):
-        problems.add(line)
-    if problems.none_in("algorithm"):
+        if known or not line.startswith("algorithm."):  # what is unset is not known without
+            problems.add(line)
+    if known and config.run.mode != "eval":
         for line in against_algorithm(config):
             problems.add(line)
     models, tokenizer = load_models(config, problems)
@@ -152,8 +154,9 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
         with problems.stage("algorithm.loss", path="algorithm.loss" if own else "algorithm.name"):
             algorithm = plan_algorithm(config)
-        with problems.stage("algorithm.check"):
-            check_algorithm(config)
+        if config.run.mode != "eval":
+            with problems.stage("algorithm.check"):
+                check_algorithm(config)
     asked = config
     planned = functools.partial(
         plan_processes,

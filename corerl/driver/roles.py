@@ -14,9 +14,7 @@ from corerl.calls import Call
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
-from corerl.driver.algorithm import plan_algorithm
-from corerl.errors import UserError
-from corerl.plugin.options import resolve_tables, settle_algorithm
+from corerl.errors import ConfigError
 from corerl.trainer.group import TrainGroup
 from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
@@ -111,17 +109,16 @@ def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]
     """One line for each role whose next step has another learning rate than by the config of the checkpoint that it
     resumes, `before`, as plain data."""
     try:
-        old = resolve_tables(settle_algorithm(config_of(before)))
-        objectives = plan_algorithm(old).objectives
-    except UserError:  # of a CoreRL with other settings, or of another plugin: there is nothing to compare with
+        old = config_of(before)
+    except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with
         return []
     lines = []
     for role in roles:
-        if role.name not in objectives:
+        if role.name not in old.chosen_roles:
             continue
         train = old.train_of(role.name)
         steps = train.schedule.steps or old.run.steps
-        earlier = evolve(role, train=train, first_step=objectives[role.name].first_step, rollout_steps=steps)
+        earlier = evolve(role, train=train, rollout_steps=steps)
         was, now = earlier.lr(role.optimizer_step), role.lr(role.optimizer_step)
         if math.isclose(was, now, rel_tol=1e-6):
             continue

@@ -196,6 +196,7 @@ class Run:
         samples = batch.samples
         if not samples.columns["loss_mask"].any():
             self.progress.notice(f"step {self.progress.step} is skipped: none of its samples has a loss token")
+            self._renew_reference()
             return {}
         shared = share(samples)
         training = [name for name, role in self.roles.items() if self.progress.step >= role.first_step]

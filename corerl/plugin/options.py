@@ -8,17 +8,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from corerl.config.load import structure
-from corerl.config.schema import ClusterInfo, Config
-from corerl.errors import ConfigError, PluginError, Unsupported
+from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, RolesConfig
+from corerl.errors import ConfigError, PluginBroken, PluginError, Unsupported
 from corerl.messages import nearest
 from corerl.plugin.capabilities import Capability, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
-from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, BackendSpec, Environment, Problem, RoleKind
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, BackendSpec, Environment, Problem, RoleKind
 
 TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
+ROLES = tuple(field.name for field in fields(RolesConfig))
 USER = "cluster.environment"  # whose values may be secrets
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 
@@ -43,7 +44,11 @@ def selected(config: Config) -> list[Selection]:
         Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
         *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
         Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
-        Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains),
+        *(
+            [Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains)]
+            if config.run.mode != "eval"  # which nothing learns from
+            else []
+        ),
         *(
             Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
             for index, each in enumerate(config.extensions)
@@ -80,15 +85,39 @@ def algorithm_spec(config: Config) -> AlgorithmSpec:
 
 
 def has_value_head(config: Config, role: str) -> bool:
-    """Whether the algorithm's `role` is a critic."""
-    return algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
+    """Whether the algorithm's `role` is a critic; the actor is none in any."""
+    return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
 
 
 def settle_algorithm(config: Config) -> Config:
-    """The same config with what `[algorithm]` leaves unset as the algorithm says. Raises PluginError if that cannot be
-    loaded."""
-    defaults, max_tokens = algorithm_spec(config).defaults, config.rollout.max_tokens
-    return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=max_tokens))
+    """The same config with what `[algorithm]` leaves unset as the algorithm says, or, in a run that only scores, as
+    all do. Raises PluginError if the algorithm cannot be loaded, or says what it cannot."""
+    defaults: Mapping[str, Any] = {}
+    if config.run.mode != "eval":
+        spec = algorithm_spec(config)
+        defaults = dict(spec.defaults)
+        _require_valid(spec, config.algorithm.name)
+        if not config.run.samples or not spec.compares or config.algorithm.kl_in == "reward":
+            defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
+    return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
+
+
+def _require_valid(spec: AlgorithmSpec, name: str) -> None:
+    """Raise PluginBroken if an algorithm has roles that no run has, or defaults that `[algorithm]` cannot have."""
+    if wrong := [role for role in spec.roles if role not in ROLES]:
+        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {' and '.join(ROLES)}")
+    if ACTOR not in spec.roles:
+        raise PluginBroken(f"algorithm {name!r} has no role {ACTOR!r}, but every run trains one")
+    unset = [field.name for field in fields(AlgorithmConfig) if field.default is None]
+    for setting, value in spec.defaults.items():
+        if setting not in unset:
+            raise PluginBroken(
+                f"algorithm {name!r} sets algorithm.{setting}, which is never unset; it can set {', '.join(unset)}"
+            )
+        try:
+            structure({setting: value}, AlgorithmConfig, path="algorithm")
+        except ConfigError as error:
+            raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
 
 
 def resolve_tables(config: Config) -> Config:

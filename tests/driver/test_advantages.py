@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.algorithms.base import Advantages
 from corerl.algorithms.grpo import GRPO
 from corerl.algorithms.grpo import Options as OfGRPO
 from corerl.algorithms.ppo import PPO
@@ -180,6 +181,23 @@ def test_samples_that_could_not_be_trained_on_are_told(
     users.mine = function  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=f"^algorithm.postprocess: 'my_advantages:mine' {line}"):
         users_postprocess("my_advantages:mine")(computed(batch()).samples)
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (Advantages(advantages=np.zeros(2, np.float32)), "the algorithm's 'advantages' are of shape [2], wanted [5]"),
+        (Advantages(advantages=np.full(5, np.nan, np.float32)), "the algorithm's advantages are not finite"),
+        (
+            Advantages(advantages=np.zeros(5, np.float32), columns={"loss_mask": np.zeros(5, np.float32)}),
+            "the algorithm returned the further column 'loss_mask', which the samples have; rename it",
+        ),
+    ],
+)
+def test_what_an_algorithm_may_not_return_is_told(found: Advantages, line: str) -> None:
+    with pytest.raises(DataError) as caught:
+        computed(batch(), lambda *_: found)
+    assert caught.value.message.startswith(line)
 
 
 @pytest.fixture

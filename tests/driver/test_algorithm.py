@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve, frozen
 
-from corerl.algorithms.base import Advantages, Algorithm, Objective
+from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
 from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -21,9 +21,9 @@ from corerl.config.schema import (
     RunConfig,
 )
 from corerl.driver.algorithm import REFERENCE, check_algorithm, contradictions, plan_algorithm
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, PluginBroken
 from corerl.plugin.options import resolve_tables, settle_algorithm
-from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem
+from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
 GRPO = Config(backend=BackendChoice(name="plain"))
@@ -62,12 +62,15 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="of a test",
-    compares=False,
     samples=False,
     defaults={"aggregation": "constant-length", "overlong": "penalty", "dynamic_sampling": 3},
     check=check,
 )
 NAME = "tests.driver.test_algorithm:SPEC"
+
+
+def changed(config: Config, **algorithm: Any) -> Config:
+    return evolve(config, algorithm=evolve(config.algorithm, **algorithm))
 
 
 def lines(config: Config, **algorithm: Any) -> list[str]:
@@ -129,6 +132,9 @@ def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
     own = evolve(config, algorithm=AlgorithmConfig(name=NAME, aggregation="token-mean", overlong="keep"))
     settled = settle_algorithm(own).algorithm
     assert (settled.aggregation, settled.overlong, settled.overlong_buffer) == ("token-mean", "keep", 0)
+    # Where there is nothing that dynamic sampling could do, the algorithm's default gives way.
+    from_files, penalised = evolve(config, run=RunConfig(mode="train-only")), changed(config, kl_in="reward")
+    assert [settle_algorithm(each).algorithm.dynamic_sampling for each in (from_files, penalised)] == [0, 0]
     common = settle_algorithm(GRPO).algorithm
     assert (common.aggregation, common.overlong, common.dynamic_sampling) == ("token-mean", "keep", 0)
     assert common.settled({"aggregation": "sequence-mean"}, max_tokens=1) == common
@@ -212,3 +218,72 @@ def test_a_step_passes_samples_through_the_models_whose_columns_are_read() -> No
     replayed = AlgorithmConfig(old_logprobs="recompute", routing_replay="engine")
     assert passes(evolve(GRPO, algorithm=replayed)) == [("actor", {"old_logprobs": Output.LOGPROBS}, "", True)]
     assert passes(evolve(PPO, run=RunConfig(mode="rollout-only"))) == []  # the critic has no ranks
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"roles": {"actor": RoleKind.POLICY, "teacher": RoleKind.POLICY}},
+            "wants the role 'teacher'; a run has",
+        ),
+        ({"roles": {"critic": RoleKind.CRITIC}}, "has no role 'actor', but every run trains one"),
+        (
+            {"defaults": {"agregation": "token-mean"}},
+            "sets algorithm.agregation, which is never unset; it can",
+        ),
+        ({"defaults": {"kl_coef": 0.1}}, "sets algorithm.kl_coef, which is never unset"),
+        ({"defaults": {"aggregation": "tokenmean"}}, "has an invalid default: algorithm.aggregation: expected"),
+    ],
+)
+def test_a_spec_that_no_run_could_follow_is_refused(
+    fields: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.driver.test_algorithm.SPEC", evolve(SPEC, **fields))
+    with pytest.raises(PluginBroken, match=f"^algorithm {NAME!r} {line}"):
+        settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME)))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "line"),
+    [
+        ("objectives", lambda self: {}, "objectives() names the roles none, wanted those of its spec, actor"),
+        (
+            "forwards",
+            lambda self: [ForwardPass(role="critc", columns={})],
+            "forwards() names the role 'critc'; its",
+        ),
+        ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_an_algorithm_says_against_its_spec_is_found_before_a_run(
+    method: str, value: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FromFiles, method, value)
+    config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
+    with pytest.raises(PluginBroken) as caught:
+        plan_algorithm(config)
+    assert line in caught.value.message
+
+
+def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
+    monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
+    config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
+    with pytest.raises(ConfigError, match="^loss 'clipped' of the algorithm has no parameter 'clip_hihg'; it takes"):
+        plan_algorithm(config)
+
+
+def test_advantages_of_the_users_want_no_group_and_no_critic() -> None:
+    alone = evolve(GRPO, rollout=RolloutConfig(samples=1))
+    assert lines(alone, advantages="mine:f") == []
+    (line,) = lines(PPO, advantages="mine:f")
+    assert line.startswith("algorithm.advantages: replaces those of algorithm.name='ppo', whose other roles read")
+
+
+def test_a_run_that_only_scores_asks_no_algorithm() -> None:
+    config = evolve(GRPO, run=RunConfig(mode="eval"), algorithm=AlgorithmConfig(name="no.such:SPEC"))
+    settled = settle_algorithm(config)
+    assert settled.algorithm.aggregation == "token-mean"
+    plan = plan_algorithm(resolve_tables(settled))
+    assert (plan.passes, list(plan.objectives)) == ((), ["actor"])

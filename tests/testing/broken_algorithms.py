@@ -305,7 +305,7 @@ WITHOUT_THE_ROLE = faulty(
     saying="objectives() has ['actor'], expected ['actor', 'critic']",
 )
 PASSES_OF_NOBODY = faulty(
-    "PassesOfNobody", "has a pass of a role that it has not", seen_by="A05", saying="its role must be one of actor"
+    "PassesOfNobody", "passes of a role it has not", seen_by="A05", saying="names the role 'critic'; its spec has actor"
 )
 REFUSES_ITS_DEFAULTS = faulty("GRPO", "its check accepts nothing", seen_by="A05", check=never, saying="learns nothing")
 
@@ -333,7 +333,7 @@ DETACHES_A_PART = faulty(
 HOLDS_A_NEGATIVE_FACTOR = faulty(
     "HoldsANegativeFactor", "pushes to the wrong side", seen_by="A14", saying="points away from the policy gradient"
 )
-WRONG_SIGN = faulty("WrongSign", "unlearns what is good", seen_by="A14", saying="so give it")
+WRONG_SIGN = faulty("WrongSign", "unlearns what is good", seen_by="A14", saying="so give it the other sign")
 DETACHES_ENTROPY = faulty(
     "DetachesEntropy", "a bonus without gradient", seen_by="A14", saying="respect to entropy is 0"
 )

@@ -156,9 +156,8 @@ def assert_improves(trial: Trial, role: str, micro: MicroBatch) -> None:
     own = -micro.columns["weights"].astype(np.float64) * micro.columns["advantages"]
     side = float(found @ own)
     assert side >= 0, (
-        f"where log-probs equal old_logprobs, the gradient of the {role}'s loss makes samples of high advantages less "
-        f"likely: its product with -weight * advantage, over all tokens, is {side:.3g}; a loss is minimized, so give it "
-        "the other sign"
+        f"where log-probs equal old_logprobs, the gradient of the {role}'s loss makes what has high advantages less "
+        f"likely: its product with -weight * advantage, over all tokens, is {side:.3g}; so give it the other sign"
     )
 
 
