@@ -164,6 +164,13 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
             "set algorithm.old_logprobs='recompute'"
         )
+    if algorithm.correction_floor > algorithm.correction_cap:
+        yield (
+            f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
+            f"{algorithm.correction_cap}; set it to at most that"
+        )
+    if algorithm.correction_beyond == "mask" and algorithm.correction == "none":
+        yield "algorithm.correction_beyond: 'mask', but algorithm.correction is 'none'; set one, or remove this"
     if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
         yield (
             "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "

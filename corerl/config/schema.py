@@ -352,12 +352,21 @@ class AlgorithmConfig:
         "rollout, unless the algorithm says otherwise",
         default=None,
     )
-    correction: Literal["none", "token", "sequence"] = option(
-        "importance weights that correct for the mismatch of engine and trainer log-probs, per token or per sequence, "
-        "truncated at correction_cap (Yao et al. 2025; Liu et al. 2025); needs old_logprobs = 'recompute'",
+    correction: Literal["none", "token", "sequence", "geometric"] = option(
+        "importance weights that correct for the mismatch of engine and trainer log-probs: the ratio of probabilities "
+        "of each token, their product over a sample, or their geometric mean over it (Yao et al. 2025; Liu et al. "
+        "2025); needs old_logprobs = 'recompute'",
         default="none",
     )
+    correction_floor: float = option(
+        "the smallest importance weight, at most correction_cap", default=0.0, validator=[at_least(0), finite]
+    )
     correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    correction_beyond: Literal["truncate", "mask"] = option(
+        "what becomes of ratios below correction_floor or above correction_cap; truncate: the weight is that bound; "
+        "mask: it is 0, so that the token (Ling Team 2025, IcePop) or the sample (Liu et al. 2025) teaches nothing",
+        default="truncate",
+    )
     on_mismatch: Literal["stop", "warn", "off"] = option(
         "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by more "
         "than mismatch_bound; stop: end the run; warn: tell, and go on; off: do not check. Checked before the first "

@@ -67,17 +67,19 @@ def compute_advantages(
     _require_sound(found, samples)
     advantages, metrics = found.advantages, {**metrics, **found.metrics}
     if algorithm.correction != "none":
-        weights = importance_weights(
+        corrected = importance_weights(
             columns["old_logprobs"],
             columns["rollout_logprobs"],
             samples,
             level=algorithm.correction,
+            floor=algorithm.correction_floor,
             cap=algorithm.correction_cap,
+            beyond=algorithm.correction_beyond,
         )
-        corrected = correction_metrics(weights, samples, cap=algorithm.correction_cap)
-        metrics |= {f"correction/{name}": value for name, value in corrected.items()}
+        told = correction_metrics(corrected, samples, beyond=algorithm.correction_beyond)
+        metrics |= {f"correction/{name}": value for name, value in told.items()}
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
-        advantages = advantages * weights
+        advantages = advantages * corrected.weights
     return TrainBatch(
         samples=samples.with_columns(**found.columns, advantages=advantages), metrics=metrics, kl_coef=kl_coef, kl=kl
     )

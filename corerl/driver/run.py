@@ -300,13 +300,13 @@ class Run:
             self.updates.fleet.step_completed()
         metrics |= self.residency.metrics()
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
-        self._warn(scored)
+        self._warn(scored, batch)
         self._step_started = now
         self.progress.tell(
             StepFinished(step=scored.step, metrics=metrics, shown=scored.shown(), samples=scored.samples())
         )
 
-    def _warn(self, scored: Scored) -> None:
+    def _warn(self, scored: Scored, batch: TrainBatch | None) -> None:
         """Warn about whatever makes a step teach less than it could."""
         self._warn_of_unseen(scored.rollout.batch)
         if scored.first_failure:
@@ -314,6 +314,14 @@ class Run:
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
         if notice := self._equal.hear(scored.rewards, scored.rollout.batch.rows["group"]):
             self.progress.notice(notice)
+        if batch and batch.metrics.get("correction/weight") == 0.0:
+            algorithm = self.config.algorithm
+            self.progress.notice(
+                f"step {scored.step}: the policy learns nothing from its samples, since algorithm.correction="
+                f"{algorithm.correction!r} gives all of their tokens weight 0; see rollout/logprob_diff, or widen the "
+                f"band from correction_floor={algorithm.correction_floor:g} to "
+                f"correction_cap={algorithm.correction_cap:g}"
+            )
 
     def _warn_of_unseen(self, batch: SampleBatch) -> None:
         """Tell once that the reward misses tokens that the policy samples."""

@@ -7,8 +7,11 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from corerl.algorithms.corrections import correction_metrics, importance_weights
+from corerl.algorithms.corrections import ImportanceWeights, correction_metrics, importance_weights
 from corerl.types import FloatArray, SampleBatch
+
+Level = Literal["token", "sequence", "geometric"]
+Beyond = Literal["truncate", "mask"]
 
 # sample              0               1          2
 # token           0   1    2    3     4     5    6
@@ -28,20 +31,27 @@ def logs(probabilities: list[float]) -> FloatArray:
 
 
 @pytest.mark.parametrize(
-    ("level", "cap", "expected"),
+    ("level", "floor", "cap", "beyond", "expected"),
     [
-        ("token", 3.0, [0, 2, 0.75, 0, 2, 2, 0]),
-        ("token", 1.5, [0, 1.5, 0.75, 0, 1.5, 1.5, 0]),
-        ("sequence", 5.0, [0, 1.5, 1.5, 0, 4, 4, 0]),
-        ("sequence", 2.0, [0, 1.5, 1.5, 0, 2, 2, 0]),
+        ("token", 0.0, 3.0, "truncate", [0, 2, 0.75, 0, 2, 2, 0]),
+        ("token", 0.0, 1.5, "truncate", [0, 1.5, 0.75, 0, 1.5, 1.5, 0]),
+        ("token", 0.8, 3.0, "truncate", [0, 2, 0.8, 0, 2, 2, 0]),
+        ("token", 0.8, 3.0, "mask", [0, 2, 0, 0, 2, 2, 0]),
+        ("token", 0.5, 1.5, "mask", [0, 0, 0.75, 0, 0, 0, 0]),
+        ("sequence", 0.0, 5.0, "truncate", [0, 1.5, 1.5, 0, 4, 4, 0]),
+        ("sequence", 0.0, 2.0, "truncate", [0, 1.5, 1.5, 0, 2, 2, 0]),
+        ("sequence", 0.0, 2.0, "mask", [0, 1.5, 1.5, 0, 0, 0, 0]),
+        ("sequence", 2.0, 5.0, "mask", [0, 0, 0, 0, 4, 4, 0]),
+        ("geometric", 0.0, 5.0, "truncate", [0, 1.5**0.5, 1.5**0.5, 0, 2, 2, 0]),
+        ("geometric", 0.8, 1.25, "mask", [0, 1.5**0.5, 1.5**0.5, 0, 0, 0, 0]),
     ],
 )
 def test_weights_of_two_samples_worked_by_hand(
-    level: Literal["token", "sequence"], cap: float, expected: list[float]
+    level: Level, floor: float, cap: float, beyond: Beyond, expected: list[float]
 ) -> None:
-    got = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level=level, cap=cap)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level=level, floor=floor, cap=cap, beyond=beyond)
+    assert found.weights.dtype == np.float32
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-6)
 
 
 def random_batch(rng: np.random.Generator) -> tuple[SampleBatch, FloatArray, FloatArray]:
@@ -56,25 +66,47 @@ def random_batch(rng: np.random.Generator) -> tuple[SampleBatch, FloatArray, Flo
     return batch, trainer, engine
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_are_products_of_ratios_of_probabilities(level: Literal["token", "sequence"]) -> None:
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_are_products_and_means_of_ratios_of_probabilities(level: Level, beyond: Beyond) -> None:
     batch, trainer, engine = random_batch(np.random.default_rng(0))
-    expected = np.zeros(len(batch.tokens))
+    floor, cap = (0.95, 1.05) if level == "geometric" else (0.9, 1.2)
+    expected, outside = np.zeros(len(batch.tokens)), np.zeros(len(batch.tokens), dtype=np.bool_)
     for start, end in itertools.pairwise(batch.offsets.tolist()):
         tokens = [n for n in range(start, end) if batch.columns["loss_mask"][n]]
         ratios = {n: math.exp(trainer[n]) / math.exp(engine[n]) for n in tokens}
         for n in tokens:
-            expected[n] = min(ratios[n] if level == "token" else math.prod(ratios.values()), 1.2)
-    got = importance_weights(trainer, engine, batch, level=level, cap=1.2)
-    assert 0 < (got == np.float32(1.2)).sum() < len(got)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
+            ratio = ratios[n] if level == "token" else math.prod(ratios.values())
+            if level == "geometric":
+                ratio **= 1 / len(tokens)
+            outside[n] = not floor <= ratio <= cap
+            expected[n] = ratio
+            if outside[n]:
+                expected[n] = 0.0 if beyond == "mask" else floor if ratio < floor else cap
+    found = importance_weights(trainer, engine, batch, level=level, floor=floor, cap=cap, beyond=beyond)
+    assert 0 < outside.sum() < batch.columns["loss_mask"].sum()
+    assert found.outside.tolist() == outside.tolist()
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_where_trainer_and_engine_agree_every_weight_is_exactly_one(level: Literal["token", "sequence"]) -> None:
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_where_trainer_and_engine_agree_every_weight_is_exactly_one(level: Level, beyond: Beyond) -> None:
     batch, trainer, _ = random_batch(np.random.default_rng(1))
-    got = importance_weights(trainer, trainer, batch, level=level, cap=2.0)
-    assert got.tolist() == batch.columns["loss_mask"].astype(float).tolist()
+    found = importance_weights(trainer, trainer, batch, level=level, floor=1.0, cap=1.0, beyond=beyond)
+    assert found.weights.tolist() == batch.columns["loss_mask"].astype(float).tolist()
+    assert not found.outside.any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_bounds_that_nothing_reaches_mask_nothing(level: Level) -> None:
+    batch, trainer, engine = random_batch(np.random.default_rng(4))
+    truncated, masked = (
+        importance_weights(trainer, engine, batch, level=level, cap=math.inf, beyond=beyond)
+        for beyond in ("truncate", "mask")
+    )
+    np.testing.assert_array_equal(truncated.weights, masked.weights)
+    assert not truncated.outside.any() and not masked.outside.any()
 
 
 def test_the_weighted_mean_under_the_engine_is_the_mean_under_the_trainer() -> None:
@@ -89,54 +121,102 @@ def test_the_weighted_mean_under_the_engine_is_the_mean_under_the_trainer() -> N
         columns={"loss_mask": np.ones(18, dtype=np.bool_)},
     )
     old, rollout = (np.log(p)[batch.tokens].astype(np.float32) for p in (trainer, engine))
-    weights = importance_weights(old, rollout, batch, level="sequence", cap=1e6)[::2]
+    weights = importance_weights(old, rollout, batch, level="sequence", cap=1e6).weights[::2]
     corrected = sum(engine[a] * engine[b] * w * worth[a, b] for (a, b), w in zip(pairs, weights, strict=True))
     assert corrected == pytest.approx(trainer @ worth @ trainer, rel=1e-5)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_log_ratios_beyond_all_measure_give_the_cap_or_zero(level: Literal["token", "sequence"]) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_log_ratios_beyond_all_measure_give_the_bounds_or_zero(level: Level) -> None:
     batch = SampleBatch(
         tokens=np.zeros(2, dtype=np.int64), offsets=np.array([0, 1, 2]), columns={"loss_mask": np.ones(2, np.bool_)}
     )
     far, near = np.array([-1, -2000], dtype=np.float32), np.array([-2000, -1], dtype=np.float32)
-    assert importance_weights(far, near, batch, level=level, cap=2.0).tolist() == [2.0, 0.0]
-    unbounded = importance_weights(far, near, batch, level=level, cap=math.inf)
-    assert unbounded.tolist() == [pytest.approx(math.exp(20)), 0.0]
+
+    def weights(cap: float, floor: float = 0.0, beyond: Beyond = "truncate") -> list[float]:
+        found = importance_weights(far, near, batch, level=level, floor=floor, cap=cap, beyond=beyond)
+        return [float(weight) for weight in found.weights]
+
+    assert weights(2.0) == [2.0, 0.0]
+    assert weights(2.0, floor=0.5) == [2.0, 0.5]
+    assert weights(2.0, beyond="mask") == [0.0, 0.0]
+    assert weights(math.inf) == [pytest.approx(math.exp(20)), 0.0]
 
 
 def test_metrics_of_two_samples_worked_by_hand() -> None:
-    # loss tokens 2, 3/4, 2, 2; samples 11/8 and 2
-    weights = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", cap=2.0)
-    metrics = correction_metrics(weights, BATCH, cap=2.0)
+    # loss tokens 1.5, 3/4, 1.5, 1.5; samples 9/8 and 1.5
+    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", cap=1.5)
+    metrics = correction_metrics(found, BATCH, beyond="truncate")
     assert metrics == pytest.approx(
         {
-            "weight": 6.75 / 4,
+            "weight": 5.25 / 4,
             "truncated": 3 / 4,
             "truncated_samples": 1.0,
-            "effective": 6.75**2 / (4 * (3 * 4 + 0.75**2)),
-            "effective_samples": 3.375**2 / (2 * (1.375**2 + 4)),
+            "effective": 5.25**2 / (4 * (3 * 1.5**2 + 0.75**2)),
+            "effective_samples": 2.625**2 / (2 * (1.125**2 + 1.5**2)),
         }
     )
     assert {type(value) for value in metrics.values()} == {float}
 
 
-def test_metrics_of_random_samples_are_those_of_a_loop() -> None:
+def test_metrics_of_masks_worked_by_hand() -> None:
+    # loss tokens 2, 0, 2, 2; samples 1 and 2
+    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", floor=0.8, cap=3.0, beyond="mask")
+    assert correction_metrics(found, BATCH, beyond="mask") == pytest.approx(
+        {
+            "weight": 6 / 4,
+            "masked": 1 / 4,
+            "masked_samples": 1 / 2,
+            "effective": 6**2 / (4 * 12),  # three of four tokens, equally
+            "effective_samples": 3**2 / (2 * 5),
+        }
+    )
+    found = importance_weights(
+        logs(TRAINER), logs(ENGINE), BATCH, level="geometric", floor=0.8, cap=1.25, beyond="mask"
+    )
+    assert correction_metrics(found, BATCH, beyond="mask") == pytest.approx(
+        {
+            "weight": 1.5**0.5 / 2,
+            "masked": 1 / 2,
+            "masked_samples": 1 / 2,
+            "effective": 1 / 2,
+            "effective_samples": 1 / 2,
+        }
+    )
+
+
+def test_where_everything_is_masked_all_metrics_are_finite() -> None:
+    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", floor=2.5, cap=3.0, beyond="mask")
+    assert not found.weights.any()
+    assert correction_metrics(found, BATCH, beyond="mask") == {
+        "weight": 0.0,
+        "masked": 1.0,
+        "masked_samples": 1.0,
+        "effective": 0.0,
+        "effective_samples": 0.0,
+    }
+
+
+@pytest.mark.parametrize(("beyond", "name"), [("truncate", "truncated"), ("mask", "masked")])
+def test_metrics_of_random_samples_are_those_of_a_loop(beyond: Beyond, name: str) -> None:
     batch, trainer, engine = random_batch(np.random.default_rng(3))
-    weights = importance_weights(trainer, engine, batch, level="token", cap=1.4)
+    found = importance_weights(trainer, engine, batch, level="token", floor=0.8, cap=1.4, beyond=beyond)
     samples = [
-        [float(weights[n]) for n in range(start, end) if batch.columns["loss_mask"][n]]
+        [
+            (float(found.weights[n]), not 0.8 <= math.exp(float(trainer[n]) - float(engine[n])) <= 1.4)
+            for n in range(start, end)
+            if batch.columns["loss_mask"][n]
+        ]
         for start, end in itertools.pairwise(batch.offsets.tolist())
     ]
     samples = [sample for sample in samples if sample]
-    tokens = list(itertools.chain(*samples))
-    means = [sum(sample) / len(sample) for sample in samples]
-    cap = float(np.float32(1.4))
-    assert correction_metrics(weights, batch, cap=1.4) == pytest.approx(
+    tokens = [weight for weight, _ in itertools.chain(*samples)]
+    means = [sum(weight for weight, _ in sample) / len(sample) for sample in samples]
+    assert correction_metrics(found, batch, beyond=beyond) == pytest.approx(
         {
             "weight": sum(tokens) / len(tokens),
-            "truncated": sum(w == cap for w in tokens) / len(tokens),
-            "truncated_samples": sum(max(sample) == cap for sample in samples) / len(samples),
+            name: sum(outside for _, outside in itertools.chain(*samples)) / len(tokens),
+            f"{name}_samples": sum(any(outside for _, outside in sample) for sample in samples) / len(samples),
             "effective": sum(tokens) ** 2 / sum(w * w for w in tokens) / len(tokens),
             "effective_samples": sum(means) ** 2 / sum(w * w for w in means) / len(means),
         }
@@ -147,11 +227,13 @@ def test_one_sample_that_outweighs_all_others_counts_as_one() -> None:
     batch = SampleBatch(
         tokens=np.zeros(8, dtype=np.int64), offsets=np.arange(0, 9, 2), columns={"loss_mask": np.ones(8, np.bool_)}
     )
-    metrics = correction_metrics(np.array([0, 0, 3, 3, 0, 0, 0, 0], dtype=np.float32), batch, cap=5.0)
+    weights = np.array([0, 0, 3, 3, 0, 0, 0, 0], dtype=np.float32)
+    found = ImportanceWeights(weights=weights, outside=np.zeros(8, np.bool_))
+    metrics = correction_metrics(found, batch, beyond="truncate")
     assert (metrics["effective"], metrics["effective_samples"], metrics["truncated"]) == (0.25, 0.25, 0.0)
-    assert correction_metrics(np.zeros(8, dtype=np.float32), batch, cap=5.0)["effective"] == 0.0
 
 
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     batch = BATCH.with_columns(loss_mask=np.zeros(7, dtype=np.bool_))
-    assert correction_metrics(np.zeros(7, dtype=np.float32), batch, cap=2.0) == {}
+    found = importance_weights(logs(TRAINER), logs(ENGINE), batch, level="geometric", cap=2.0)
+    assert not found.weights.any() and correction_metrics(found, batch, beyond="mask") == {}

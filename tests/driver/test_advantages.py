@@ -115,6 +115,23 @@ def test_a_correction_weighs_the_policy_term_by_how_likely_the_trainer_finds_the
     sequence = computed(columns, old_logprobs="recompute", correction="sequence", correction_cap=5.0)
     assert advantages(sequence) == pytest.approx([0.0, 0.25, 0.0, -1.5, -1.5])
     assert any(name.startswith("correction/") for name in token.metrics)
+    masked = computed(
+        columns, old_logprobs="recompute", correction="token", correction_cap=2.0, correction_beyond="mask"
+    )
+    assert advantages(masked) == pytest.approx([0.0, 0.25, 0.0, -0.5, 0.0])
+    assert masked.metrics["correction/masked"] == pytest.approx(1 / 3)
+
+
+def test_a_batch_whose_ratios_are_all_outside_the_band_has_advantages_of_zero_and_finite_metrics() -> None:
+    columns = batch(rollout_logprobs=[0.0, -1.5, 0.0, -1.25, -1.125])
+    found = computed(columns, old_logprobs="recompute", correction="geometric", correction_beyond="mask")
+    assert advantages(found) == [0.0] * 5
+    assert found.samples.columns["loss_mask"].sum() == 3
+    assert {name: value for name, value in found.metrics.items() if value} == {
+        "correction/masked": 1.0,
+        "correction/masked_samples": 1.0,
+    }
+    assert all(map(math.isfinite, found.metrics.values()))
 
 
 def test_a_long_response_loses_reward_over_the_last_tokens() -> None:

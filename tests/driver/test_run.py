@@ -245,6 +245,21 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
+def test_a_step_whose_tokens_are_all_masked_is_taken_without_advantages_and_told(make_run: Callable[..., Run]) -> None:
+    ears, actor = Ears(), Group()
+    correction = {"correction": "token", "correction_beyond": "mask", "correction_floor": 0.9}
+    run = make_run(make_config(algorithm={**correction, "old_logprobs": "recompute"}), actor=actor, ears=ears)
+    trained_on = run.with_advantages(scored())  # the trainer's log-probs are all lower than the engine's
+    results = run.optimize(trained_on)
+    assert not trained_on.samples.columns["advantages"].any() and len(actor.losses) == 1
+    run.report(scored(), trained_on, results)
+    line = (
+        "step 4: the policy learns nothing from its samples, since algorithm.correction='token' gives all of their "
+        "tokens weight 0; see rollout/logprob_diff, or widen the band from correction_floor=0.9 to correction_cap=2"
+    )
+    assert told(ears) == [line]
+
+
 def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)

@@ -17,9 +17,16 @@ from tests.testing.broken_algorithms import FAULTY
 
 INSTALLED = installed_names(Kind.ALGORITHMS)
 # What changes the way from rewards to gradients, for those that have a critic, or none.
+MASKS = ["algorithm.old_logprobs=recompute", "algorithm.correction_beyond=mask"]
 SETTINGS = {
-    "grpo": ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.overlong=penalty"],
-    "ppo": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithms.ppo.dual_clip=3", "algorithm.overlong=mask"],
+    "grpo": [
+        *("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.overlong=penalty"),
+        *(*MASKS, "algorithm.correction=token", "algorithm.correction_floor=0.9", "algorithm.correction_cap=1.1"),
+    ],
+    "ppo": [
+        *("algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithms.ppo.dual_clip=3", "algorithm.overlong=mask"),
+        *(*MASKS, "algorithm.correction=geometric", "algorithm.correction_floor=0.95", "algorithm.correction_cap=1.05"),
+    ],
 }
 
 
@@ -57,6 +64,7 @@ def test_an_algorithm_passes_with_other_settings(name: str, overrides: list[str]
     assert failures(trial) == {}
     columns = trial.batch.columns
     assert "ref_logprobs" in columns and ("values" in columns) == (name == "ppo")
+    assert 0.2 < (columns["advantages"][columns["loss_mask"]] == 0).mean() < 0.8  # masked
 
 
 @pytest.mark.parametrize("name", FAULTY)
