@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
+    from corerl.driver.algorithm import told_sampling
     from corerl.driver.prepare import prepare, told_answers, told_layouts, told_memory
     from corerl.messages import LONGEST_LINE, shorten
     from corerl.plugin.options import notes
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     for note in (
         *told_answers(prepared),
         *prepared.notices,
+        *told_sampling(prepared.config),
         *told_layouts(prepared),
         *prepared.settled,
         *told_memory(prepared),

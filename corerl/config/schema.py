@@ -79,6 +79,12 @@ def share(_: Any, attribute: Attribute[Any], value: Any) -> None:
         raise ValueError(f"must be above 0 and at most 1, got {value!r}")
 
 
+def zero_or_several(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    # One token is greedy sampling: all samples of a prompt would be the same, and their log-probs may be unscaled.
+    if value < 0 or value == 1:
+        raise ValueError(f"must be 0 or at least 2, got {value!r}")
+
+
 def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
     if not all(0 <= beta < 1 for beta in value):
         raise ValueError(f"each must be at least 0 and below 1, got {list(value)}")
@@ -551,6 +557,11 @@ class RolloutConfig:
     temperature: float = option("sampling temperature; divides the logits", default=1.0, validator=[above(0), finite])
     top_p: float = option(
         "sample only from the likeliest tokens that together have this probability", default=1.0, validator=share
+    )
+    top_k: int = option(
+        "sample only from so many of the likeliest tokens, or from those of top_p where these are fewer; 0: from all",
+        default=0,
+        validator=zero_or_several,
     )
     max_tokens: int = option(
         "maximum new tokens per sample, in an episode all tokens after its first request; a sample cut off there is "

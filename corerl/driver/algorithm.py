@@ -112,6 +112,18 @@ def contradictions(config: Config) -> Iterator[str]:
         )
 
 
+def told_sampling(config: Config) -> Iterator[str]:
+    """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of."""
+    rollout = config.rollout
+    cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
+    if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
+        yield (
+            f"{' and '.join(given)}: only the likeliest tokens are sampled, but log-probs are of all tokens, in "
+            "engines and trainer alike; this biases the gradient, which no ratio shows and no correction undoes; leave "
+            f"{'it' if len(given) == 1 else 'them'} out to sample from the policy that is trained"
+        )
+
+
 def check_algorithm(config: Config) -> None:
     """Ask the algorithm's spec what contradicts it. Raises ConfigError with one line for each problem. The config is
     settled, its plugins' tables are resolved."""

@@ -21,7 +21,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
-from corerl.driver.algorithm import REFERENCE
+from corerl.driver.algorithm import REFERENCE, told_sampling
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
@@ -405,6 +405,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if prepared.check is not None:
         yield from prepared.check.notices or ()  # of one that goes on, when it has ended
     yield from prepared.notices
+    yield from told_sampling(config)
     if config.run.trains:
         yield from told_layouts(prepared)
         yield from told_memory(prepared, fullest=True)

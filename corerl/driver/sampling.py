@@ -51,7 +51,8 @@ def start_source(
     if fleet is not None:
         front: Front | None = None
         if prepared.function is not None:
-            front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
+            rollout = config.rollout
+            front = Front(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
             stack.callback(front.close)
         sampler = make_sampler(prepared, fleet, front, told)
         aside = make_sampler(prepared, fleet, front, told, aside=True)

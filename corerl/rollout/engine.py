@@ -27,7 +27,8 @@ def unheard(rows: int) -> None:
 @frozen(kw_only=True)
 class SamplingParams:
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = 1.0  # only the likeliest tokens that together have this probability, of all tokens
+    top_k: int = 0  # only so many of the likeliest tokens; 0: all. With top_p, the fewer of both
     max_tokens: int = 256  # maximum number of new tokens
     stop_tokens: tuple[int, ...] = ()  # the sampled stop token is part of the response
     stop: tuple[str, ...] = ()  # texts that end a response too; CoreRL looks for them, engines need not (see `stops`)
@@ -106,7 +107,7 @@ class Generation:
 
     tokens: IntArray  # [m] responses, concatenated
     offsets: IntArray  # [R + 1]
-    logprobs: FloatArray  # [m] log p(token) of logits / temperature, before top-p
+    logprobs: FloatArray  # [m] log p(token) of logits / temperature, of all tokens: before top_p and top_k
     versions: IntArray  # [m] of the weights that sampled each token
     truncated: BoolArray  # [R] reached max_tokens without a stop token
     # [n + m, MoE layers, experts per token] integers, row by row, prompt then response: the experts each token was

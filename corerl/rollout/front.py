@@ -56,9 +56,9 @@ Refusing = Callable[[str], None]  # called with the message of each refused requ
 class Front:
     """The server. Listens on localhost only, from construction until `close`."""
 
-    def __init__(self, *, temperature: float, top_p: float) -> None:
+    def __init__(self, *, temperature: float, top_p: float, top_k: int = 0) -> None:
         """Requests may repeat these values and are refused any others."""
-        self._sampling = {"temperature": temperature, "top_p": top_p}
+        self._sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._open: dict[str, tuple[Answering, Refusing]] = {}
         self._numbers = itertools.count()  # numbers the answers
         self._server = _Server(("127.0.0.1", 0), _Handler)

@@ -209,6 +209,7 @@ def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, 
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
         stop_tokens=tuple(dict.fromkeys([*ends, *tokens])),
         stop=tuple(dict.fromkeys(texts)),

@@ -296,7 +296,7 @@ class Draw(LogitsProcessor):
         logprobs = torch.log_softmax(scores.float() / self._params.temperature, dim=-1)
         perturbed = logprobs
         if not self._params.greedy:
-            perturbed = keep_top_p(logprobs, self._params.top_p)
+            perturbed = keep_likeliest(logprobs, self._params.top_p, self._params.top_k)
             # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
             perturbed = perturbed + gumbel(self._keys, self._begun + len(self.logprobs), scores.shape[-1])
         drawn = perturbed.argmax(dim=-1, keepdim=True)
@@ -304,12 +304,17 @@ class Draw(LogitsProcessor):
         return perturbed
 
 
-def keep_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[R, V] with -inf outside each row's nucleus: the smallest set of likeliest tokens with total probability of at
-    least `top_p` (Holtzman et al. 2020, "The curious case of neural text degeneration")."""
-    if top_p >= 1.0:
+def keep_likeliest(logprobs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+    """[R, V] with -inf outside each row's nucleus, the smallest set of likeliest tokens with total probability of at
+    least `top_p` (Holtzman et al. 2020, "The curious case of neural text degeneration"), and outside its `top_k`
+    likeliest tokens, if that is not 0."""
+    if top_p >= 1.0 and not top_k:
         return logprobs
     ordered, order = logprobs.sort(dim=-1, descending=True)
-    probabilities = ordered.exp()
-    before = probabilities.cumsum(dim=-1) - probabilities  # mass of likelier tokens; 0 for the likeliest, which stays
-    return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered.masked_fill(before >= top_p, -math.inf))
+    left_out = torch.zeros_like(ordered, dtype=torch.bool)
+    if top_p < 1.0:
+        probabilities = ordered.exp()
+        left_out = probabilities.cumsum(dim=-1) - probabilities >= top_p  # likelier tokens hold enough; never the first
+    if top_k:
+        left_out[:, top_k:] = True
+    return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered.masked_fill(left_out, -math.inf))

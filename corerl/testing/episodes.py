@@ -82,7 +82,7 @@ def scripted(
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
-    front = Front(temperature=rollout.temperature, top_p=rollout.top_p)
+    front = Front(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 

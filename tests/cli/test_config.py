@@ -168,6 +168,17 @@ def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(
     assert capsys.readouterr() == (f"{sound}: ok\n", "")
 
 
+def test_check_notes_that_log_probs_are_of_more_tokens_than_are_sampled(
+    sound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", sound, "rollout.top_p=0.9"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{sound}: ok\n"
+    assert err.startswith(
+        "corerl: note: rollout.top_p=0.9: only the likeliest tokens are sampled, but log-probs are of"
+    )
+
+
 def test_show_prints_a_valid_input_that_resolves_to_itself(
     sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

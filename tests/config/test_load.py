@@ -147,6 +147,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
             "train.optimizer.betas: each must be at least 0 and below 1, got [0.9, 1.0]",
         ),
         ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
+        ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
         ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),

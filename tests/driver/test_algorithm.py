@@ -20,7 +20,7 @@ from corerl.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from corerl.driver.algorithm import REFERENCE, check_algorithm, contradictions, plan_algorithm
+from corerl.driver.algorithm import REFERENCE, check_algorithm, contradictions, plan_algorithm, told_sampling
 from corerl.errors import ConfigError, PluginBroken
 from corerl.plugin.options import resolve_tables, settle_algorithm
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
@@ -287,3 +287,19 @@ def test_a_run_that_only_scores_asks_no_algorithm() -> None:
     assert settled.algorithm.aggregation == "token-mean"
     plan = plan_algorithm(resolve_tables(settled))
     assert (plan.passes, list(plan.objectives)) == ((), ["actor"])
+
+
+def test_a_run_that_trains_on_the_likeliest_tokens_alone_is_told_so() -> None:
+    def told(mode: str = "train", **rollout: Any) -> list[str]:
+        run: Any = evolve(GRPO.run, mode=mode)
+        return list(told_sampling(evolve(GRPO, run=run, rollout=RolloutConfig(**rollout))))
+
+    assert told() == told(mode="rollout-only", top_p=0.9) == []
+    biased = (
+        "only the likeliest tokens are sampled, but log-probs are of all tokens, in engines and trainer alike; this "
+        "biases the gradient, which no ratio shows and no correction undoes; leave {} out to sample from the policy "
+        "that is trained"
+    )
+    assert told(top_p=0.95) == [f"rollout.top_p=0.95: {biased.format('it')}"]
+    assert told(top_k=20) == [f"rollout.top_k=20: {biased.format('it')}"]
+    assert told(top_p=0.95, top_k=20) == [f"rollout.top_p=0.95 and rollout.top_k=20: {biased.format('them')}"]

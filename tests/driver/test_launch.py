@@ -345,3 +345,10 @@ def test_a_failed_save_and_a_second_signal_wait_for_no_checkpoint(
     run = FakeRun()
     fail_with(failure, run, tmp_path / "run", monkeypatch)
     assert run.checkpoints.asked == 0
+
+
+def test_a_run_begins_with_how_its_sampling_biases_the_gradient(prepared: Prepared) -> None:
+    cut = evolve(prepared.config, rollout=evolve(prepared.config.rollout, top_k=4))
+    before, after = list(driver._notices(prepared)), list(driver._notices(evolve(prepared, config=cut)))
+    (told,) = [line for line in after if line not in before]
+    assert told.startswith("rollout.top_k=4: only the likeliest tokens are sampled")

@@ -24,6 +24,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine"
 SAMPLING = {
     "plain": SamplingParams(max_tokens=6, stop_tokens=(2, 9)),
     "top-p": SamplingParams(temperature=0.7, top_p=0.6, max_tokens=5),
+    "top-k": SamplingParams(temperature=0.7, top_p=0.95, top_k=3, max_tokens=5),
     "greedy": SamplingParams(greedy=True, max_tokens=4, stop_tokens=(3,)),
 }
 

@@ -107,6 +107,7 @@ def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(
         ({"messages": [USER], "n": 2}, "n: got 2, wanted 1; leave it out"),
         ({"messages": [USER], "temperature": 1.0}, "temperature: got 1.0, but this run samples with rollout.temperatu"),
         ({"messages": [USER], "top_p": 0.5}, "top_p: got 0.5, but this run samples with rollout.top_p=1.0"),
+        ({"messages": [USER], "top_k": 5}, "top_k: got 5, but this run samples with rollout.top_k=0"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format: got {'type'"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice: got 'required', wanted 'auto'; leave it out"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens: got [0], wanted a whole number of at least 1"),

@@ -158,9 +158,9 @@ def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time()
 
 
 def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_others_stay_texts() -> None:
-    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
+    config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
-        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15, 0), stop=("12",)
+        temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop_tokens=(2, 14, 15, 0), stop=("12",)
     )
     for text, told in [("x", "does not know all of it"), ("1x", "does not know all of it"), ("", "is an empty text")]:
         with pytest.raises(ConfigError, match=f"^rollout.stop: '{text}' is .*{told.removeprefix('is ')}"):

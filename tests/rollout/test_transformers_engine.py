@@ -14,7 +14,7 @@ from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.partial import continued, joined
-from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
+from corerl.rollout.transformers_engine import TransformersEngine, keep_likeliest
 from corerl.testing.models import drawn_model
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
@@ -264,14 +264,21 @@ def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distrib
     np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
 
 
-def test_the_nucleus_is_the_smallest_set_that_holds_top_p() -> None:
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p_and_top_k_counts_tokens() -> None:
     logprobs = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.97, 0.01, 0.01, 0.01]]).log()
-    for top_p, expected in [
-        (0.4, [[False, True, False, False], [True, False, False, False]]),
-        (0.6, [[False, True, True, False], [True, False, False, False]]),
-        (1.0, [[True] * 4, [True] * 4]),
+    for top_p, top_k, expected in [
+        (0.4, 0, [[False, True, False, False], [True, False, False, False]]),
+        (0.6, 0, [[False, True, True, False], [True, False, False, False]]),
+        (1.0, 0, [[True] * 4, [True] * 4]),
+        (0.6, 3, [[False, True, True, False], [True, False, False, False]]),
+        (0.99, 2, [[False, True, True, False], [True, True, False, False]]),
+        (1.0, 9, [[True] * 4, [True] * 4]),
     ]:
-        assert keep_top_p(logprobs, top_p).isfinite().tolist() == expected
+        kept = keep_likeliest(logprobs, top_p, top_k)
+        # Of equally likely tokens any may be kept.
+        assert kept.isfinite().sum(1).tolist() == [sum(row) for row in expected]
+        assert torch.where(kept.isfinite(), kept, logprobs).equal(logprobs)
+        assert kept[0].isfinite().tolist() == expected[0] and kept[1, 0].isfinite()
 
 
 def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[TransformersEngine, Any]) -> None:

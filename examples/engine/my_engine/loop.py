@@ -137,11 +137,12 @@ def draw(logprob: torch.Tensor, key: int, position: int, params: SamplingParams)
     """One token from log-probs [V], by noise that is a function of the row's key and the token's position alone."""
     if params.greedy:
         return int(logprob.argmax())
-    kept = logprob
+    kept, (ordered, order) = logprob, logprob.sort(descending=True)
     if params.top_p < 1.0:
-        ordered, order = logprob.sort(descending=True)
         likelier = ordered.exp().cumsum(dim=-1) - ordered.exp()  # what stands before each token; 0 for the first
         kept = logprob.index_fill(0, order[likelier >= params.top_p], float("-inf"))
+    if params.top_k:
+        kept = kept.index_fill(0, order[params.top_k :], float("-inf"))
     # The Gumbel-max trick: the argmax is distributed as softmax(kept).
     noise = gumbel(torch.tensor([key], device=logprob.device), position, len(logprob))[0]
     return int((kept + noise).argmax())

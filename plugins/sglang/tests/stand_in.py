@@ -227,6 +227,8 @@ class Server:
 
         ordered, order = logprobs.exp().sort(descending=True)
         ordered[(ordered.cumsum(-1) - ordered) > params["top_p"]] = 0.0
+        if params["top_k"] != -1:
+            ordered[params["top_k"] :] = 0.0
         generator = torch.Generator()
         if self.arguments["enable_deterministic_inference"]:
             generator.manual_seed((params.get("sampling_seed", 42) * 1_000_003 + position) % (1 << 63))

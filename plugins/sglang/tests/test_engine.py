@@ -228,7 +228,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert drawn.routed_experts is None
 
     # Sampled: log-probs are of logits / temperature, before top-p, and a row depends on its key alone.
-    sampled = evolve(REQUEST, params=evolve(REQUEST.params, greedy=False, temperature=0.7, top_p=0.9))
+    sampled = evolve(REQUEST, params=evolve(REQUEST.params, greedy=False, temperature=0.7, top_p=0.9, top_k=4))
     drawn = engine.generate(sampled)
     for prompt, response, logprobs in sequences(sampled, drawn):
         plain = plain_logprobs(model, prompt + response, temperature=0.7)

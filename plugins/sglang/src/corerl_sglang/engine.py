@@ -168,7 +168,10 @@ class SglangEngine(Engine):
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
         """One row's parameters, by SGLang's names; the defaults of all others leave the distribution unchanged."""
         # 0 makes SGLang take the likeliest token.
-        shape = {"temperature": 0.0} if params.greedy else {"temperature": params.temperature, "top_p": params.top_p}
+        shape = {"temperature": 0.0}
+        if not params.greedy:
+            # -1 is all tokens. SGLang applies both to the whole distribution, as `SamplingParams` says.
+            shape = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1}
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
