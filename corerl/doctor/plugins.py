@@ -100,7 +100,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     if kind is Kind.BACKENDS:
         yield Begins(f"making an instance of {code}", f"fix {code}")
         yield from _hooks(loaded, implementation)
-    if kind is not Kind.EXTENSIONS:
+    if kind in (Kind.BACKENDS, Kind.ENGINES):
         yield Begins(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
         yield from loaded.spec.probe()
     if kind is Kind.BACKENDS:

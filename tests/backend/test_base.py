@@ -172,7 +172,7 @@ def test_a_model_directory_that_lacks_a_tensor_is_refused(
     for file in Path(setup.model).iterdir():  # the tied model's weights under the untied one's config
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "config.json").write_bytes((model_directories["qwen3"] / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"model directory .*/model has no tensor 'lm_head.weight' of shape"):
+    with pytest.raises(ModelError, match=r"model.path='.*/model' has no tensor 'lm_head.weight' of shape"):
         initialized(PlainBackend(), evolve(setup, model=str(broken)))
 
 

@@ -111,6 +111,7 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
     assert sorted(told) == ["bare", "head", "lacking", "older"], done.stdout + done.stderr
     host = socket.gethostname()
     ours = "corerl (corerl 0.1.0), backend 'mine' (corerl-mine 0.2), engine 'transformers' (corerl 0.1.0)"
+    ours += ", algorithm 'grpo' (corerl 0.1.0)"  # whose loss the ranks import
     head, lacking, older, bare = (lines[told[name]] for name in ("head", "lacking", "older", "bare"))
     assert head.startswith(f"ok       node {host} (head, id ")
     assert head.endswith(f") has what the driver has: {ours}")

@@ -88,7 +88,9 @@ def test_a_damaged_model_file_is_named_before_any_process(
 
 def test_a_model_whose_part_is_missing_or_damaged_is_named(refused: Callable[..., list[str]], model: Path) -> None:
     names, part = list(load_file(model / "model.safetensors")), model / "part-2.safetensors"
-    index = {name: part.name if name == EMBEDDING else "model.safetensors" for name in names}
+    # A model.safetensors would be read in place of what an index beside it lists.
+    (model / "model.safetensors").rename(model / "part-1.safetensors")
+    index = {name: part.name if name == EMBEDDING else "part-1.safetensors" for name in names}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     given = f"model={{path='{model}',tokenizer='characters:0123456789>s'}}"
     assert refused(given) == [f"model.path: {part} is missing, although model.safetensors.index.json lists it"]

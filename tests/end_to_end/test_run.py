@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cli.main import main
 from corerl.config.load import load_config
-from corerl.plugin.options import resolve_tables
+from corerl.plugin.options import resolve_tables, settle_algorithm
 from corerl.testing import tolerances
 from tests.end_to_end.command import metrics
 from tests.end_to_end.conftest import Finished
@@ -47,7 +47,9 @@ def test_the_resolved_config_is_a_valid_input_and_says_the_same(
     assert main(["config", "check", str(written)]) == 0
     assert capsys.readouterr() == (f"{written}: ok\n", "")
     given = load_config(uninterrupted.config, [*uninterrupted.overrides, f"run.dir={uninterrupted.run_dir}"])
-    settled = evolve(given, train=given.train.settled("cpu"))  # what the run took for what was left open
+    settled = evolve(
+        settle_algorithm(given), train=given.train.settled("cpu")
+    )  # what the run took for what was left open
     assert resolve_tables(load_config(written)) == resolve_tables(settled)
 
 
