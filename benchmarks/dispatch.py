@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from attrs import evolve
 
 from benchmarks.empty_backend import empty_result
 from benchmarks.report import ENVIRONMENT, Comparison, Number, Report, finish, in_turns, parser
@@ -17,9 +18,9 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
-from corerl.driver.algorithm import plan_algorithm
-from corerl.plugin.options import resolve_tables
-from corerl.trainer.assign import plan_role
+from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.resolve import resolve_tables
+from corerl.plan.roles import plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.types import Step, TrainResult
 
@@ -62,7 +63,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
     step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)
     seating = arrange({"actor": RANKS, "bare": RANKS})
     with ray_session(address="", cpus=seating.cpus), seated(seating, timeout=60.0) as seats:
-        group = TrainGroup.launch(plan, seats["actor"], ENVIRONMENT)
+        group = TrainGroup.launch(evolve(plan, environment=ENVIRONMENT), seats["actor"])
         group.init()
         environment = {"env_vars": ENVIRONMENT}
         actors: list[Any] = [

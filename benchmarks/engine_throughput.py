@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -34,6 +35,7 @@ from corerl.config.schema import Config, ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.driver.launch import launch
 from corerl.models.config import hf_config
+from corerl.plan.make import make_plan
 from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
 from corerl_sglang.arguments import server_arguments
 from corerl_sglang.config import SglangConfig
@@ -140,7 +142,7 @@ def measure(args: argparse.Namespace) -> Report:
     params = SamplingParams(temperature=1.0, max_tokens=new)
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         config = config_of(fields, args, f"{directory}/run")
-        with launch(config) as run:
+        with launch(partial(make_plan, config)) as run:
             assert run.sampler is not None and run.updates is not None
             sampler, fleet = run.sampler, run.updates.fleet
             with run.training():

@@ -25,11 +25,11 @@ from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptStream
-from corerl.driver.algorithm import plan_algorithm
 from corerl.models.config import hf_config
 from corerl.models.random import RandomSource
 from corerl.models.tokenizer import load_tokenizer
-from corerl.plugin.options import resolve_tables, settle_algorithm
+from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.resolve import resolve_tables, settle_algorithm
 from corerl.plugin.spec import ACTOR
 
 EXAMPLE = ROOT / "examples" / "quickstart.toml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from corerl.config.load import structure
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run
+from corerl.plan.make import make_plan
 from corerl.testing.pool import RankPool
 
 RANKS = 2
@@ -80,7 +82,10 @@ def broadcast(numel: int, times: int, receivers: int) -> float:
 def measure(*, rounds: int, size: int, updates: int, bucket_mib: int) -> Report:
     pool = RankPool(RANKS + 1)
     try:
-        with tempfile.TemporaryDirectory() as run_dir, launch(config_of(size, bucket_mib, run_dir)) as run:
+        with (
+            tempfile.TemporaryDirectory() as run_dir,
+            launch(partial(make_plan, config_of(size, bucket_mib, run_dir))) as run,
+        ):
             assert run.updates is not None
             numel = sum(bucket.numel for bucket in run.updates.manifest.buckets)
 

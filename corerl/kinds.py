@@ -16,6 +16,9 @@ class MemoryKind(StrEnum):
     OPTIMIZER = "optimizer"  # moments
 
 
+ALL_KINDS = frozenset(MemoryKind)
+
+
 @frozen(kw_only=True)
 class ModelSize:
     """How many elements a model's weights have, before any of them is split."""

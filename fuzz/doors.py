@@ -25,12 +25,12 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import corerl.train
+import corerl.loop
 from corerl.cli.main import main
 from corerl.config.load import config_of, dump_toml, load_config, recorded, to_plain
 from corerl.config.schema import Config
-from corerl.driver.prepare import prepare
 from corerl.errors import ConfigError, CorerlError, NothingLeft
+from corerl.plan.make import make_plan
 from corerl.rollout.encoding import encode
 from fuzz.case import SECRET, Case
 from fuzz.edits import apply
@@ -130,19 +130,19 @@ def _set_alarms(cpu: float, wall: float) -> None:
 def surroundings() -> Iterator[None]:
     """What a process that tries cases needs around all of them: runs in the process itself, an alarm, errors that are
     remembered, and a limit on memory that a case cannot leave."""
-    own = corerl.train.evaluate, corerl.train.execute, CorerlError.message
+    own = corerl.loop.execute, CorerlError.message
     free = [number for which, number in _alarms.items() if not any(signal.getitimer(which))]  # not pytest's
     handlers = {number: signal.signal(number, _raise) for number in free}
     path, modules = list(sys.path), set(sys.modules)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    corerl.train.evaluate = corerl.train.execute = execute_here
+    corerl.loop.execute = execute_here
     CorerlError.message = property(_remember)  # type: ignore[method-assign, assignment]
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY + GIB, limits[1]))
     try:
         yield
     finally:
-        corerl.train.evaluate, corerl.train.execute, CorerlError.message = own  # type: ignore[method-assign]
+        corerl.loop.execute, CorerlError.message = own  # type: ignore[method-assign]
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.path[:] = path
@@ -287,15 +287,16 @@ def _checked(case: Case, out: str) -> Finding | None:
     config = load_config(file, overrides)
     if os.path.exists(config.run.dir) and config.checkpoint.resume != "auto":
         config = evolve(config, run=evolve(config.run, dir="another"))  # which a check allows, and a start may not
-    prepared = prepare(config)
-    if prepared.check is not None:
-        prepared.check.finish()
+    plan = make_plan(config)
+    rollout = plan.rollout
+    if rollout.check is not None:
+        rollout.check.finish()
     again = config_of(to_plain(recorded(config)))
     if not config.cluster.environment and again != config:
         return Finding(key="written config differs", text=dump_toml(recorded(config)))
-    prompts = [prepared.prompts.prompt(index) for index in prepared.prompts.train.tolist()[:32]]
-    if prepared.config.run.samples:
-        encode(prepared.tokenizer, prompts, config.data.chat_template_options)
+    prompts = [rollout.prompts.prompt(index) for index in rollout.prompts.train.tolist()[:32]]
+    if plan.run.samples:
+        encode(rollout.tokenizer, prompts, config.data.chat_template_options)
     if case.runs:
         _run(config)
     return None

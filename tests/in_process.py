@@ -20,7 +20,7 @@ from corerl.config.schema import Config
 from corerl.driver import launch, run
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
-from corerl.train import execute
+from corerl.loop import execute
 from corerl.trainer import group
 from tests.end_to_end.command import write_small
 

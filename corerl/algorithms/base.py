@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
@@ -28,6 +28,11 @@ class Advantages:
     advantages: FloatArray  # [N] at loss tokens; 0 elsewhere
     columns: Mapping[str, FloatArray] = field(factory=dict)  # what else losses read, each [N]: a critic's returns
     metrics: Mapping[str, float] = field(factory=dict)
+
+
+# (samples, rewards [B], rewards of tokens [N]) -> advantages, as `Algorithm.advantages`
+Estimate: TypeAlias = Callable[[SampleBatch, FloatArray, FloatArray], Advantages]
+Postprocess: TypeAlias = Callable[[SampleBatch], SampleBatch]
 
 
 @frozen(kw_only=True)

@@ -24,15 +24,17 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import try_imports
+    from corerl.cli.trial import beside
     from corerl.config.load import load_config
+    from corerl.plan.imports import imports_of
 
     config = load_config(args.file, args.overrides)
-    tried = try_imports(config)
+    imports = imports_of(config)
+    tried = beside(imports.modules, imports.plugins)
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
-        from corerl.plugin.options import resolve_tables, settle_algorithm
+        from corerl.plan.resolve import resolve_tables, settle_algorithm
 
         tried()
         resolved = resolve_tables(settle_algorithm(config))
@@ -40,27 +42,24 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.driver.algorithm import told_sampling
-    from corerl.driver.prepare import prepare, told_answers, told_layouts, told_memory
     from corerl.messages import LONGEST_LINE, shorten
-    from corerl.plugin.options import notes
+    from corerl.plan.make import make_plan
+    from corerl.plan.resolve import ignored_tables
+
+    def note(line: str) -> None:
+        print(f"corerl: note: {shorten(line, LONGEST_LINE)}", file=sys.stderr)
 
     tried()
-    for note in notes(config):
-        print(f"corerl: note: {shorten(note, LONGEST_LINE)}", file=sys.stderr)
-    prepared = prepare(config, starting=False)
-    check = prepared.check
+    ignored = ignored_tables(config)
+    for line in ignored:  # first: they may explain what is wrong
+        note(line)
+    plan = make_plan(config, starting=False)
+    check = plan.rollout.check
     while check is not None and not check.look(SECONDS):
-        print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
-    for note in (
-        *told_answers(prepared),
-        *prepared.notices,
-        *told_sampling(prepared.config),
-        *told_layouts(prepared),
-        *prepared.settled,
-        *told_memory(prepared),
-        *(check.finish() if check is not None else ()),
-    ):
-        print(f"corerl: note: {shorten(note, LONGEST_LINE)}", file=sys.stderr)
+        note(f"{check.done:,} of {check.of:,} prompts are checked")
+    memory = plan.memory.lines() if plan.memory is not None else ()
+    for line in (*plan.notices, *memory, *(check.finish() if check is not None else ())):
+        if line not in ignored:
+            note(line)
     print(f"{args.file}: ok")
     return 0

@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     from attrs import evolve
 
-    from corerl.cli.trial import try_imports
+    from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
+    from corerl.plan.imports import imports_of
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
@@ -49,25 +50,28 @@ def run(args: argparse.Namespace) -> int:
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary
-        from corerl.train import evaluate
+        from corerl.loop import execute
 
-    def score(config: Config) -> Summary:
-        try_imports(config)()
+    def score(checkpoint: Path) -> Summary:
+        """Score a checkpoint's weights, or those that the config starts from."""
+        if config is None:
+            own = config_for(checkpoint.absolute(), given)
+        elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
+            resume = "never" if checkpoint == Path(config.run.dir) else str(checkpoint)
+            own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
+        else:
+            own = config
+        imports = imports_of(own)
+        beside(imports.modules, imports.plugins)()
         # A separate directory, so that the run's own files stay as they are.
-        return evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
+        return execute(evolve(own, run=evolve(own.run, dir=str(Path(own.run.dir) / "eval"))))
 
     if config is None:
-        summary = with_checkpoint(what, lambda checkpoint: score(config_for(checkpoint.absolute(), given)))
-    elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
-        own, run_dir = config, Path(config.run.dir)
-
-        def score_from(checkpoint: Path) -> Summary:
-            resume = "never" if checkpoint == run_dir else str(checkpoint)
-            return score(evolve(own, checkpoint=evolve(own.checkpoint, resume=resume)))
-
-        summary = with_checkpoint(run_dir, score_from)
+        summary = with_checkpoint(what, score)
+    elif config.checkpoint.resume == "auto":
+        summary = with_checkpoint(Path(config.run.dir), score)
     else:
-        summary = score(config)
+        summary = score(what)
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
@@ -82,7 +86,7 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
 
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of
-    from corerl.driver.state import read_run
+    from corerl.plan.state import read_run
 
     run_dir = checkpoint.parent
     if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere

@@ -14,14 +14,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import try_imports
+    from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
+    from corerl.plan.imports import imports_of
 
     config = load_config(args.file, args.overrides)  # first: shows its errors without importing torch
-    tried = try_imports(config)
+    imports = imports_of(config)
+    tried = beside(imports.modules, imports.plugins)
     with uncollected():
-        from corerl.train import execute
+        from corerl.loop import execute
 
     tried()
     execute(config)

@@ -99,7 +99,7 @@ def _algorithm(args: argparse.Namespace) -> list[str]:
     """What pytest is told of the algorithm. Raises CorerlError if there is none of this name, or a setting is wrong."""
     from corerl.cli.trial import require_plugins
     from corerl.config.load import config_of
-    from corerl.plugin.options import resolve_tables
+    from corerl.plan.resolve import resolve_tables
     from corerl.plugin.registry import Kind, load
 
     require_plugins([(Kind.ALGORITHMS, args.algorithm)])

@@ -20,7 +20,7 @@ from corerl.errors import ConfigError
 from corerl.messages import LONGEST, short_repr, shorten
 from corerl.regular import require_regular
 
-__all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
+__all__ = ["as_config", "config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
 SECRET = ("cluster", "environment")  # the table whose values no message shows
 NAMES = ("cluster", "secrets")  # which may be taken for the place of the values themselves
@@ -63,6 +63,15 @@ def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return _config(copy.deepcopy(dict(data)), overrides, [])
 
 
+def as_config(source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Config:
+    """A config, from one, from plain data or from the path of a TOML file, with overrides."""
+    if isinstance(source, (str, Path)):
+        return load_config(source, overrides)
+    if isinstance(source, Config) and not overrides:
+        return source
+    return config_of(to_plain(source), overrides)
+
+
 def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) -> Config:
     """Build the Config. `lines` are the problems so far; if there are any, `data` could not be read."""
     readable = not lines
@@ -86,8 +95,8 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
 _CONTROLS = re.compile("[\x80-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def dump_toml(config: Config) -> str:
-    """The whole configuration as TOML, defaults included; loading it gives an equal one."""
+def dump_toml(config: Config | Mapping[str, Any]) -> str:
+    """The whole configuration, or its plain data, as TOML, defaults included; loading it gives an equal one."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", tomli_w.dumps(to_plain(config)))
 
 

@@ -9,7 +9,7 @@ from corerl.config.schema import Config
 from corerl.doctor import installation
 from corerl.doctor.child import look, look_each
 from corerl.errors import ConfigError
-from corerl.plugin.options import selected
+from corerl.plan.resolve import selected
 from corerl.plugin.registry import Entry, Kind, is_named
 from corerl.plugin.spec import Finding, Level
 
@@ -39,7 +39,8 @@ def examine(
         yield from look("corerl.doctor.plugins:look_named", name)
     if config is not None:
         told = []
-        for finding in _selected(config):
+        chosen = dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used)
+        for finding in _selected(list(chosen)):
             told.append(finding.what)
             yield finding
         for finding in look("corerl.doctor.run:run", file, list(overrides), nodes, layers):
@@ -49,9 +50,8 @@ def examine(
         yield from _all()
 
 
-def _selected(config: Config) -> Iterator[Finding]:
-    """Examine the config's plugins in full, with their implementations and probes, which need torch."""
-    chosen = list(dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used))
+def _selected(chosen: Sequence[tuple[Kind, str]]) -> Iterator[Finding]:
+    """Examine these plugins in full, with their implementations and probes, which need torch."""
     yield from _installed(
         [
             (kind, entry)

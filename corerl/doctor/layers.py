@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import ModelConfig, RoleConfig
 from corerl.doctor.child import Begins, Told
-from corerl.driver.prepare import Prepared
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.config import hf_config
 from corerl.models.files import look_at, model_files
@@ -31,7 +30,7 @@ from corerl.models.random import RandomSource
 from corerl.models.routing import routers
 from corerl.models.whole import WholePolicy
 from corerl.ops.attention import PackedSequences
-from corerl.plugin.spec import ACTOR, Finding, Level, ok
+from corerl.plugin.spec import Finding, Level, ok
 from corerl.types import Output, offsets_of
 from corerl.weights.chunks import fill
 
@@ -68,10 +67,9 @@ class Compared:
     parting: Parting | None
 
 
-def compare_layers(prepared: Prepared) -> Iterator[Told]:
-    """One finding: whether the two ways through the actor's model agree, on this machine's CPU in float32."""
-    config = prepared.config
-    model, way = config.model_of(ACTOR), prepared.layouts[ACTOR].name
+def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Told]:
+    """One finding: whether the two ways through a role's model agree, on this machine's CPU in float32."""
+    model, way = role.model, role.train.layout
     hf = hf_config(model)
     shorten_windows(hf)
     needs, free = 4 * sum(param.numel() for param in look_at(hf).parameters()), free_memory()
@@ -85,9 +83,9 @@ def compare_layers(prepared: Prepared) -> Iterator[Told]:
         )
         return
     yield Begins("comparing the layers", "leave out --layers")
-    plain = plain_model(hf, model, seed=config.run.seed)
-    policy = policy_like(plain, hf, layout=config.train_of(ACTOR).layout)
-    found = compare(policy, plain, temperature=config.rollout.temperature)
+    plain = plain_model(hf, model, seed=role.seed)
+    policy = policy_like(plain, hf, layout=way)
+    found = compare(policy, plain, temperature=temperature)
     ways = f"CoreRL's {way} pass and transformers' own"
     if found.parting is None:
         yield ok(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,13 +10,13 @@ from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import load_config
 from corerl.doctor.child import Begins, Told
-from corerl.driver.environment import environment_of, process_environment
-from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import CorerlError, UserError
-from corerl.plugin.options import notes, selected
+from corerl.plan.make import make_plan
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.resolve import Selection, ignored_tables, selected
 from corerl.plugin.origins import Origin, look_for
 from corerl.plugin.registry import Kind
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.plugin.spec import ACTOR, Finding, Level, ok
 
 ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins
 
@@ -39,7 +39,7 @@ def devices() -> Iterator[Told]:
 def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Told]:
     """Check a config that can be parsed."""
     config = load_config(file, overrides)
-    for note in notes(config):
+    for note in ignored_tables(config):
         yield Finding(
             level=Level.WARNING,
             what=note,
@@ -48,7 +48,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
         )
     yield Begins(f"checking {file}", f"corerl config check {file}")
     try:
-        prepared = prepare(config, starting=False)
+        plan = make_plan(config, starting=False)
     except UserError as error:
         for line in error.message.splitlines():
             yield _problem(line, file)
@@ -60,50 +60,38 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
                 mend=f"fix {file} first",
             )
         return
-    yield ok(
-        f"{file} can run: {len(prepared.plan.roles)} role{'s' * (len(prepared.plan.roles) != 1)} on {prepared.device}"
-    )
-    yield from _environments(prepared, file)
+    roles, cluster = plan.processes.roles, plan.cluster
+    yield ok(f"{file} can run: {len(roles)} role{'s' * (len(roles) != 1)} on {plan.processes.device}")
+    yield from _environments(plan.processes, {*cluster.environment, *cluster.secrets})
     if layers:
         from corerl.doctor.layers import compare_layers  # slow to import: takes seconds
 
-        yield from compare_layers(prepared)
+        yield from compare_layers(roles[ACTOR].assignments[0].config, temperature=plan.rollout.settings.temperature)
     if nodes:
-        yield Begins(f"checking the nodes of {config.cluster.address}", "ray status")
-        yield from _nodes(prepared)
+        yield Begins(f"checking the nodes of {cluster.address}", "ray status")
+        yield from _nodes(named_by(plan.processes, selected(config)), plan.processes.common, cluster.address)
 
 
-def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
+def _environments(processes: ProcessPlan, hidden: Collection[str]) -> Iterator[Finding]:
     """The environment of each group's processes, which is set before they import anything."""
-    groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.plan.roles.items()}
-    if prepared.config.run.samples:
-        engine = prepared.plan.engine
-        wanted = engine.spec.environment(prepared.config.engines[engine.name], prepared.plan.engines)
-        groups["engines"] = (engine.name, wanted)
-    for who, (plugin, wanted) in groups.items():
-        try:
-            given = environment_of(prepared, plugin, wanted)
-        except UserError as error:
-            yield _problem(error.message, file)
-        else:
-            cluster = prepared.config.cluster
-            hidden = {*cluster.environment, *cluster.secrets}
-            shown = [f"{name}={'...' if name in hidden else value}" for name, value in given.items()]
-            yield ok(f"{who} get {' '.join(shown)}")
+    groups = {f"{role} ranks": plan.environment for role, plan in processes.roles.items()}
+    if processes.engine is not None:
+        groups["engines"] = processes.engine.environment
+    for who, given in groups.items():
+        shown = [f"{name}={'...' if name in hidden else value}" for name, value in given.items()]
+        yield ok(f"{who} get {' '.join(shown)}")
 
 
-def _nodes(prepared: Prepared) -> Iterator[Finding]:
-    """One finding per node: whether it has the same plugins as the driver."""
-    named = named_by(prepared)
+def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], address: str) -> Iterator[Finding]:
+    """One finding per node of the cluster at `address`: whether it has the same plugins as the driver."""
     wanted = look_for(named)
     question = [(kind.value, name) for kind, name in named]
-    address = prepared.config.cluster.address
     try:
         with ray_session(address=address, cpus=1.0):
             answers = ask_each_node(
                 "corerl.doctor.nodes:plugins_here",
                 question,
-                environment=process_environment(prepared),
+                environment=environment,
                 timeout=ANSWER_WITHIN,
             )
     except CorerlError as error:
@@ -138,11 +126,10 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
     )
 
 
-def named_by(prepared: Prepared) -> list[tuple[Kind, str]]:
-    """The plugins that run in ranks and engines, as the config names them."""
-    in_ranks = {each.name for plan in prepared.plan.roles.values() for each in plan.assignments[0].extensions}
-    chosen = [each for each in selected(prepared.config) if each.used]
-    there = [each for each in chosen if each.kind is not Kind.EXTENSIONS or each.name in in_ranks]
+def named_by(processes: ProcessPlan, chosen: Sequence[Selection]) -> list[tuple[Kind, str]]:
+    """Those of the chosen plugins that run in ranks and engines, as the config names them."""
+    in_ranks = {each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions}
+    there = [each for each in chosen if each.used and (each.kind is not Kind.EXTENSIONS or each.name in in_ranks)]
     return list(dict.fromkeys((each.kind, each.name) for each in there))
 
 

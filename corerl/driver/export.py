@@ -13,7 +13,6 @@ from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
-from corerl.driver.state import read_run
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
@@ -21,6 +20,7 @@ from corerl.models.export import export_directory
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
+from corerl.plan.state import read_run
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -36,7 +36,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     Raises ModelError if `directory` exists and `replace` is not set, and CheckpointError if the checkpoint lacks a
     tensor of the role's model or has one in another shape.
     """
-    from corerl.driver import weights  # slow to import: takes seconds
+    from corerl.plan import model_files  # slow to import: takes seconds
 
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
@@ -46,8 +46,8 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     model = config.model_of(role)
     hf = hf_config(model)
     source = CheckpointSource(checkpoint / role, *WEIGHTS)
-    built = weights.built(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes)
-    weights.require_same_model(checkpoint, role, built)  # else nothing could load the export
+    built = model_files.built(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes)
+    model_files.require_same_model(checkpoint, role, built)  # else nothing could load the export
     kept = DTYPES[
         dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
     ]

@@ -5,51 +5,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from corerl.algorithms.base import Objective
 from corerl.calls import Call, together
-from corerl.checkpoint.commit import latest
+from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
-from corerl.config.load import recorded, to_plain
-from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
-from corerl.driver.algorithm import REFERENCE, told_sampling
 from corerl.driver.checkpoints import Checkpoints
-from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
-from corerl.driver.prepare import Prepared, prepare, title, told_answers, told_layouts, told_memory
-from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
-from corerl.driver.residency import Residency, residency_plan
+from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
-from corerl.driver.run_dir import changed_settings, occupied, skipping, write_config
-from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
+from corerl.driver.run_dir import occupied, write_config
+from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import CheckpointDamaged, EngineFailed, SaveFailed
 from corerl.messages import one_line
+from corerl.plan.algorithm import REFERENCE, AlgorithmPlan
+from corerl.plan.plan import Plan
+from corerl.plan.processes import ENGINES, EnginePlan
+from corerl.plan.residency import residency_plan
+from corerl.plan.run_dir import skipping
 from corerl.plugin import hooktrace
 from corerl.plugin.events import RunFinished, RunStarted, Worked
 from corerl.plugin.observers import load_observers, traced
-from corerl.plugin.options import notes
-from corerl.plugin.origins import origins_of
-from corerl.plugin.registry import Kind
 from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
-from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.service import EngineAssignment
-from corerl.trainer.assign import RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
@@ -59,69 +51,69 @@ SEATED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 
 @contextlib.contextmanager
-def launch(config: Config) -> Iterator[Run]:
+def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
     """Start a run's processes; none survives the block, however it ends. Observers are told of errors.
 
-    With `checkpoint.resume = "auto"`, a checkpoint that its ranks find to be damaged is passed over for an older one,
-    and the run is started anew."""
+    `planned` makes the run's plan, which resumes from none of the checkpoints that ranks have found to be damaged: with
+    `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run is started anew."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
     told: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
-            prepared = prepare(config, damaged=damaged)
-            prepared = evolve(prepared, lost=tuple(line for line in prepared.lost if line not in told))
-            told.update(prepared.lost)
+            plan = planned(damaged)
+            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in told))
+            told.update(start.lost)
             try:
-                run = stack.enter_context(_launched(prepared, damaged, began))
+                run = stack.enter_context(_launched(evolve(plan, start=start), damaged, began))
             except CheckpointDamaged:
-                if prepared.resume not in damaged:
+                if start.resume not in damaged:
                     raise
-                told.add(skipping(prepared.resume, damaged[prepared.resume]))
+                told.add(skipping(start.resume, damaged[start.resume]))
             else:
                 break
         yield run
 
 
 @contextlib.contextmanager
-def _launched(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
-    with occupied(prepared.run_dir):
-        yield from _started(prepared, damaged, began)
+def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+    with occupied(plan.start.run_dir):
+        yield from _started(plan, damaged, began)
 
 
-def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
-    config = prepared.config
-    write_config(prepared.run_dir, config)
+    start = plan.start
+    write_config(start.run_dir, plan.record)
     progress = Progress(
-        load_observers(config.extensions, str(prepared.run_dir)),
-        prepared.first_step,
-        watchdog=config.cluster.watchdog,
+        load_observers(plan.extensions, str(start.run_dir)),
+        plan.first_step,
+        watchdog=plan.cluster.watchdog,
         began=began,
     )
     try:
         progress.tell(
             RunStarted(
-                run_dir=str(prepared.run_dir),
-                steps=config.run.steps,
+                run_dir=str(start.run_dir),
+                steps=plan.run.steps,
                 first_step=progress.step,
-                title=title(prepared),
-                mode=config.run.mode,
-                same_run=prepared.same_run,
+                title=plan.title,
+                mode=plan.run.mode,
+                same_run=start.same_run,
             )
         )
-        for text in _notices(prepared):
+        for text in _notices(plan):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
             stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
-            stop = stack.enter_context(StopRequest(progress.notice, config.run.mode))
+            stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
             try:
-                run = _start(prepared, progress, stop, stack)
+                run = _start(plan, progress, stop, stack)
             except CheckpointDamaged as error:
-                if prepared.resume is not None and config.checkpoint.resume == "auto":
-                    damaged[prepared.resume] = error.message
+                if start.resume is not None and start.falls_back:
+                    damaged[start.resume] = error.message
                 raise
             with _rescuing(run):
                 yield run
@@ -132,8 +124,8 @@ def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iter
                 run.updates.fleet.close()
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        lost = prepared.resume if isinstance(error, CheckpointDamaged) else None
-        if lost is not None and lost in damaged and latest(prepared.run_dir, damaged=damaged) is not None:
+        lost = start.resume if isinstance(error, CheckpointDamaged) else None
+        if lost is not None and lost in damaged and latest(start.run_dir, damaged=damaged) is not None:
             progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
             progress.observers.shutdown("restarted")
             raise
@@ -142,7 +134,7 @@ def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iter
                 reason=reason,
                 steps_done=progress.step,
                 seconds=progress.elapsed,
-                artifacts={"run directory": str(prepared.run_dir)},
+                artifacts={"run directory": str(start.run_dir)},
             )
         )
         progress.observers.shutdown(reason)
@@ -165,43 +157,31 @@ def _rescuing(run: Run) -> Iterator[None]:
         raise
 
 
-def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
-    config, state = prepared.config, prepared.state
-    check = prepared.check if prepared.check is not None and prepared.check.notices is None else None
+def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
+    start, rollout, trains = plan.start, plan.rollout, plan.run.trains
+    check = rollout.check if rollout.check is not None and rollout.check.notices is None else None
     if check is not None:
         check.begin()
         stack.callback(check.stop)
-    reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
-    groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
-    objectives = prepared.algorithm.objectives
-    roles = {
-        name: make_role(plan, config, objectives[name], groups[name], inits[name])
-        for name, plan in prepared.plan.roles.items()
-    }
-    if state and config.run.trains:
-        for text in changed_rates(state["config"], roles.values()):
+    # First: its processes start while Ray does.
+    reward = start_scorer(rollout, progress, stack, samples=plan.run.samples)
+    groups, fleet, inits = _start_processes(plan, progress, stack, beside=check.call if check is not None else None)
+    roles = {name: make_role(plan, name, groups[name], inits[name]) for name in groups}
+    if start.state and trains:
+        for text in changed_rates(start.state["config"], roles.values()):
             progress.notice(text)
-    if config.run.trains and any(each.weights == REFERENCE for each in prepared.algorithm.passes):
-        reference, every = groups[ACTOR].snapshot(REFERENCE), config.algorithm.reference_every
-        if state and every:
-            reference.create()  # from the checkpoint's weights, which are the reference at every such step
-            if late := progress.step % every:
-                progress.notice(
-                    f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, "
-                    "whose weights no checkpoint has"
-                )
-        else:
-            reference.load(config.algorithm.reference)
+    if trains:
+        _make_reference(plan.algorithm, groups[ACTOR], progress, resumed=bool(start.state))
     if check is not None:
         progress.begin("checking the prompts")
         while not check.ready(None, BEAT_SECONDS):
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
-    source, sampler = start_source(prepared, fleet, reward, progress, stack)
-    sharing = offloaded(config, prepared.device)
+    source, sampler = start_source(plan, fleet, reward, progress, stack)
+    sharing = plan.processes.sharing
     residency = Residency(
-        plan=residency_plan(sharing, passed={each.role for each in prepared.algorithm.passes}),
+        plan=residency_plan(sharing, passed={each.role for each in plan.algorithm.passes}),
         groups={name: groups[name] for name in sharing},
         fleet=fleet,
         progress=progress,
@@ -209,44 +189,41 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     updates: WeightUpdates | None = None
     if fleet is not None:
         updates = WeightUpdates(
-            config=config.weights,
+            config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
             source=source,
             manifest=groups[ACTOR].manifest(),
-            address=meeting_at(address_of(prepared, fleet), groups[ACTOR]),
+            address=meeting_at(address_of(plan, fleet), groups[ACTOR]),
             version=inits[ACTOR].weights_version,
             residency=residency,
             progress=progress,
         )
     checkpoints = Checkpoints(
-        run_dir=prepared.run_dir,
-        config=config.checkpoint,
+        run_dir=start.run_dir,
+        config=plan.checkpoint,
         roles=roles,
-        newest=prepared.resume,
-        last_step=progress.step if state else -1,
+        newest=start.resume,
+        last_step=progress.step if start.state else -1,
         progress=progress,
     )
-    own = config.algorithm.kl_coef
+    settings = plan.algorithm.settings
     run = Run(
-        config=config,
-        algorithm=prepared.algorithm,
-        run_dir=prepared.run_dir,
+        plan=plan,
         progress=progress,
         stop=stop,
         roles=roles,
         updates=updates,
-        gate=make_gate(prepared, fleet, sampler, progress),
+        gate=make_gate(plan, fleet, sampler, progress),
         residency=residency,
         source=source,
         sampler=sampler,
         reward=reward,
-        params=prepared.params,
-        held_out=prepared.prompts.held_out_prompts(),
+        held_out=rollout.prompts.held_out_prompts(),
         checkpoints=checkpoints,
-        kl_coef=state.get("kl_coef", own) if config.algorithm.kl_target else own,
-        before=answers_in(state) if config.run.trains else (),
-        unseen=unseen_tokens(prepared),
+        kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
+        before=answers_in(start.state) if trains else (),
+        unseen=unseen_tokens(rollout) if plan.run.samples else {},
     )
     if fleet is not None:
         fleet.on_lost = run.bring_weights
@@ -254,72 +231,83 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     return run
 
 
-def make_gate(
-    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress
-) -> Gate | None:
+def _make_reference(algorithm: AlgorithmPlan, actor: TrainGroup, progress: Progress, *, resumed: bool) -> None:
+    """Keep the reference policy's weights, if a forward pass needs them."""
+    if not any(each.weights == REFERENCE for each in algorithm.passes):
+        return
+    reference, every = actor.snapshot(REFERENCE), algorithm.settings.reference_every
+    if not (resumed and every):
+        reference.load(algorithm.settings.reference)
+        return
+    reference.create()  # from the checkpoint's weights, which are the reference at every such step
+    if late := progress.step % every:
+        progress.notice(
+            f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, whose "
+            "weights no checkpoint has"
+        )
+
+
+def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress) -> Gate | None:
     """The gate of a run whose samples are to be trained on, unless it is switched off."""
-    config = prepared.config
-    if fleet is None or sampler is None or config.run.mode == "eval" or config.algorithm.on_mismatch == "off":
+    algorithm = plan.algorithm.settings
+    if fleet is None or sampler is None or plan.run.mode == "eval" or algorithm.on_mismatch == "off":
         return None
 
     def drawn() -> SampleBatch:
         # A stream of its own, so that the run's stays where it is.
-        prompts = PromptStream(prepared.prompts, config.run.seed).take(PROMPTS)
-        return draw(prompts, sampler=sampler, generate=fleet.generate, params=prepared.params)
+        prompts = PromptStream(plan.rollout.prompts, plan.run.seed).take(PROMPTS)
+        return draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
 
     return Gate(
-        bound=bound_of(config.algorithm, train=config.train_of(ACTOR), weights=config.weights),
-        stops=config.algorithm.on_mismatch == "stop",
-        every=config.weights.verify_every,
+        bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
+        stops=algorithm.on_mismatch == "stop",
+        every=plan.weights.verify_every,
         draw=drawn,
-        run_dir=prepared.run_dir,
+        run_dir=plan.start.run_dir,
         progress=progress,
     )
 
 
 def _start_processes(
-    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack, *, beside: Call[Any] | None
+    plan: Plan, progress: Progress, stack: contextlib.ExitStack, *, beside: Call[Any] | None
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
     """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a call `beside`.
     `stack` ends them."""
-    config, plan = prepared.config, prepared.plan
+    processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
-    session = ray_session(address=config.cluster.address, cpus=plan.seating.cpus, forward=hooktrace.wanted())
+    session = ray_session(address=plan.cluster.address, cpus=processes.seating.cpus, forward=hooktrace.wanted())
     stack.enter_context(session)
-    seats = stack.enter_context(seated(plan.seating, timeout=SEATED_WITHIN))
+    seats = stack.enter_context(seated(processes.seating, timeout=SEATED_WITHIN))
     progress.begin(f"starting {_counted(seats)}")
     watching = Watching(
         notify=progress.notice,
-        seconds=config.cluster.watchdog,
-        on_answer=functools.partial(tell_of, progress) if traced(config.extensions) else None,
+        seconds=plan.cluster.watchdog,
+        on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
-    for name, role in plan.roles.items():
-        environment = environment_of(prepared, role.backend.name, role.environment)
-        groups[name] = TrainGroup.launch(role, seats[name], environment, watching=watching)
+    for name, role in processes.roles.items():
+        groups[name] = TrainGroup.launch(role, seats[name], watching=watching)
         stack.callback(groups[name].processes.kill)
     fleet: EngineFleet | None = None
-    if config.run.samples:
-        fleet = make_fleet(prepared, seats[ENGINES], watching)
+    if engine is not None:
+        fleet = make_fleet(engine, seats[ENGINES], watching, restarts=plan.rollout.settings.restarts)
         stack.callback(fleet.processes.kill)
-    in_turns = bool(offloaded(config, prepared.device))
-    return groups, fleet, start_all(groups, fleet, progress, in_turns=in_turns, beside=beside)
+    return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
 
 
-def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
+def address_of(plan: Plan, fleet: EngineFleet) -> Address:
     """The address of weight updates, without the meeting point, which `meeting_at` adds."""
-    config = prepared.config
+    processes = plan.processes
+    # Two processes on one GPU cannot share an NCCL group.
+    own_devices = TRANSPORTS[processes.transport].one_device or plan.cluster.placement == "disaggregated"
     return Address(
-        transport=prepared.plan.transport,
+        transport=processes.transport,
         engines=fleet.receivers,
-        path=str(prepared.run_dir / "weights"),
-        senders=prepared.plan.senders,
-        # Two processes on one GPU cannot share an NCCL group.
-        device=prepared.device
-        if TRANSPORTS[prepared.plan.transport].one_device or config.cluster.placement == "disaggregated"
-        else "cpu",
+        path=str(plan.start.run_dir / "weights"),
+        senders=processes.senders,
+        device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
-        timeout=config.cluster.timeout / 2,
+        timeout=plan.cluster.timeout / 2,
     )
 
 
@@ -379,71 +367,45 @@ def start_all(
     return {name: results[name] for name in groups}
 
 
-def make_role(plan: RolePlan, config: Config, objective: Objective, group: TrainGroup, init: InitResult) -> Role:
+def make_role(plan: Plan, name: str, group: TrainGroup, init: InitResult) -> Role:
+    objective, train = plan.algorithm.objectives[name], plan.processes.roles[name].train
     return Role(
-        name=plan.role,
+        name=name,
         group=group,
         loss=objective.loss,
-        train=config.train_of(plan.role),
+        train=train,
         aggregation=objective.aggregation,
-        max_tokens=config.rollout.max_tokens,
-        seed=config.run.seed,
+        max_tokens=plan.rollout.settings.max_tokens,
+        seed=plan.run.seed,
         first_step=objective.first_step,
-        rollout_steps=config.train_of(plan.role).schedule.steps or config.run.steps,
+        rollout_steps=train.schedule.steps or plan.run.steps,
         optimizer_step=init.optimizer_step,
     )
 
 
-def _notices(prepared: Prepared) -> Iterator[str]:
+def _notices(plan: Plan) -> Iterator[str]:
     """What a user may want to know before the first step."""
-    config, state = prepared.config, prepared.state
-    yield from prepared.lost
-    if state and config.run.trains:
-        yield from changed_settings(state["config"], to_plain(recorded(config)))
-    yield from notes(config)
-    yield from told_answers(prepared)
-    if prepared.check is not None:
-        yield from prepared.check.notices or ()  # of one that goes on, when it has ended
-    yield from prepared.notices
-    yield from told_sampling(config)
-    if config.run.trains:
-        yield from told_layouts(prepared)
-        yield from told_memory(prepared, fullest=True)
-    yield from prepared.settled
+    yield from plan.start.lost
+    yield from plan.notices
+    if plan.rollout.check is not None:
+        yield from plan.rollout.check.notices or ()  # of one that goes on, when it has ended
+    if plan.memory is not None:
+        yield from plan.memory.lines(fullest=True)
 
 
-def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> EngineFleet:
-    config, engine = prepared.config, prepared.plan.engine
-    options = config.engines[engine.name]
+def make_fleet(plan: EnginePlan, seats: Sequence[Seat], watching: Watching, *, restarts: int) -> EngineFleet:
+    """Start a process for each replica, on the devices of its seat; returns at once."""
     assignments = [
-        EngineAssignment(
-            engine=config.rollout.engine,
-            origins=origins_of((Kind.ENGINES, engine)),
-            model=config.model,
-            options=to_plain(options),
-            context=EngineContext(
-                name=f"engine-{index}",
-                index=index,
-                device=prepared.device,
-                precision=config.train_of(ACTOR).precision,
-                context_length=prepared.context_length,
-                bundles=prepared.plan.seating.widths.get(ENGINES, 1),
-                devices=seat.devices,
-                run_dir=str(prepared.run_dir),
-                weights=config.weights,
-            ),
-        )
-        for index, seat in enumerate(seats)
+        evolve(assignment, context=evolve(assignment.context, devices=seat.devices))
+        for assignment, seat in zip(plan.assignments, seats, strict=True)
     ]
-    environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.plan.engines))
-    names = [assignment.context.name for assignment in assignments]
     processes = RayGroup(
-        names,
+        [assignment.context.name for assignment in assignments],
         "corerl.rollout.service:EngineService",
         seats,
-        environment,
+        plan.environment,
         failure=EngineFailed,
-        threads=calls_of(prepared) + 2,  # besides sampling for training: an evaluation, and `pause`
+        threads=plan.calls + 2,  # besides sampling for training: an evaluation, and `pause`
         watching=watching,
     )
-    return EngineFleet(processes, assignments, restarts=config.rollout.restarts)
+    return EngineFleet(processes, assignments, restarts=restarts)

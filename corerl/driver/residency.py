@@ -1,73 +1,19 @@
-"""Define what is on shared devices at each stage of a step, as data, and move memory between stages."""
+"""Move memory of ranks and engines on shared devices from one stage of a step to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Mapping, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from corerl.driver.progress import Progress
+from corerl.kinds import ALL_KINDS, MemoryKind
+from corerl.plan.residency import TRAIN, EngineMemory, Stage, training
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.fleet import EngineFleet
-from corerl.trainer.group import ALL_KINDS, TrainGroup
-from corerl.types import MemoryKind
+from corerl.trainer.group import TrainGroup
 
 GIB = 2**30
-
-# What a save reads.
-SAVED = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})
-
-
-class EngineMemory(IntEnum):
-    """What engines hold in device memory."""
-
-    NOTHING = 0
-    WEIGHTS = 1
-    ALL = 2  # caches too, which the first request allocates
-
-
-@frozen(kw_only=True)
-class Stage:
-    """What engines and roles hold during one stage; a role that is not named holds nothing."""
-
-    engines: EngineMemory | None = EngineMemory.NOTHING  # None: unchanged
-    ranks: Mapping[str, frozenset[MemoryKind]] = field(factory=dict)  # by role
-
-
-SAMPLE, COMPARE, FORWARD, TRAIN, UPDATE = "sample", "compare", "forward", "train", "update"
-REST = "rest"  # nothing is resident, as at the start of a run: a starting engine finds room
-
-
-def training(role: str) -> str:
-    """The name of the stage in which `role` takes its optimizer steps."""
-    return f"train {role}"
-
-
-def saving(role: str) -> str:
-    """The name of the stage in which `role`'s part of a checkpoint is written, or copied for writing."""
-    return f"save {role}"
-
-
-def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, Stage]:
-    """The stages of a step by name, for the `roles` that share devices with engines; {} if there are none. Roles in
-    `passed` run a forward pass before training.
-
-    Each stage holds only what it reads, to minimize its peak: roles train and save one after the other, and engines
-    get memory for weights only once a rank holds nothing but its parameters.
-    """
-    if not roles:
-        return {}
-    return {
-        COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
-        TRAIN: Stage(),  # only for roles with devices of their own
-        **{training(role): Stage(ranks={role: ALL_KINDS}) for role in roles},
-        UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        **{saving(role): Stage(engines=None, ranks={role: SAVED}) for role in roles},
-        SAMPLE: Stage(engines=EngineMemory.ALL),
-        REST: Stage(),
-    }
 
 
 @define(kw_only=True, eq=False)

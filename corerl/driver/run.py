@@ -16,11 +16,8 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Call, together
 from corerl.cluster.objects import share
-from corerl.config.load import recorded, to_plain
-from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
-from corerl.driver.algorithm import REFERENCE, AlgorithmPlan
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
@@ -33,12 +30,15 @@ from corerl.driver.metrics import (
     train_metrics,
 )
 from corerl.driver.progress import Progress
-from corerl.driver.residency import COMPARE, FORWARD, REST, SAMPLE, Residency, saving
+from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
-from corerl.driver.routing import routed
-from corerl.driver.run_dir import EXPORT
+from corerl.driver.routing_replay import replayed
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
+from corerl.plan.algorithm import REFERENCE
+from corerl.plan.plan import Plan
+from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
+from corerl.plan.run_dir import EXPORT
 from corerl.plugin.events import (
     Evaluated,
     RunFinished,
@@ -46,7 +46,6 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
@@ -77,9 +76,7 @@ class Summary:
 class Run:
     """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
-    config: Config
-    algorithm: AlgorithmPlan
-    run_dir: Path
+    plan: Plan
     progress: Progress
     stop: StopRequest
     roles: Mapping[str, Role]
@@ -89,7 +86,6 @@ class Run:
     source: Source
     sampler: Sampler | None
     reward: Scorer
-    params: SamplingParams
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
 
@@ -102,7 +98,7 @@ class Run:
     _after: tuple[Shown, ...] = ()
     _equal: EqualRewards = Factory(
         lambda self: EqualRewards(
-            self.config.algorithm, compares=self.algorithm.compares, samples=self.config.run.samples
+            self.plan.algorithm.settings, compares=self.plan.algorithm.compares, samples=self.plan.run.samples
         ),
         takes_self=True,
     )
@@ -114,8 +110,8 @@ class Run:
     def stopping(self) -> bool:
         """Whether to stop now: only where engines have just got new weights, and the reference policy is renewed, as
         both are when a run resumes."""
-        step, every = self.progress.step, self.config.algorithm.reference_every
-        fresh = not self.config.run.samples or step % self.config.weights.every == 0
+        step, every = self.progress.step, self.plan.algorithm.settings.reference_every
+        fresh = not self.plan.run.samples or step % self.plan.weights.every == 0
         return self.stop.requested and fresh and (not every or step % every == 0)
 
     @property
@@ -137,10 +133,10 @@ class Run:
 
     def _compare(self, gate: Gate, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
-        samples = routed(samples, self.config)
+        samples = self._replayed(samples)
         self.residency.enter(COMPARE)
         with self.progress.phase("compare"):
-            replay = self.config.algorithm.routing_replay == "engine"
+            replay = self.plan.algorithm.settings.routing_replay == "engine"
             call = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
             gate.judge(samples, call.result()[Output.LOGPROBS])
 
@@ -148,21 +144,22 @@ class Run:
 
     def with_advantages(self, scored: Scored) -> TrainBatch:
         """Add everything the losses read, computed by the models before the batch's first optimizer step."""
-        algorithm, samples = self.config.algorithm, scored.rollout.batch
+        algorithm, samples = self.plan.algorithm, scored.rollout.batch
+        settings = algorithm.settings
         if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
             self._compare(self.gate, self.gate.choose(samples))
-        if algorithm.overlong == "mask":
+        if settings.overlong == "mask":
             samples = without_truncated(samples)
-        samples = routed(samples, self.config)
+        samples = self._replayed(samples)
         samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        if self.algorithm.passes:
+        if algorithm.passes:
             self.residency.enter(FORWARD)
             shared = share(samples)
             calls = {
                 each: self.roles[each.role].start_forward(
                     shared, samples, tuple(each.columns.values()), weights=each.weights, replay=each.replay
                 )
-                for each in self.algorithm.passes
+                for each in algorithm.passes
             }
             with self.progress.phase("forward"):
                 for each, found in together(calls).items():
@@ -170,25 +167,31 @@ class Run:
         batch = compute_advantages(
             samples,
             scored.rewards,
-            self.algorithm.estimate,
-            algorithm,
+            algorithm.estimate,
+            settings,
             kl_coef=self.kl_coef,
-            max_tokens=self.config.rollout.max_tokens,
+            max_tokens=self.plan.rollout.settings.max_tokens,
         )
-        if self.algorithm.postprocess is not None:
-            batch = evolve(batch, samples=self.algorithm.postprocess(batch.samples))
+        if algorithm.postprocess is not None:
+            batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
             staleness = staleness_metrics(samples, self.updates.version - 1)
             batch = evolve(batch, metrics={**staleness, **batch.metrics})
-        if algorithm.kl_target and batch.kl is not None:
+        if settings.kl_target and batch.kl is not None:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef,
                 batch.kl,
-                target=algorithm.kl_target,
-                horizon=algorithm.kl_horizon,
+                target=settings.kl_target,
+                horizon=settings.kl_horizon,
                 samples=len(samples),
             )
         return batch
+
+    def _replayed(self, samples: SampleBatch) -> SampleBatch:
+        """The samples with the experts that the engine chose, if training replays them."""
+        rollout, replays = self.plan.rollout.settings, self.plan.algorithm.settings.routing_replay == "engine"
+        source = f"the batches in {rollout.saved!r}" if rollout.saved else f"the engine {rollout.engine!r}"
+        return replayed(samples, replays=replays, source=source)
 
     def optimize(self, batch: TrainBatch) -> dict[str, list[TrainResult]]:
         """Take all optimizer steps of the batch; results by role, in step order, {} if there are no loss tokens. Roles
@@ -212,7 +215,7 @@ class Run:
 
     def _renew_reference(self) -> None:
         """Make the actor's weights the reference policy, if that is due after this step."""
-        every = self.config.algorithm.reference_every
+        every = self.plan.algorithm.settings.reference_every
         if every and (self.progress.step + 1) % every == 0:
             self.residency.enter(FORWARD)
             self.actor.group.snapshot(REFERENCE).create()
@@ -237,7 +240,7 @@ class Run:
         return calls
 
     def _loss(self, role: Role, kl_coef: float) -> LossSpec:
-        algorithm = self.config.algorithm
+        algorithm = self.plan.algorithm.settings
         if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in role.loss.params:
             return evolve(role.loss, params={**role.loss.params, "kl_coef": kl_coef})
         return role.loss
@@ -269,7 +272,7 @@ class Run:
         slept = self.residency.shared
         if slept or self._pushed_at is None or fleet.dead:  # engines that slept, or are new, hold no weights
             return True
-        every = self.config.weights.every
+        every = self.plan.weights.every
         due = self.progress.step % every == 0 or self._evaluation_due()
         return due and self._pushed_at != self.actor.optimizer_step
 
@@ -288,7 +291,7 @@ class Run:
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.progress.seconds.take()}
         metrics = {**rollout, **(batch.metrics if batch else {})}
-        if batch and self.config.algorithm.old_logprobs == "recompute":
+        if batch and self.plan.algorithm.settings.old_logprobs == "recompute":
             metrics |= recomputed_mismatch(batch.samples)
         elif ACTOR in results:
             metrics |= first_step_mismatch(results[ACTOR][0])
@@ -315,7 +318,7 @@ class Run:
         if notice := self._equal.hear(scored.rewards, scored.rollout.batch.rows["group"]):
             self.progress.notice(notice)
         if batch and batch.metrics.get("correction/weight") == 0.0:
-            algorithm = self.config.algorithm
+            algorithm = self.plan.algorithm.settings
             self.progress.notice(
                 f"step {scored.step}: the policy learns nothing from its samples, since algorithm.correction="
                 f"{algorithm.correction!r} gives all of their tokens weight 0; see rollout/logprob_diff, or widen the "
@@ -343,7 +346,7 @@ class Run:
         the same steps as an uninterrupted one."""
         if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
             with self.progress.phase("eval"):
-                evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.params)
+                evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.plan.rollout.params)
             self._evaluation = evaluation.metrics
             if evaluation.first_failure:
                 failed = sum(evaluation.failures.values())
@@ -362,27 +365,27 @@ class Run:
         self.progress.begin("rollout" if self.sampler else "reading")
 
     def _evaluation_due(self) -> bool:
-        every = self.config.eval.every
+        every = self.plan.eval.every
         if not every:
             return False
         if self.progress.step == 0:
-            return self.config.eval.at_start
-        return self.progress.step % every == 0 or self.progress.step >= self.config.run.steps
+            return self.plan.eval.at_start
+        return self.progress.step % every == 0 or self.progress.step >= self.plan.run.steps
 
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"):
             self.checkpoints.complete(wait=False)
             if self.checkpoints.due(self.progress.step):
-                self._start_save(background=self.config.checkpoint.background)
+                self._start_save(background=self.plan.checkpoint.background)
 
     def _start_save(self, *, background: bool) -> None:
         state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
-            **({"kl_coef": self.kl_coef} if self.config.algorithm.kl_target else {}),
+            **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.source.position,
-            "config": to_plain(recorded(self.config)),
+            "config": self.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }
         self.checkpoints.start(
@@ -396,16 +399,16 @@ class Run:
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
         # A stop request during the last step has nothing left to stop.
-        done = self.progress.step >= self.config.run.steps or self.config.run.mode == "eval"
+        done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.stop.requested and not done else "finished"
-        artifacts = {"run directory": str(self.run_dir)}
-        if self.config.run.mode == "rollout-only":
-            artifacts["rollouts"] = str(self.run_dir / "rollouts")
-        if self.config.run.trains:
-            artifacts |= self._finish_training(export=self.config.checkpoint.export and reason == "finished")
-        if reason == "interrupted" and self.config.run.trains:
+        artifacts = {"run directory": str(self.plan.start.run_dir)}
+        if self.plan.run.mode == "rollout-only":
+            artifacts["rollouts"] = str(self.plan.start.run_dir / "rollouts")
+        if self.plan.run.trains:
+            artifacts |= self._finish_training(export=self.plan.checkpoint.export and reason == "finished")
+        if reason == "interrupted" and self.plan.run.trains:
             artifacts["to go on"] = (
-                f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
+                f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
             )
         self.progress.tell(
             RunFinished(
@@ -417,7 +420,9 @@ class Run:
                 artifacts=artifacts,
             )
         )
-        return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.progress.step, evaluation=self._evaluation)
+        return Summary(
+            reason=reason, run_dir=self.plan.start.run_dir, steps_done=self.progress.step, evaluation=self._evaluation
+        )
 
     def _finish_training(self, *, export: bool) -> dict[str, str]:
         """Save and export; returns the paths of the results by kind."""
@@ -434,5 +439,5 @@ class Run:
             from corerl.driver.export import export as write_model
 
             self.progress.begin("exporting")
-            artifacts["model"] = str(write_model(newest, self.run_dir / EXPORT, replace=True))
+            artifacts["model"] = str(write_model(newest, self.plan.start.run_dir / EXPORT, replace=True))
         return artifacts

@@ -1,35 +1,20 @@
-"""Manage a run's directory: who may write to it, and what it already holds that must not be lost."""
+"""Write to a run's directory, while no other run does."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over
-from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
-from corerl.config.load import dump_toml, recorded
-from corerl.config.schema import Config
-from corerl.errors import ConfigError, DataError, NothingLeft
-from corerl.messages import listed, short_repr
-from corerl.observability.files import keep, read_lines
-from corerl.observability.history import METRICS_FILE
-from corerl.observability.jsonl import SAMPLES_FILE
+from corerl.config.load import dump_toml
+from corerl.errors import ConfigError
+from corerl.observability.files import keep
 from corerl.observability.tracking import CONFIG_FILE
-from corerl.rollout.saved import ROLLOUTS
-
-EXPORT = "model"  # subdirectory for the final Hugging Face export
-EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
-ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
-SHOWN_CHANGES = 8  # settings named in one line
-SHOWN_CHARACTERS = 40  # of a setting's value
+from corerl.plan.run_dir import unwritable
 
 
 @contextmanager
@@ -39,7 +24,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise unwritable(run_dir, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
@@ -53,18 +38,11 @@ def occupied(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def require_writable(run_dir: Path) -> None:
-    """Raise ConfigError if the directory, or what there is of its path, cannot be written to; makes nothing."""
-    there = next(each for each in (run_dir, *run_dir.parents) if os.path.lexists(each))
-    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
-    if number:
-        raise _unwritable(run_dir, OSError(number, f"{there}: {os.strerror(number)}"))
-
-
-def write_config(run_dir: Path, config: Config) -> None:
-    """Write config.toml. An existing different one, say from before a resumed run's overrides or edited by hand, is
-    kept as config-1.toml, config-2.toml and so on. Raises ConfigError if the file cannot be written."""
-    path, text = run_dir / CONFIG_FILE, dump_toml(recorded(config)).encode()
+def write_config(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Write config.toml, the run's config as plain data. An existing different one, say from before a resumed run's
+    overrides or edited by hand, is kept as config-1.toml, config-2.toml and so on. Raises ConfigError if the file
+    cannot be written."""
+    path, text = run_dir / CONFIG_FILE, dump_toml(record).encode()
     part = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and path.read_bytes() == text:
@@ -73,127 +51,4 @@ def write_config(run_dir: Path, config: Config) -> None:
         keep(path)
         os.replace(part, path)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
-
-
-def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); set another directory")
-
-
-def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
-    """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
-    rather than overwrite another run."""
-    resume = config.checkpoint.resume
-    newest = latest(run_dir, damaged=damaged)
-    if starting and newest is not None and not config.run.trains:
-        advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
-            f"would overwrite; set another run.dir{advice}"
-        )
-    if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
-        fault = next(iter(lost.values()))
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: "
-            f"{ADVICE.split(fault)[0]}; set "
-            f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
-        )
-    if resume == "auto":
-        return newest
-    chosen = None if resume == "never" else Path(resume).absolute()
-    # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
-    if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
-            "another run.dir"
-        )
-    return chosen
-
-
-def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
-    """A line for each checkpoint that `checkpoint.resume = "auto"` skipped."""
-    if config.checkpoint.resume != "auto":
-        return []
-    return [skipping(path, fault) for path, fault in passed_over(run_dir, damaged=damaged).items()]
-
-
-def skipping(checkpoint: Path, fault: str) -> str:
-    """The line for a checkpoint that is passed over, without the advice to do that."""
-    return (
-        f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
-        f"{ADVICE.split(fault)[0]}"
-    )
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
-    Both are plain data."""
-    changes = [
-        f"{path}={short_repr(value, SHOWN_CHARACTERS)} (was {short_repr(old, SHOWN_CHARACTERS)})"
-        if old is not None and value is not None
-        else path
-        for path, old, value in _differences(before, now)
-        if path not in EXPECTED_CHANGES
-    ]
-    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
-
-
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted path, old and new value of each difference; of what is in one of them only, the outermost path."""
-    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-        if before != now:
-            yield path, before, now
-        return
-    for key in [*now, *(key for key in before if key not in now)]:
-        yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-
-
-def lies_in(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the checkpoint belongs to that run itself; a subdirectory may hold another run."""
-    return checkpoint.resolve().parent in (run_dir.resolve(), checkpoints_dir(run_dir).resolve())
-
-
-def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:
-    """A line for each thing in the directory that a starting run would overwrite or mix with its own output."""
-    goes_on = resume is not None and lies_in(resume, run_dir)
-    if goes_on:
-        for name in (METRICS_FILE, SAMPLES_FILE):
-            try:
-                for _ in read_lines(run_dir / name, before=math.inf):
-                    pass
-            except DataError as error:
-                yield f"run.dir: {error.message}"
-    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
-    if keeps and not (goes_on and config.run.trains) and os.path.isdir(run_dir / ROLLOUTS):
-        yield f"run.dir: {run_dir} already holds rollouts, which would be mixed with new ones; set another run.dir"
-    exports = config.run.trains and config.checkpoint.export
-    if exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:
-        yield (
-            f"run.dir: {run_dir / EXPORT} already exists, and the run would replace it with its export; set another "
-            "run.dir, or checkpoint.export=false"
-        )
-
-
-def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int) -> None:
-    """Raise if a training run would start with all its steps `done`: NothingLeft if they are its own, say because a
-    scheduler restarted it, otherwise ConfigError. A run killed before exporting its last checkpoint may still start."""
-    steps, exports = config.run.steps, config.checkpoint.export
-    if done > steps or (done == steps and not lies_in(resume, run_dir)):
-        raise ConfigError(
-            f"run.steps: {steps}, but the checkpoint {resume} has already done {done}; raise run.steps to continue"
-        )
-    if done == steps and (not exports or _exported(resume, run_dir)):
-        found = f" and {run_dir / EXPORT} is its export" if exports else ""
-        raise NothingLeft(
-            f"run.steps: {steps}, which {run_dir} has already done{found}: nothing is left to do; raise run.steps to "
-            "continue"
-        )
-
-
-def _exported(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the export exists and is no older than the checkpoint, and so not of fewer steps."""
-    try:
-        exported = (run_dir / EXPORT / "config.json").stat().st_mtime_ns
-        return exported >= (checkpoint / DRIVER_FILE).stat().st_mtime_ns
-    except OSError:
-        return False
+        raise unwritable(run_dir, error) from error

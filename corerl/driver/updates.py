@@ -12,8 +12,9 @@ from attrs import define, evolve, field, frozen
 from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
 from corerl.driver.progress import Progress
-from corerl.driver.residency import REST, UPDATE, Residency
+from corerl.driver.residency import Residency
 from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
+from corerl.plan.residency import REST, UPDATE
 from corerl.rollout.engine import Received
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sources import Source

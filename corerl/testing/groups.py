@@ -22,7 +22,8 @@ from corerl.data.plan import plan_forward, plan_steps
 from corerl.driver.updates import meeting_at
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
-from corerl.plugin.options import resolve_tables
+from corerl.plan.resolve import resolve_tables
+from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
@@ -31,7 +32,6 @@ from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.service import EngineAssignment
 from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
-from corerl.trainer.assign import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address
@@ -84,7 +84,9 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
 @contextlib.contextmanager
 def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
     """A group that is started but not initialized."""
-    group = TrainGroup.launch(plan, seats[: len(plan.assignments)], {**ENVIRONMENT, **plan.environment})
+    group = TrainGroup.launch(
+        evolve(plan, environment={**ENVIRONMENT, **plan.environment}), seats[: len(plan.assignments)]
+    )
     try:
         yield group
     finally:

@@ -18,10 +18,10 @@ from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, Train
 from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_steps
 from corerl.errors import CorerlError
+from corerl.plan.assignment import Assignment
 from corerl.plugin.context import Context
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
-from corerl.trainer.assignment import Assignment
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,

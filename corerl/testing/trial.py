@@ -21,8 +21,8 @@ from corerl.config.schema import Config
 from corerl.data.packing import pack
 from corerl.data.plan import plan_steps
 from corerl.driver.advantages import compute_advantages
-from corerl.driver.algorithm import AlgorithmPlan, plan_algorithm
-from corerl.plugin.options import resolve_tables, settle_algorithm
+from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
+from corerl.plan.resolve import resolve_tables, settle_algorithm
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, AlgorithmSpec
 from corerl.types import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import Seat
 from corerl.data.plan import StepPlan
 from corerl.errors import ContractError, CorerlError
-from corerl.trainer.assign import RolePlan
+from corerl.kinds import ALL_KINDS
+from corerl.plan.roles import RolePlan
 from corerl.types import (
     Array,
     ForwardResult,
@@ -33,11 +34,9 @@ from corerl.types import (
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-ALL_KINDS = frozenset(MemoryKind)
-
 
 class TrainGroup:
-    """The ranks of one role: `TrainGroup.launch(plan, seats, environment)`, then `init`, then the other verbs.
+    """The ranks of one role: `TrainGroup.launch(plan, seats)`, then `init`, then the other verbs.
 
     A failing rank ends the group with its error; all later calls raise WorkerDied.
     """
@@ -54,13 +53,12 @@ class TrainGroup:
         cls,
         plan: RolePlan,
         seats: Sequence[Seat],
-        environment: Mapping[str, str],
         *,
         watching: Watching | None = None,
     ) -> TrainGroup:
-        """Start a process for each rank, with `environment` set before it imports anything; returns at once."""
+        """Start a process for each rank; returns at once."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = RayGroup(names, "corerl.trainer.worker:Worker", seats, environment, watching=watching)
+        processes = RayGroup(names, "corerl.trainer.worker:Worker", seats, plan.environment, watching=watching)
         return cls(processes, plan)
 
     # ---- training ---------------------------------------------------------------------------------------------------

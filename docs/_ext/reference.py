@@ -30,10 +30,10 @@ from sphinx.application import Sphinx
 from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
+from corerl.plan.resolve import TABLES
 from corerl.plugin import events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
-from corerl.plugin.options import TABLES
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import Process
 from corerl.testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS

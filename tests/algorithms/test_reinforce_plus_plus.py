@@ -15,7 +15,7 @@ from corerl.algorithms.reinforce_plus_plus import (
 )
 from corerl.config.load import config_of, dump_toml
 from corerl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
-from corerl.plugin.options import resolve_tables
+from corerl.plan.resolve import resolve_tables
 from corerl.plugin.spec import ACTOR, AlgorithmRun
 from corerl.types import LossSpec, SampleBatch
 

@@ -10,7 +10,7 @@ import pytest
 
 from corerl.cli.main import main
 from corerl.config.load import load_config
-from corerl.plugin.options import resolve_tables
+from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, installed_names, load
 from corerl.plugin.tables import SELECTED_BY
 

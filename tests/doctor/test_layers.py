@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ModelConfig
 from corerl.doctor import layers
 from corerl.doctor.layers import TOLERANCE, compare, compare_layers, plain_model, policy_like, shorten_windows
-from corerl.driver.prepare import prepare
 from corerl.models.packed import PackedPolicy
 from corerl.models.policy import Policy
 from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
+from corerl.plan.make import make_plan
 from corerl.plugin.spec import Finding, Level
 from corerl.testing.models import tiny_config
 from tests.driver.forgetful import LEFT_OUT, model_with
@@ -120,12 +120,12 @@ def test_a_long_window_is_made_to_end_within_the_sequences() -> None:
 def test_the_finding_says_how_well_they_agree_or_where_they_part_or_that_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = prepare(small(tmp_path))
-    *_, agrees = compare_layers(prepared)
+    role = make_plan(small(tmp_path)).processes.roles["actor"].assignments[0].config
+    *_, agrees = compare_layers(role, temperature=1.0)
     assert isinstance(agrees, Finding) and agrees.level is Level.OK
     assert agrees.what.startswith("CoreRL's packed pass and transformers' own agree in all 34 modules that could be ")
     monkeypatch.setattr(layers, "policy_like", broken(policy_like))
-    *_, parts = compare_layers(prepared)
+    *_, parts = compare_layers(role, temperature=1.0)
     assert isinstance(parts, Finding) and parts.level is Level.ERROR
     assert re.fullmatch(
         r"CoreRL's packed pass and transformers' own part at the mlp: model.layers.1.mlp.act_fn differs by \S+ of its "
@@ -137,7 +137,7 @@ def test_the_finding_says_how_well_they_agree_or_where_they_part_or_that_memory_
         "set train.layout='whole', and report this line",
     )
     monkeypatch.setattr(layers, "free_memory", lambda: 2**15)
-    (short,) = compare_layers(prepared)
+    (short,) = compare_layers(role, temperature=1.0)
     assert isinstance(short, Finding) and short.level is Level.WARNING
     assert short.what == (
         "the layers were not compared: the model takes 7.13e-05 GiB in float32, and this machine has 3.05e-05 GiB free"

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.driver.prepare import Prepared, prepare
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
 from tests.driver.saved import make_config
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/a/users/own")
     config = make_config()
-    return prepare(evolve(config, cluster=evolve(config.cluster, device="cpu")))
+    return make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu")))

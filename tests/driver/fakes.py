@@ -6,18 +6,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 from attrs import evolve
 
 from corerl.calls import Call
+from corerl.config.load import to_plain
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
-from corerl.driver.algorithm import REFERENCE
 from corerl.driver.progress import Progress
-from corerl.driver.residency import Residency, residency_plan
+from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, WorkerDied
+from corerl.plan.algorithm import REFERENCE, plan_algorithm
+from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.residency import residency_plan
+from corerl.plan.resolve import resolve_tables
+from corerl.plan.start import Start
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
@@ -139,6 +145,22 @@ class Group:
             return TrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
 
         return Call(self, None, wait)
+
+
+def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
+    """As far as a run that has started reads it."""
+    start = Start(run_dir=run_dir, resume=None, state={}, lost=(), falls_back=False)
+    rollout = {each.name: None for each in attrs.fields(RolloutPlan)} | {"settings": config.rollout}
+    slices = {each.name: getattr(config, each.name, None) for each in attrs.fields(Plan)}
+    return Plan(
+        **{
+            **slices,
+            "start": start,
+            "algorithm": plan_algorithm(resolve_tables(config)),
+            "rollout": RolloutPlan(**rollout),
+            "record": to_plain(config),
+        }
+    )
 
 
 LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve
 
-from corerl.algorithms.base import Advantages
+from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.grpo import GRPO
 from corerl.algorithms.grpo import Options as OfGRPO
 from corerl.algorithms.ppo import PPO
 from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
-from corerl.driver.advantages import Estimate, TrainBatch, compute_advantages, users_estimate, users_postprocess
+from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.errors import DataError
 from corerl.types import SampleBatch
 
@@ -141,65 +136,6 @@ def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
     assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
 
 
-def test_a_function_of_the_user_may_give_advantages_of_samples_or_of_tokens(users: ModuleType) -> None:
-    users.mine = lambda samples, rewards, token_rewards: 2 * rewards  # type: ignore[attr-defined]
-    assert advantages(computed(batch(), users_estimate("my_advantages:mine"))) == [0.0, 2.0, 0.0, 0.0, 0.0]
-    users.mine = lambda samples, rewards, token_rewards: np.arange(5)  # type: ignore[attr-defined]
-    assert advantages(computed(batch(), users_estimate("my_advantages:mine"))) == [0.0, 1.0, 0.0, 3.0, 4.0]
-    users.mine = lambda samples, rewards, token_rewards: token_rewards  # type: ignore[attr-defined]
-    penalised = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
-    found = computed(penalised, users_estimate("my_advantages:mine"), kl_coef=0.5, kl_estimator="k1", kl_in="reward")
-    assert advantages(found) == pytest.approx([0.0, -0.5, 0.0, 0.0, 0.125])
-
-
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        (
-            lambda *_: [1.0],
-            r"returned an array of shape \[1\], wanted \[2\], a number of each sample, or \[5\], of each",
-        ),
-        (lambda *_: [1.0, math.inf], "returned advantages that are not finite"),
-        (lambda *_: {}["no"], "raised KeyError: 'no'"),
-        (lambda *_: "none", "raised ValueError: could not convert string to float"),
-    ],
-)
-def test_what_a_function_of_the_user_may_not_return_is_told(
-    users: ModuleType, function: Callable[..., Any], line: str
-) -> None:
-    users.mine = function  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=f"^algorithm.advantages: 'my_advantages:mine' {line}"):
-        computed(batch(), users_estimate("my_advantages:mine"))
-
-
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        (lambda samples: None, "returned None, wanted a corerl.types.SampleBatch"),
-        (lambda samples: [samples], "returned a list, wanted a corerl.types.SampleBatch"),
-        (lambda samples: 1 / 0, "raised ZeroDivisionError: division by zero"),
-        (
-            lambda samples: evolve(samples, columns={"loss_mask": samples.columns["loss_mask"]}),
-            "returned samples without the column 'advantages'; keep it",
-        ),
-        (
-            lambda samples: samples.with_columns(loss_mask=np.zeros(5, np.bool_)),
-            "returned samples without a loss token; keep some",
-        ),
-        (
-            lambda samples: samples.with_columns(advantages=np.full(5, np.nan, np.float32)),
-            "returned advantages that are not finite",
-        ),
-    ],
-)
-def test_samples_that_could_not_be_trained_on_are_told(
-    users: ModuleType, function: Callable[..., Any], line: str
-) -> None:
-    users.mine = function  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=f"^algorithm.postprocess: 'my_advantages:mine' {line}"):
-        users_postprocess("my_advantages:mine")(computed(batch()).samples)
-
-
 @pytest.mark.parametrize(
     ("found", "line"),
     [
@@ -215,11 +151,3 @@ def test_what_an_algorithm_may_not_return_is_told(found: Advantages, line: str) 
     with pytest.raises(DataError) as caught:
         computed(batch(), lambda *_: found)
     assert caught.value.message.startswith(line)
-
-
-@pytest.fixture
-def users(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A user's module, importable by name."""
-    module = ModuleType("my_advantages")
-    monkeypatch.setitem(sys.modules, "my_advantages", module)
-    return module

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl import hookimpl
+from corerl import hookimpl, loop
 from corerl.calls import Call, together
 from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Seat
@@ -22,7 +22,6 @@ from corerl.driver.launch import (
     start_all,
     tell_of,
 )
-from corerl.driver.prepare import Prepared, prepare, told_answers
 from corerl.driver.progress import Progress
 from corerl.errors import (
     CheckpointDamaged,
@@ -33,6 +32,7 @@ from corerl.errors import (
     SaveFailed,
     WorkerDied,
 )
+from corerl.plan.make import make_plan
 from corerl.plugin.events import Event, Notice, PhaseStarted, RunFinished, RunStarted, Span, Worked
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
@@ -45,40 +45,36 @@ def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) ->
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{n}>", "target": "{n}"}}\n' for n in range(30)))
     config = make_config(data={"source": str(rows), "held_out": 2}, run={"dir": str(tmp_path / "run")})
-    assert told_answers(prepare(config)) == [
-        "data.answer_key: none of the 30 prompts has an answer under 'answer'; the first one has: prompt, target"
-    ]
+    assert make_plan(config).notices == (
+        "data.answer_key: none of the 30 prompts has an answer under 'answer'; the first one has: prompt, target",
+    )
     named = evolve(config, data=evolve(config.data, answer_key="target"))
-    assert told_answers(prepare(named)) == []
+    assert make_plan(named).notices == ()
     rows.write_text(
         rows.read_text().replace('"target": "7"', '"target": null').replace('"target": "9"', '"target": ""')
     )
-    assert told_answers(prepare(named)) == [f"data: 2 of 30 prompts have no answer; the first: {rows}:8"]
+    assert make_plan(named).notices == (f"data: 2 of 30 prompts have no answer; the first: {rows}:8",)
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
     config = make_config(data={"source": str(tmp_path / "none.jsonl"), "held_out": 16})
     with pytest.raises(DataError, match="cannot read"):
-        with launch(evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))):
+        with launch(functools.partial(make_plan, evolve(config, run=evolve(config.run, dir=str(tmp_path / "run"))))):
             raise AssertionError("it must not come to this")
     assert not (tmp_path / "run").exists()
 
 
 def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)
-    config = make_config(roles={"actor": {"train": {"precision": "bfloat16"}}})
-    own = evolve(prepared, config=evolve(prepared.config, roles=config.roles))
     seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
-    for each, precision in ((prepared, "float32"), (own, "bfloat16")):
-        (engine,) = make_fleet(each, [seat], Watching()).assignments
-        assert engine.context.precision == precision
-    seating = evolve(prepared.plan.seating, widths={"engines": 2})
-    wide = evolve(prepared, plan=evolve(prepared.plan, seating=seating))
-    (engine,) = make_fleet(wide, [seat], Watching()).assignments
-    assert (engine.context.bundles, engine.context.devices) == (2, (4, 5))
-    assert engine.context.run_dir == str(prepared.run_dir)
+    for precision in ("float32", "bfloat16"):
+        plan = make_plan(config_in(tmp_path / "run", roles={"actor": {"train": {"precision": precision}}}))
+        assert plan.processes.engine is not None
+        (engine,) = make_fleet(plan.processes.engine, [seat], Watching(), restarts=0).assignments
+        assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
+        assert engine.context.run_dir == str(tmp_path / "run")
 
 
 class Hears:
@@ -175,7 +171,7 @@ def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
     def start(*_: object, beside: Call[Any] | None) -> None:
         together({"ranks": Starts(1_000_000).start_async()}, beside=beside)
 
-    monkeypatch.setattr("corerl.driver.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
     monkeypatch.setattr(driver, "start_scorer", lambda *_: None)
     monkeypatch.setattr(driver, "_start_processes", start)
@@ -261,14 +257,18 @@ def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_proc
 ) -> None:
     now = [1000.0]
     hears = Hears()
-    for name, seconds in (("prepare", 10.0), ("_start_processes", 75.0), ("start_source", 2.0)):
-        usual = getattr(driver, name)
+    for module, name, seconds in (
+        (loop, "make_plan", 10.0),
+        (driver, "_start_processes", 75.0),
+        (driver, "start_source", 2.0),
+    ):
+        usual = getattr(module, name)
 
         def late(*args: Any, usual: Any = usual, seconds: float = seconds, **more: Any) -> Any:
             now[0] += seconds
             return usual(*args, **more)
 
-        monkeypatch.setattr(driver, name, late)
+        monkeypatch.setattr(module, name, late)
     monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(driver, "Progress", functools.partial(Progress, clock=lambda: now[0]))
     monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
@@ -347,8 +347,11 @@ def test_a_failed_save_and_a_second_signal_wait_for_no_checkpoint(
     assert run.checkpoints.asked == 0
 
 
-def test_a_run_begins_with_how_its_sampling_biases_the_gradient(prepared: Prepared) -> None:
-    cut = evolve(prepared.config, rollout=evolve(prepared.config.rollout, top_k=4))
-    before, after = list(driver._notices(prepared)), list(driver._notices(evolve(prepared, config=cut)))
+def test_a_run_begins_with_how_its_sampling_biases_the_gradient(tmp_path: Path) -> None:
+    rollout = make_config().rollout
+    before, after = (
+        make_plan(evolve(config_in(tmp_path / "run"), rollout=each)).notices
+        for each in (rollout, evolve(rollout, top_k=4))
+    )
     (told,) = [line for line in after if line not in before]
     assert told.startswith("rollout.top_k=4: only the likeliest tokens are sampled")

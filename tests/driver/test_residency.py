@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.driver.residency import (
+from corerl.driver.residency import Residency
+from corerl.plan.residency import (
     FORWARD,
     REST,
     SAMPLE,
     TRAIN,
     UPDATE,
     EngineMemory,
-    Residency,
     residency_plan,
     saving,
     training,

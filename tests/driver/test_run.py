@@ -14,12 +14,12 @@ from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver.advantages import TrainBatch
-from corerl.driver.algorithm import REFERENCE, plan_algorithm
-from corerl.driver.residency import SAMPLE
 from corerl.driver.run import Run, answers_in
 from corerl.errors import DataError
+from corerl.plan.algorithm import REFERENCE, plan_algorithm
+from corerl.plan.residency import SAMPLE
+from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import Shown
-from corerl.plugin.options import resolve_tables
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.types import Metric, Output, SampleBatch, TrainResult
@@ -31,6 +31,7 @@ from tests.driver.fakes import (
     Group,
     Source,
     make_updates,
+    plan_of,
     progress,
     role,
     sharing,
@@ -52,14 +53,19 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     monkeypatch.setattr(driver, "share", lambda value: value)  # no object store
 
     def make(
-        config: Config, *, actor: Group | None = None, ears: Ears | None = None, rollout_step: int = 0, **parts: Any
+        config: Config,
+        *,
+        actor: Group | None = None,
+        ears: Ears | None = None,
+        rollout_step: int = 0,
+        run_dir: Path = Path(),
+        **parts: Any,
     ) -> Run:
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
                 **dict.fromkeys(needed),
-                "config": config,
-                "algorithm": plan_algorithm(resolve_tables(config)),
+                "plan": plan_of(config, run_dir),
                 "progress": progress(ears, step=rollout_step),
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,

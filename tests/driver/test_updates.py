@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from corerl.driver import updates as driver
-from corerl.driver.residency import SAMPLE
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import WeightUpdateError, WorkerDied
+from corerl.plan.residency import SAMPLE
 from corerl.rollout.engine import Received
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address

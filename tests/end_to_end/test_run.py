@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cli.main import main
 from corerl.config.load import load_config
-from corerl.plugin.options import resolve_tables, settle_algorithm
+from corerl.plan.resolve import resolve_tables, settle_algorithm
 from corerl.testing import tolerances
 from tests.end_to_end.command import metrics
 from tests.end_to_end.conftest import Finished

@@ -8,7 +8,7 @@ import pytest
 
 from corerl.config.load import load_config
 from corerl.data.prompts import SortDigits
-from corerl.driver.prepare import prepare
+from corerl.plan.make import make_plan
 from corerl.testing.episodes import scripted
 from examples.two_turn_tool import fetch
 from tests.end_to_end.command import ROOT, metrics
@@ -44,9 +44,9 @@ def test_a_script_that_has_ended_refuses() -> None:
 
 
 def test_the_config_can_run() -> None:
-    prepared = prepare(load_config(ROOT / "examples" / "two_turn_tool.toml"))
-    assert prepared.function is not None and prepared.function.function is fetch
-    assert prepared.function.options == {"tool": True}
+    function = make_plan(load_config(ROOT / "examples" / "two_turn_tool.toml")).rollout.function
+    assert function is not None and function.function is fetch
+    assert function.options == {"tool": True}
 
 
 @pytest.mark.parametrize("source", ["synchronous", "one-step-off", "asynchronous"])

@@ -39,7 +39,7 @@ BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._induc
 PRELOAD = [
     *("corerl.trainer.worker", "corerl.rollout.service", "corerl.rollout.transformers_engine"),
     *("corerl.rollout.sources", "corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards"),
-    *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plugin.options", "corerl.config.load"),
+    *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
     *("corerl.observability.console", "corerl.testing.plain.backend", "corerl_fsdp.backend"),
     *("corerl.testing.scenarios.states", "corerl.testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from corerl.config.schema import ModelConfig
-from corerl.driver.prepare import prepare
-from corerl.driver.weights import built, require_weights
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import code_not_run, hf_config
 from corerl.models.export import export_directory
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
+from corerl.plan.make import make_plan
+from corerl.plan.model_files import built, require_weights
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.transformers_engine import TransformersEngine
@@ -130,8 +130,8 @@ def test_code_that_a_config_names_is_told_not_to_be_run(poisoned: Path, tmp_path
     path = {"path": str(poisoned), "tokenizer": "characters:abc"}
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     data = {"source": str(tmp_path / "prompts.jsonl"), "held_out": 0}
-    prepared = prepare(config_in(tmp_path / "run", model=path, data=data))
-    assert prepared.notices == (
+    plan = make_plan(config_in(tmp_path / "run", model=path, data=data))
+    assert plan.notices == (
         (
             f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model "
             "is transformers' own qwen3"

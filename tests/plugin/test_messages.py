@@ -15,8 +15,8 @@ from corerl.cli.main import main
 from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
+from corerl.plan.roles import plan_role
 from corerl.plugin.registry import Kind, installed, installed_names, load
-from corerl.trainer.assign import plan_role
 from tests.end_to_end.command import write_small
 from tests.machine import paced
 from tests.trainer.configs import config_for

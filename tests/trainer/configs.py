@@ -7,7 +7,7 @@ from typing import Any
 from attrs import evolve
 
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
-from corerl.plugin.options import resolve_tables
+from corerl.plan.resolve import resolve_tables
 
 FAKE = "tests.trainer.fakes:SPEC"
 

@@ -17,7 +17,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, CorerlError, HookFailed, WorkerDied
-from corerl.trainer.assign import RolePlan, plan_role
+from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
     FloatArray,
@@ -476,7 +476,7 @@ def seats(shared_ray: None) -> Iterator[list[Seat]]:
 
 def launched(seats: list[Seat], **options: Any) -> TrainGroup:
     plan = planned(config_for(options=options))
-    return TrainGroup.launch(plan, seats, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), seats)
 
 
 def training_plan(batch: SampleBatch) -> StepPlan:

@@ -32,7 +32,6 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
-from corerl.driver.algorithm import plan_algorithm
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -44,13 +43,14 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
-from corerl.plugin.options import resolve_tables
+from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.assignment import Assignment
+from corerl.plan.resolve import resolve_tables
+from corerl.plan.roles import plan_role
 from corerl.rollout.receiving import Receiving
 from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
-from corerl.trainer.assign import plan_role
-from corerl.trainer.assignment import Assignment
 from corerl.trainer.worker import Worker
 from corerl.types import FloatArray, LossSpec, MemoryKind, Output, ParallelLayout, SampleBatch, Step, TrainResult
 from corerl.weights.manifest import Manifest

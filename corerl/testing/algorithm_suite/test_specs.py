@@ -8,7 +8,7 @@ from corerl.algorithms.base import Algorithm, ForwardPass, Objective
 from corerl.config.load import structure
 from corerl.config.schema import AlgorithmConfig
 from corerl.data.plan import AGGREGATIONS
-from corerl.driver.algorithm import check_algorithm, contradictions
+from corerl.plan.algorithm import check_algorithm, contradictions
 from corerl.plugin.registry import Kind, load_implementation
 from corerl.plugin.spec import ACTOR, RoleKind
 from corerl.testing.marks import algorithm_check as check

@@ -20,9 +20,9 @@ from corerl.config.load import to_plain
 from corerl.config.schema import ClusterInfo
 from corerl.errors import Unsupported
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.check import check_capabilities
 from corerl.plugin.contract import build_manager, check_backend
 from corerl.plugin.host import BackendBase
-from corerl.plugin.options import check_capabilities
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import Problem, Resources
 from corerl.testing.marks import check

@@ -11,7 +11,7 @@ from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig
 from corerl.errors import ConfigError, Unsupported
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.options import check_capabilities
+from corerl.plugin.check import check_capabilities
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import SPEC, check

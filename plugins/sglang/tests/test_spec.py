@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.doctor.plugins import look_named
-from corerl.driver.prepare import prepare
 from corerl.errors import ConfigError
+from corerl.plan.make import make_plan
 from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
 from corerl.weights.quantize import BLOCK
@@ -163,7 +163,7 @@ def test_what_cannot_be_served_in_fp8_is_told_before_any_server_starts() -> None
 def test_a_run_hears_of_it_with_the_setting_that_is_its_own(tmp_path: Path) -> None:
     run = make_config(run={"dir": str(tmp_path)}, rollout={"engine": "sglang"}, weights={"quantize": "fp8"})
     with pytest.raises(ConfigError) as caught:
-        prepare(run)
+        make_plan(run)
     assert [line.partition(": ")[0] for line in caught.value.message.splitlines()] == [
         "weights.quantize",
         "train.precision",

@@ -1,0 +1,73 @@
+"""The training loop: sample, optimize, push new weights to the engines. `corerl.plan` says what is run, `corerl.driver`
+has the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from corerl.config.load import as_config
+from corerl.config.schema import Config
+from corerl.driver.launch import launch
+from corerl.driver.run import Run, Summary
+from corerl.plan.make import make_plan
+
+
+def train(run: Run) -> None:
+    with run.training():
+        run.push_weights()
+    run.check_logprobs()
+    run.evaluate()
+    for scored in run.source:  # sampled on demand, with the last pushed weights, or ahead of time
+        with run.training():
+            batch = run.with_advantages(scored)
+            results = run.optimize(batch)
+            run.progress.step += 1
+            run.push_weights()
+            run.report(scored, batch, results)
+            run.save()
+        run.evaluate()
+        if run.stopping:
+            break
+
+
+def collect(run: Run) -> None:
+    """Only sample, with the initial weights, and keep every batch for a run that only trains."""
+    with run.training():
+        run.push_weights()
+    run.check_logprobs()
+    run.evaluate()
+    for scored in run.source:  # writes each batch to disk
+        run.progress.step += 1
+        run.report(scored, None, {})
+        run.mend_engines()
+        if run.stopping:
+            break
+        run.progress.begin("rollout")
+
+
+def evaluate(run: Run) -> None:
+    """Score the initial or resumed weights on the held-out prompts."""
+    with run.training():
+        run.push_weights()
+    run.evaluate(always=True)
+
+
+LOOPS: Mapping[str, Callable[[Run], None]] = {
+    "train": train,
+    "train-only": train,
+    "rollout-only": collect,
+    "eval": evaluate,
+}
+
+
+def execute(config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Summary:
+    """Do what `run.mode` of a config selects, from its start to its end: `corerl.train`. A mapping has the tables of a
+    TOML file, a path names one; `overrides` are as on the command line, such as "run.steps=10".
+
+    Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
+    with launch(partial(make_plan, as_config(config, overrides))) as run:
+        LOOPS[run.plan.run.mode](run)
+        return run.finish()

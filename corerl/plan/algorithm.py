@@ -1,0 +1,165 @@
+"""A run's algorithm: whether the rest of the config fits it, its forward passes, and what each role is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from attrs import evolve, frozen
+
+from corerl.algorithms.base import Advantages, Algorithm, Estimate, ForwardPass, Objective, Postprocess
+from corerl.algorithms.functions import users_estimate, users_postprocess
+from corerl.algorithms.registry import policy_loss
+from corerl.config.schema import AlgorithmConfig, Config
+from corerl.errors import ContractError, PluginBroken
+from corerl.messages import one_line
+from corerl.plan.resolve import algorithm_spec, check_spec
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+
+REFERENCE = "reference"  # the snapshot that KL is measured against
+
+
+@frozen(kw_only=True)
+class AlgorithmPlan:
+    """What a run needs to know of its algorithm."""
+
+    settings: AlgorithmConfig  # settled: nothing is left open
+    estimate: Estimate  # its advantages, or the user's
+    passes: tuple[ForwardPass, ...]  # of a step, before any training
+    objectives: Mapping[str, Objective]  # of each role of the run, with the terms of the loss that `[algorithm]` sets
+    postprocess: Postprocess | None  # the user's, of the samples with their advantages
+    compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
+
+
+def _never(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+    raise ContractError("a run that only scores has no advantages")
+
+
+def plan_algorithm(config: Config) -> AlgorithmPlan:
+    """The plan of a settled config whose plugins' tables are resolved. Raises ConfigError if it names an impossible
+    loss, or a function for advantages that cannot be imported."""
+    if config.run.mode == "eval":
+        return AlgorithmPlan(
+            settings=config.algorithm,
+            estimate=_never,
+            postprocess=None,
+            passes=(),
+            objectives={ACTOR: Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")},
+            compares=False,
+        )
+    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+    implementation: type[Algorithm] = load_implementation(Kind.ALGORITHMS, loaded)
+    try:
+        algorithm = implementation(config.algorithms[loaded.name])
+        trained, passes = set(algorithm.objectives()), list(algorithm.forwards())
+    except Exception as error:
+        raise PluginBroken(f"algorithm {loaded}: {implementation.__name__} raised {one_line(error)}") from error
+    roles = loaded.spec.roles
+    if trained != set(roles):
+        raise PluginBroken(
+            f"algorithm {loaded}: objectives() names the roles {', '.join(sorted(trained)) or 'none'}, wanted those of "
+            f"its spec, {', '.join(roles)}"
+        )
+    for each in passes:
+        if each.role not in roles:
+            raise PluginBroken(
+                f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
+            )
+    own, after = config.algorithm.advantages, config.algorithm.postprocess
+    return AlgorithmPlan(
+        settings=config.algorithm,
+        estimate=users_estimate(own) if own else algorithm.advantages,
+        postprocess=users_postprocess(after) if after else None,
+        passes=tuple(_passes(config, algorithm)),
+        objectives=_objectives(config, algorithm),
+        compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
+    )
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """One line for each setting that does not fit the algorithm. The config is settled; its tables may be as written.
+    Raises PluginError if the algorithm cannot be loaded."""
+    algorithm, spec, sampled = config.algorithm, algorithm_spec(config), config.rollout.samples
+    name = f"algorithm.name={algorithm.name!r}"
+    given = {role for role in ("actor", "critic") if getattr(config.roles, role) is not None}
+    for role in spec.roles:
+        if role not in given:
+            yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"
+    for role in sorted(given - set(spec.roles)):
+        yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
+    if not spec.samples and config.run.samples and config.run.trains:
+        yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
+    if algorithm.advantages and len(spec.roles) > 1:
+        yield (
+            f"algorithm.advantages: replaces those of {name}, whose other roles read columns of its own; remove it, or "
+            "choose an algorithm that trains the actor alone"
+        )
+    if spec.compares and sampled < 2 and not algorithm.advantages:
+        yield (
+            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or an "
+            "algorithm that does not compare the samples of a prompt"
+        )
+    if algorithm.dynamic_sampling and sampled < 2:
+        yield (
+            "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
+            "at least 2, or this to 0"
+        )
+    if algorithm.dynamic_sampling and not (spec.compares and algorithm.kl_in != "reward"):
+        yield (
+            "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
+            f"{name if not spec.compares else 'algorithm.kl_in=' + repr(algorithm.kl_in)}; set it to 0"
+        )
+
+
+def told_sampling(config: Config) -> Iterator[str]:
+    """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of."""
+    rollout = config.rollout
+    cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
+    if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
+        yield (
+            f"{' and '.join(given)}: only the likeliest tokens are sampled, but log-probs are of all tokens, in "
+            "engines and trainer alike; this biases the gradient, which no ratio shows and no correction undoes; leave "
+            f"{'it' if len(given) == 1 else 'them'} out to sample from the policy that is trained"
+        )
+
+
+def check_algorithm(config: Config) -> None:
+    """Ask the algorithm's spec what contradicts it. Raises ConfigError with one line for each problem. The config is
+    settled, its plugins' tables are resolved."""
+    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+    run = AlgorithmRun(
+        algorithm=config.algorithm, rollout=config.rollout, train=config.train_of(ACTOR), steps=config.run.steps
+    )
+    check_spec(loaded, config.algorithms[loaded.name], run, config=config)
+
+
+def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
+    common, passes = config.algorithm, []
+    if common.old_logprobs == "recompute":
+        columns = {"old_logprobs": Output.LOGPROBS}
+        if common.routing_replay == "recompute":
+            columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
+        # Replay the engine's experts if training does: then the first ratio is 1.
+        passes.append(ForwardPass(role=ACTOR, columns=columns, replay=common.routing_replay == "engine"))
+    if common.kl_coef:
+        passes.append(ForwardPass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
+    return [*passes, *(each for each in algorithm.forwards() if each.role in config.chosen_roles)]
+
+
+def _objectives(config: Config, algorithm: Algorithm) -> dict[str, Objective]:
+    common, kinds = config.algorithm, algorithm_spec(config).roles
+    found = {role: each for role, each in algorithm.objectives().items() if role in config.chosen_roles}
+    for role, objective in found.items():
+        aggregation = objective.aggregation or common.aggregation or "token-mean"
+        loss = objective.loss
+        if kinds[role] is RoleKind.POLICY:
+            loss = policy_loss(
+                loss,
+                loss=common.loss,
+                entropy_coef=common.entropy_coef,
+                kl_coef=common.kl_coef if common.kl_in == "loss" else 0.0,
+                kl_estimator=common.kl_estimator,
+            )
+        found[role] = evolve(objective, loss=loss, aggregation=aggregation)
+    return found

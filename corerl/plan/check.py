@@ -1,0 +1,247 @@
+"""Find contradictions between a configuration's settings, long before the first GPU minute."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+from corerl.config.schema import MOST_SAMPLES, Config, EpisodesConfig
+from corerl.config.variables import RAYS, READ_AT_START
+
+ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
+
+
+def contradictions(config: Config) -> list[str]:
+    """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
+    checks = (_mode, _source, _model, _batch, _algorithm, _cluster, _extensions, _files)
+    return [line for check in checks for line in check(config)]
+
+
+def _mode(config: Config) -> Iterator[str]:
+    from_files = config.run.mode == "train-only"
+    if from_files and not config.rollout.saved:
+        yield "rollout.saved: empty, but run.mode='train-only' trains from saved batches; set it to their directory"
+    if config.rollout.saved and not from_files:
+        yield (
+            f"rollout.saved: set, but run.mode={config.run.mode!r} does not read saved batches; remove it, or set "
+            "run.mode='train-only'"
+        )
+    if config.run.mode == "eval" and not config.data.held_out:
+        yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
+    if from_files and config.algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
+    sends = config.run.samples and config.run.trains
+    if sends and config.weights.every > 1 and config.checkpoint.every % config.weights.every:
+        yield (
+            f"checkpoint.every: {config.checkpoint.every} is not a multiple of weights.every={config.weights.every}; "
+            "a resumed run starts with fresh weights in its engines, so save only at steps that update them"
+        )
+
+
+def _source(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.max_staleness != 1 and rollout.source != "asynchronous":
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness}, but rollout.source={rollout.source!r} "
+            f"{'has no staleness' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, "
+            "or set rollout.source='asynchronous'"
+        )
+    if rollout.episodes != EpisodesConfig() and not rollout.function:
+        yield "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
+    if rollout.source == "synchronous" or config.run.mode == "eval":
+        return
+    if config.run.mode != "train":
+        yield (
+            f"rollout.source: {rollout.source!r} samples while the model trains, but run.mode={config.run.mode!r} "
+            f"{'only samples' if config.run.samples else 'does not sample'}; set it to 'synchronous'"
+        )
+    if config.weights.every > 1:
+        yield (
+            f"weights.every: {config.weights.every}, but rollout.source={rollout.source!r} counts staleness in "
+            "updates, one per step; set it to 1"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    critic = config.roles.critic.model if config.roles.critic else None
+    if critic is not None and bool(critic.path) == bool(critic.config):
+        yield "roles.critic.model: needs exactly one of path and config; set one, or remove the table to use [model]"
+    if critic is not None and critic.tokenizer:
+        yield "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
+    if not model.path and not model.config:
+        yield (
+            "model.path: neither model.path nor model.config is set; set model.path to a Hugging Face directory, or "
+            "model.config to start from random weights"
+        )
+    if model.path and model.config:
+        yield (
+            f"model.config: set together with model.path={model.path!r}; keep model.path to train its weights, or "
+            "model.config to start from random weights"
+        )
+    if model.config and "model_type" not in model.config:
+        yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
+    if model.config and not model.path and not model.tokenizer:
+        yield (
+            "model.tokenizer: empty, but model.config has no tokenizer; set a tokenizer directory, or "
+            "'characters:ABC' for one token per character"
+        )
+    if model.tokenizer == "characters:":
+        yield "model.tokenizer: 'characters:' lists no characters; append them, as in 'characters:ABC'"
+
+
+def _batch(config: Config) -> Iterator[str]:
+    prompts, samples = config.rollout.prompts, config.rollout.samples
+    if prompts * samples > MOST_SAMPLES:
+        yield (
+            f"rollout.prompts: {prompts} x rollout.samples={samples} makes {prompts * samples:,} samples per step, "
+            f"wanted at most {MOST_SAMPLES:,}, which are held in memory together; lower one of the two"
+        )
+    for role in config.chosen_roles:
+        yield from _batch_of(role, config)
+
+
+def _batch_of(role: str, config: Config) -> Iterator[str]:
+    train, table = config.train_of(role), config.train_table_of(role)
+    prompts = config.rollout.prompts
+    if prompts % train.mini_batches:
+        yield (
+            f"rollout.prompts: {prompts} does not split evenly into {table}.mini_batches={train.mini_batches} "
+            f"optimizer steps; {_use_multiple(prompts, train.mini_batches)}"
+        )
+
+
+def uneven(role: str, config: Config, *, data_parallel: int) -> str:
+    """The problem if the samples of one optimizer step of `role` do not divide over `data_parallel` groups; "" if they
+    do."""
+    train, ranks = config.train_of(role), config.chosen_roles[role].ranks
+    prompts, samples = config.rollout.prompts, config.rollout.samples
+    step = prompts * samples // train.mini_batches
+    if prompts % train.mini_batches or step % data_parallel == 0:  # `problems` reports the first case
+        return ""
+    unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
+    over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
+    if data_parallel != ranks:
+        over = f"the {data_parallel} data-parallel groups of {over}"
+        other = f"ranks and parallelism such that the number of groups divides {step}"
+    return (
+        f"rollout.prompts: {prompts} x rollout.samples={samples} / "
+        f"{config.train_table_of(role)}.mini_batches={train.mini_batches} makes {step} samples per optimizer step, "
+        f"which do not divide evenly over {over}; {_use_multiple(prompts, unit)}, or {other}"
+    )
+
+
+def _use_multiple(value: int, unit: int) -> str:
+    return f"use a multiple of {unit}, such as {-(-value // unit) * unit}"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_target and not algorithm.kl_coef:
+        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        yield "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
+    for setting in ("reference", "reference_every"):
+        if getattr(algorithm, setting) and not algorithm.kl_coef:
+            yield (
+                f"algorithm.{setting}: set, but algorithm.kl_coef=0 keeps no reference policy; set that, or remove this"
+            )
+    if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
+        yield (
+            f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
+            "remove it to use the initial weights"
+        )
+    every = algorithm.reference_every
+    if every and config.checkpoint.every % every:
+        yield (
+            f"checkpoint.every: {config.checkpoint.every} is not a multiple of algorithm.reference_every={every}; a "
+            "resumed run starts with the current weights as reference, so save only at steps that renew it"
+        )
+    if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
+        yield (
+            f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
+            "set algorithm.old_logprobs='recompute'"
+        )
+    if algorithm.correction_floor > algorithm.correction_cap:
+        yield (
+            f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
+            f"{algorithm.correction_cap}; set it to at most that"
+        )
+    if algorithm.correction_beyond == "mask" and algorithm.correction == "none":
+        yield "algorithm.correction_beyond: 'mask', but algorithm.correction is 'none'; set one, or remove this"
+    if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
+        yield (
+            "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "
+            "algorithm.old_logprobs='recompute'"
+        )
+    penalised, buffer = algorithm.overlong == "penalty", algorithm.overlong_buffer or 0
+    if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has "
+            f"{config.rollout.prompts * config.rollout.samples} samples, so one step could make kl_coef negative; set "
+            "it to more than a fifth of that"
+        )
+    if penalised != bool(buffer) or buffer > config.rollout.max_tokens:
+        yield (
+            f"algorithm.overlong_buffer: {buffer} with algorithm.overlong={algorithm.overlong!r}; "
+            f"'penalty' needs 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
+        )
+
+
+def _cluster(config: Config) -> Iterator[str]:
+    if config.cluster.resources and not config.cluster.address:
+        yield (
+            f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
+            "has only CPUs and GPUs; set cluster.address, or remove it"
+        )
+    for setting in ("environment", "secrets"):
+        for name in filter(RAYS.match, getattr(config.cluster, setting)):
+            yield (
+                f"cluster.{setting}: {name!r} is for Ray, which runs before ranks and engines do; set it in the "
+                "environment of this command, or of `ray start` if cluster.address is set"
+            )
+    for name in config.cluster.secrets:
+        if RAYS.match(name):
+            continue
+        if READ_AT_START.match(name):
+            yield (
+                f"cluster.secrets: {name!r} is read as a process starts, so that its value has to go through Ray, "
+                "which logs it; if it is no secret, set it in cluster.environment"
+            )
+        elif name in config.cluster.environment:
+            yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
+        elif name not in os.environ:
+            yield (
+                f"cluster.secrets: {name!r} is not set in the environment of this command; set it there, or remove it "
+                "from the list"
+            )
+    counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
+    if config.run.samples:
+        counts["rollout.replicas"] = config.rollout.replicas
+    if not config.cluster.address and sum(counts.values()) > ONE_MACHINE:
+        most = max(counts, key=lambda name: counts[name])
+        yield (
+            f"{most}: {counts[most]}, which makes {sum(counts.values())} processes on this machine, at most "
+            f"{ONE_MACHINE}; use fewer, or set cluster.address"
+        )
+
+
+def _extensions(config: Config) -> Iterator[str]:
+    counts = Counter(extension.name for extension in config.extensions)
+    for name, count in counts.items():
+        if count > 1:
+            yield f"extensions: {name!r} is listed {count} times; keep one"
+
+
+def _files(config: Config) -> Iterator[str]:
+    critic = config.roles.critic.model if config.roles.critic else None
+    for table, model in (("model", config.model), ("roles.critic.model", critic)):
+        if model is not None and model.path and not os.path.isdir(model.path):
+            yield f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
+    resume = config.checkpoint.resume
+    if resume not in ("never", "auto") and not os.path.isdir(resume):
+        beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
+        kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
+        yield f"checkpoint.resume: no directory {resume!r}{kept}; set 'never', 'auto', or a checkpoint's directory"

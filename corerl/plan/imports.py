@@ -1,0 +1,58 @@
+"""Name what a config makes a process import besides CoreRL, and refuse what must not be imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from attrs import frozen
+
+from corerl.config.schema import Config
+from corerl.errors import ConfigError
+from corerl.messages import listed
+from corerl.plan.resolve import TABLES, distributions_of, selected
+from corerl.plugin.registry import Kind
+from corerl.plugin.requirements import require_met
+
+CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
+SHOWN = 3  # files in one line
+
+
+@frozen(kw_only=True)
+class Imports:
+    modules: tuple[str, ...]  # with the user's functions
+    plugins: tuple[tuple[Kind, str], ...]
+
+
+def imports_of(config: Config) -> Imports:
+    """What a run of the config imports.
+
+    Raises ConfigError if the working directory, where modules are looked for, is a model's with Python files, and
+    PluginIncompatible if what is installed is not what CoreRL and the plugins require: then the imports that a command
+    does next may raise anything."""
+    _require_no_code_of_a_model(config)
+    require_met(distributions_of(config))
+    rewards = (config.reward.name, *(each.name for each in config.reward.functions))
+    names = (*rewards, config.rollout.function, config.rollout.postprocess)
+    names += (config.algorithm.loss, config.algorithm.advantages, config.algorithm.postprocess)
+    plugins = [(each.kind, each.name) for each in selected(config)]
+    # Tables of plugins that are not selected are checked too, which imports their specs.
+    plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
+    return Imports(
+        modules=tuple(name.partition(":")[0] for name in names if ":" in name),
+        plugins=tuple(dict.fromkeys(plugins)),
+    )
+
+
+def _require_no_code_of_a_model(config: Config) -> None:
+    tables = {config.model_table_of(role): config.model_of(role) for role in config.chosen_roles}
+    for table, model in tables.items():
+        for name, directory in ((f"{table}.path", model.path), (f"{table}.tokenizer", model.tokenizer)):
+            if directory and os.path.isdir(directory) and os.path.samefile(directory, os.curdir):
+                code = sorted(str(file) for pattern in CODE for file in Path().glob(pattern))
+                if code:
+                    raise ConfigError(
+                        f"{name}: {directory!r} is the working directory, where modules are looked for, and has "
+                        f"code that may have come with the model ({listed(code, SHOWN)}); run the command in another "
+                        "directory"
+                    )

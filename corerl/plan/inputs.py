@@ -1,0 +1,223 @@
+"""Load and check what a run is given: models, tokenizer, prompts, reward and the user's functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from corerl.config.functions import imported
+from corerl.config.problems import Problems
+from corerl.config.schema import Config, RolloutConfig
+from corerl.data.load import load_prompts
+from corerl.data.prompts import PromptSource
+from corerl.data.reports import Reports
+from corerl.models.config import code_not_run, context_length, experts, hf_config
+from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.plan.prompt_check import AT_ONCE, PromptCheck
+from corerl.plan.resolve import has_value_head
+from corerl.plugin.spec import ACTOR
+from corerl.rollout.encoding import require_encodable
+from corerl.rollout.engine import UNLIMITED, SamplingParams
+from corerl.rollout.episodes import EpisodeFunction, resolve_function
+from corerl.rollout.reward_lookup import require_any_thread, reward_of
+from corerl.rollout.rewards import Reward
+from corerl.rollout.sampler import sampling_params
+from corerl.rollout.sources import Scored
+
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
+
+
+def load_models(
+    config: Config, problems: Problems
+) -> tuple[dict[str, PreTrainedConfig], PreTrainedTokenizerBase | None]:
+    """The valid roles' model configs, and the tokenizer."""
+    models: dict[str, PreTrainedConfig] = {}
+    for role in config.chosen_roles:
+        own, table = config.model_of(role), config.model_table_of(role)
+        if own is config.model and ACTOR in models:
+            models[role] = models[ACTOR]
+        elif problems.none_in(table):
+            with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
+                models[role] = hf_config(own)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    # Where transformers looks for a tokenizer, it reads the config.json beside it, and fails at the same place.
+    beside = () if config.model.tokenizer else ("model.config",)
+    if problems.none_in("model.path", "model.tokenizer", *beside):
+        with problems.stage("model.tokenizer"):
+            tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    for role, hf in models.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        if tokenizer is not None:
+            with problems.stage(f"{table}.vocabulary"):
+                require_room_for_tokens(hf, tokenizer, own, table=table)
+    replay = config.algorithm.routing_replay
+    if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
+        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
+    return models, tokenizer
+
+
+def load_sampled(
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> tuple[PromptSource | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are sampled and scored; None for what is wrong."""
+    params: SamplingParams | None = None
+    if tokenizer is not None:
+        with problems.stage("rollout.stop"):
+            replays = config.algorithm.routing_replay == "engine"
+            ends = end_tokens(tokenizer, config.model)
+            params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
+    prompts: PromptSource | None = None
+    with problems.stage("data", path="data.source"):
+        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(_note))
+        if tokenizer is not None:
+            require_encodable(prompts, tokenizer, config.data.chat_template_options)
+    reward: Reward | None = None
+    with problems.stage("reward", path="reward.name"):
+        reward = reward_of(config.reward)
+        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
+        if prompts is not None and aside and not config.reward.processes:
+            require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
+    return prompts, reward, params
+
+
+def _note(line: str) -> None:
+    """Where there is no display of a run yet."""
+    print(f"corerl: note: {line}", file=sys.stderr)
+
+
+def load_functions(
+    rollout: RolloutConfig, problems: Problems
+) -> tuple[EpisodeFunction | None, Callable[[Scored], Any] | None]:
+    """The user's functions that play the samples and process them; None for one that is not set, or wrong."""
+    function: EpisodeFunction | None = None
+    if rollout.function:
+        with problems.stage("rollout.function"):
+            function = resolve_function(rollout.function, rollout.episodes.options)
+    postprocess: Callable[[Scored], Any] | None = None
+    if rollout.postprocess:
+        with problems.stage("rollout.postprocess"):
+            postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
+    return function, postprocess
+
+
+def longest_sample(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
+    """Maximum tokens of a sample; 0 if neither the config nor the model sets a limit."""
+    own = context_length(models[ACTOR]) if ACTOR in models else None
+    return config.rollout.context_length or own or 0
+
+
+def require_room_for_prompts(config: Config, context: int, problems: Problems) -> None:
+    rollout = config.rollout
+    if config.run.samples and context and context <= rollout.max_tokens:
+        problems.add(
+            f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
+            "lower it"
+        )
+
+
+def _context_is(config: Config, context: int) -> str:
+    of_model = f"the model's config allows {context} tokens"
+    return f"rollout.context_length={context}" if config.rollout.context_length else of_model
+
+
+def prompt_check(
+    config: Config, context: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, problems: Problems
+) -> PromptCheck | None:
+    """The check of every prompt, which has ended if there are few; None if the run draws none. Those that leave no room
+    for a response are left out."""
+    rollout, data = config.rollout, config.data
+    if not config.run.samples:
+        return None
+    check = PromptCheck(
+        prompts,
+        tokenizer,
+        data.chat_template_options,
+        skip=data.refused == "skip",
+        longest=context - rollout.max_tokens if context else UNLIMITED,
+        limit=f"rollout.max_tokens={rollout.max_tokens} ({_context_is(config, context)})",
+    )
+    with problems.stage("data", path="data.source"):
+        if check.look(AT_ONCE):
+            check.finish()
+    return check
+
+
+def built_models(
+    config: Config, models: Mapping[str, PreTrainedConfig], problems: Problems
+) -> dict[str, PreTrainedModel]:
+    """The roles' models on meta, of those that can be built, and that this machine can hold."""
+    from corerl.plan import model_files  # slow to import: takes seconds
+
+    found: dict[str, PreTrainedModel] = {}
+    if not problems.none_in("algorithm's spec"):  # which says what the roles are
+        return found
+    for role, hf in models.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
+            model = model_files.built(hf, value_head=has_value_head(config, role))
+            if not config.cluster.address:  # whose machines are not known yet
+                model_files.require_memory(model, there=model_files.memory_here())
+            found[role] = model
+    return found
+
+
+def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:
+    """The ways through the roles' models."""
+    from corerl.models.layout import choose_layout  # slow to import: takes seconds
+
+    found: dict[str, Layout] = {}
+    for role, model in built.items():
+        asked, table = config.train_of(role).layout, config.train_table_of(role)
+        with problems.stage(f"{table}.layout", path=f"{table}.layout"):
+            found[role] = choose_layout(model, asked)
+    return found
+
+
+def require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
+    """Check that each model has a position for every token of a sample."""
+    from corerl.models.positions import position_limit  # slow to import: takes seconds
+
+    wanted = config.rollout.context_length
+    for role, model in built.items():
+        if (positions := position_limit(model, wanted=wanted)) is not None:
+            whose = "" if role == ACTOR else f"{role}'s "
+            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {positions} positions; lower it")
+
+
+def check_weights(
+    config: Config,
+    resume: Path | None,
+    models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
+    problems: Problems,
+) -> tuple[str, ...]:
+    """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
+    from corerl.plan.model_files import require_same_model, require_weights  # slow to import: takes seconds
+
+    notices: list[str] = []
+    for role, model in built.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        if own.path and (code := code_not_run(own.path)):
+            notices.append(f"{table}.path: {code}")
+        if resume:
+            with problems.stage("checkpoint.model"):
+                require_same_model(resume, role, model)
+        # A resume still reads the KL reference from it.
+        refers = config.algorithm.kl_coef and not config.algorithm.reference and not config.algorithm.reference_every
+        read = own.path and (not resume or refers)
+        if read and problems.none_in("model", table, "checkpoint"):
+            with problems.stage(f"{table}.weights", path=f"{table}.path"):
+                if unused := require_weights(own.path, model, models[role]):
+                    notices.append(f"{table}.path: {unused}")
+    reference = config.algorithm.reference
+    if reference and config.run.trains and ACTOR in built and problems.none_in("model", "algorithm"):
+        with problems.stage("algorithm.reference", path="algorithm.reference"):
+            if unused := require_weights(reference, built[ACTOR], models[ACTOR]):
+                notices.append(f"algorithm.reference: {unused}")
+    return tuple(dict.fromkeys(notices))

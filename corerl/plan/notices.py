@@ -1,0 +1,56 @@
+"""Lines that tell a user what a run will do, before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from corerl.config.schema import Config
+from corerl.data.prompts import PromptSource
+from corerl.plan.processes import ProcessPlan
+from corerl.plugin.spec import ACTOR
+
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
+
+
+def title_of(config: Config, processes: ProcessPlan, prompts: PromptSource, layouts: Mapping[str, Layout]) -> str:
+    """A run in one line: the algorithm, what it learns from, the model, the processes and their device."""
+    model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
+    ranks = [
+        f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
+        + (f" for the {role}" if role != ACTOR else "")
+        + (" (whole)" if config.run.trains and layouts[role].name == "whole" else "")
+        for role, plan in processes.roles.items()
+    ]
+    if processes.engine is not None:
+        engines = len(processes.engine.assignments)
+        ranks.append(f"{engines} {processes.engine.name} engine{'s' * (engines != 1)}")
+    if config.run.samples:
+        source = " + ".join(share.name for share in prompts.shares) or config.data.source
+    else:
+        source = config.rollout.saved
+    return f"{config.algorithm.name} on {source}: {model}, {', '.join(ranks)}, {processes.device}"
+
+
+def unanswered(config: Config, prompts: PromptSource) -> list[str]:
+    """One line if prompts have no answers: rewards that compare with the answer would fail or be 0."""
+    if not config.run.samples or not prompts.unanswered:
+        return []
+    if prompts.unanswered < len(prompts):
+        where = prompts.where(prompts.first_unanswered)
+        return [f"data: {prompts.unanswered} of {len(prompts)} prompts have no answer; the first: {where}"]
+    has = ", ".join(prompts.prompt(0).fields) or "nothing"
+    line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {config.data.answer_key!r}"
+    return [f"{line}; the first one has: {has}"]
+
+
+def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:
+    """One line for each reason why a role's model is not packed, though packing would be faster."""
+    lines = [
+        f"{config.train_table_of(role)}.layout: whole, on padded rows, because {layout.why}"
+        for role, layout in layouts.items()
+        if layout.why
+    ]
+    return list(dict.fromkeys(lines))

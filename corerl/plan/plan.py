@@ -1,0 +1,82 @@
+"""A run before its first process, in slices: each part of the run takes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from transformers import PreTrainedTokenizerBase
+
+from corerl.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    ExtensionChoice,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from corerl.data.prompts import PromptSource
+from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.prompt_check import PromptCheck
+from corerl.plan.start import Start
+from corerl.rollout.engine import UNLIMITED, SamplingParams
+from corerl.rollout.episodes import EpisodeFunction
+from corerl.rollout.rewards import Reward
+from corerl.rollout.sources import Scored
+
+if TYPE_CHECKING:
+    from corerl.plan.forecast import Forecast
+
+
+@frozen(kw_only=True)
+class RolloutPlan:
+    """How batches of samples come about."""
+
+    settings: RolloutConfig
+    rewarding: RewardConfig
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    template_options: Mapping[str, Any]  # of the tokenizer's chat template
+    check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
+    context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
+    reward: Reward
+    params: SamplingParams
+    attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
+    function: EpisodeFunction | None  # plays the samples; None if a sample is one response
+    postprocess: Callable[[Scored], Any] | None
+    vocab_size: int  # of the actor's model
+
+    @property
+    def longest_prompt(self) -> int:
+        """Maximum tokens of a prompt, which leave room for a response after it."""
+        return self.context_length - self.settings.max_tokens if self.context_length else UNLIMITED
+
+
+@frozen(kw_only=True)
+class Plan:
+    """A fully resolved and checked run, before it touches Ray or a device."""
+
+    title: str
+    run: RunConfig
+    start: Start
+    algorithm: AlgorithmPlan
+    processes: ProcessPlan
+    rollout: RolloutPlan
+    cluster: ClusterConfig
+    weights: WeightsConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    extensions: tuple[ExtensionChoice, ...]
+    record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
+    notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
+    memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training
+
+    @property
+    def first_step(self) -> int:
+        """Rollout steps already done; 0 for a run that only samples, which takes just the weights of a checkpoint."""
+        return 0 if self.run.mode == "rollout-only" else int(self.start.state.get("rollout_step", 0))

@@ -1,0 +1,203 @@
+"""Plan a run's processes: the ranks of each role and the engines, their placement, and how weights reach engines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import evolve, field, frozen
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from corerl.cluster.placement import Seating, arrange
+from corerl.config.load import to_plain
+from corerl.config.problems import Problems
+from corerl.config.schema import ClusterInfo, Config, TrainConfig
+from corerl.errors import ConfigError
+from corerl.models.config import experts
+from corerl.plan.check import uneven
+from corerl.plan.environment import environment_of, process_environment
+from corerl.plan.resolve import backend_name, check_spec
+from corerl.plan.roles import RolePlan, cluster_of, offloaded, plan_role
+from corerl.plan.transports import choose_transport, senders
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.origins import origins_of
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.spec import ACTOR
+from corerl.rollout.engine import EngineContext
+from corerl.rollout.service import EngineAssignment
+
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
+
+ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
+
+
+@frozen(kw_only=True)
+class EnginePlan:
+    """Everything needed to launch the engines."""
+
+    name: str
+    assignments: tuple[EngineAssignment, ...]  # one per replica; its devices are known once it has its seat
+    environment: Mapping[str, str] = field(repr=False)  # may hold secrets
+    calls: int  # `generate` calls that one replica answers concurrently
+
+
+@frozen(kw_only=True)
+class ProcessPlan:
+    """The processes to launch."""
+
+    device: str  # cpu or cuda
+    roles: Mapping[str, RolePlan]  # the actor first
+    engine: EnginePlan | None  # None if nothing is sampled
+    sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
+    seating: Seating
+    transport: str  # for weight updates
+    senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
+    common: Mapping[str, str]  # the environment of all processes, besides their own
+
+    def train_of(self, role: str) -> TrainConfig:
+        """The training settings that the role's ranks get."""
+        return self.roles[role].train
+
+
+def plan_processes(
+    config: Config,
+    problems: Problems,
+    *,
+    device: str,
+    models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
+    layouts: Mapping[str, Layout],
+    run_dir: Path,
+    resume: Path | None,
+    context_length: int,
+) -> ProcessPlan | None:
+    """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
+    models on meta, `layouts` the ways through them, `context_length` the most tokens of a sample (0: unlimited). None
+    if there is any problem, new or found before."""
+    from corerl.models.build import stored_buffers  # slow to import: takes seconds
+
+    fields = {role: hf.to_dict() for role, hf in models.items()}
+    clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
+    engine = load(Kind.ENGINES, config.rollout.engine)
+    engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
+    apart = list(config.apart)
+    widths: dict[str, int] = {}
+    transport: str = config.weights.transport
+    sending: tuple[int, ...] = ()
+    with problems.stage("weights.transport"):
+        if config.run.samples:
+            groups[ENGINES] = config.rollout.replicas
+            widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
+            apart += [ENGINES] if config.cluster.placement == "disaggregated" else []
+        transport, sending = transport_of(config, arrange(groups, apart=apart, widths=widths), device)
+    with problems.stage("engines"):
+        check_spec(engine, config.engines[engine.name], engines, config=config)
+        require_form(config, engine, engines)
+    check_extensions(config, clusters[ACTOR], problems)
+    chosen = evolve(config, weights=evolve(config.weights, transport=transport))
+    plans: dict[str, RolePlan] = {}
+    for role in config.chosen_roles:
+        with problems.stage(f"roles.{role}", path=f"roles.{role}"):
+            plans[role] = plan_role(
+                role,
+                chosen,
+                experts=experts(models[role]) if role in models else 1,
+                buffer=next(iter(stored_buffers(built[role])), "") if role in built else "",
+                device=device,
+                run_dir=str(run_dir),
+                resume=str(resume / role) if resume else "",
+                model=fields.get(role),
+                layout=layouts[role].name if role in layouts else None,
+            )
+            if line := uneven(role, config, data_parallel=plans[role].data_parallel):
+                problems.add(line)
+    if problems:
+        return None
+    common = process_environment(cluster=config.cluster, device=device, transport=transport)
+    environment = functools.partial(environment_of, cluster=config.cluster, common=common)
+    for role, plan in plans.items():
+        with problems.stage("environment"):
+            plans[role] = evolve(plan, environment=environment(plan.backend.name, plan.environment))
+    resources = [plan.resources for plan in plans.values()]
+    engine_plan: EnginePlan | None = None
+    if config.run.samples:
+        options = config.engines[engine.name]
+        resources.append(engine.spec.resources(options, engines))
+        with problems.stage("environment"):
+            engine_plan = EnginePlan(
+                name=engine.name,
+                assignments=tuple(
+                    EngineAssignment(
+                        engine=config.rollout.engine,
+                        origins=origins_of((Kind.ENGINES, engine)),
+                        model=config.model,
+                        options=to_plain(options),
+                        context=EngineContext(
+                            name=f"engine-{index}",
+                            index=index,
+                            device=device,
+                            precision=config.train_of(ACTOR).precision,
+                            context_length=context_length,
+                            bundles=widths[ENGINES],
+                            run_dir=str(run_dir),
+                            weights=config.weights,
+                        ),
+                    )
+                    for index in range(config.rollout.replicas)
+                ),
+                environment=environment(engine.name, engine.spec.environment(options, engines)),
+                calls=engine.spec.calls(options, engines),
+            )
+    if problems:
+        return None
+    seating = arrange(
+        groups,
+        apart=apart,
+        widths=widths,
+        cpus=max(each.cpus for each in resources),
+        gpus=max(each.gpus for each in resources),
+        resources=config.cluster.resources,
+    )
+    return ProcessPlan(
+        device=device,
+        roles=plans,
+        engine=engine_plan,
+        sharing=offloaded(config, device),
+        seating=seating,
+        transport=transport,
+        senders=sending,
+        common=common,
+    )
+
+
+def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
+    names: dict[str, str] = {}  # extension -> its name in the config
+    for index, each in enumerate(config.extensions):
+        with problems.stage("extensions"):
+            extension = load(Kind.EXTENSIONS, each.name)
+            if names.setdefault(extension.name, each.name) != each.name:
+                raise ConfigError(f"extensions: {each.name!r} and {names[extension.name]!r} share a name; keep one")
+            check_spec(extension, each.options, cluster, config=config, table=f"extensions[{index}].options")
+
+
+def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
+    """Raise ConfigError if weights would be sent in another form than the engine, as configured, takes."""
+    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
+    if config.run.samples and sent != taken:
+        raise ConfigError(
+            f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
+        )
+
+
+def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:
+    """The transport, and for each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
+    one_machine = device == "cpu" and not config.cluster.address
+    places = seats.places
+    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]
+    sending = senders(receivers, places[ACTOR], one_machine=one_machine)
+    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.support(Capability.UPDATE_IPC)
+    return choose_transport(config, places, sending, by_handle=support.full), sending

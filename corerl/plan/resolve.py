@@ -1,0 +1,266 @@
+"""Match a config with its plugins on the driver: turn each plugin's table into its config class, and check what the run
+asks of a plugin before any worker exists."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attrs import evolve, fields, frozen
+
+from corerl.config.load import structure
+from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, RolesConfig
+from corerl.errors import ConfigError, PluginBroken, PluginError
+from corerl.messages import nearest
+from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
+ROLES = tuple(field.name for field in fields(RolesConfig))
+
+
+@frozen(kw_only=True)
+class Selection:
+    """A plugin that a config names."""
+
+    kind: Kind
+    path: str  # the setting that names it
+    name: str  # the setting's value
+    used: bool  # its code runs; False for an engine in a run that samples nothing
+
+
+def selected(config: Config) -> list[Selection]:
+    """The selected backends, engine, algorithm and extensions, in that order; one entry for each setting that names a
+    plugin."""
+    roles = config.chosen_roles.items()
+    backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
+    common = len(backends) < len(roles)
+    return [
+        Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
+        *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
+        Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
+        *(
+            [Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains)]
+            if config.run.mode != "eval"  # which nothing learns from
+            else []
+        ),
+        *(
+            Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
+            for index, each in enumerate(config.extensions)
+        ),
+    ]
+
+
+def distributions_of(config: Config) -> list[str]:
+    """The distributions whose code a run of the config has, core's first; without plugins that are not installed."""
+    found = ["corerl"]
+    for each in selected(config):
+        if each.used:
+            with contextlib.suppress(PluginError):  # reported where it is loaded
+                found.append(locate(each.kind, each.name).distribution)
+    return found
+
+
+def backend_name(config: Config, role: str) -> str:
+    """The role's own backend if it names one, else the run's."""
+    name: str = getattr(config.roles, role).backend or config.backend.name
+    return name
+
+
+def role_options(config: Config, role: str, backend: Loaded) -> Any:
+    """The backend options of this role: its own table if it has one, else the backend's."""
+    own = config.chosen_roles[role].options
+    return config.backends[backend.name] if own is None else own
+
+
+def algorithm_spec(config: Config) -> AlgorithmSpec:
+    """The spec of the run's algorithm. Raises PluginError if it cannot be loaded."""
+    spec: AlgorithmSpec = load(Kind.ALGORITHMS, config.algorithm.name).spec
+    return spec
+
+
+def has_value_head(config: Config, role: str) -> bool:
+    """Whether the algorithm's `role` is a critic; the actor is none in any."""
+    return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
+
+
+def settle_algorithm(config: Config) -> Config:
+    """The same config with what `[algorithm]` leaves unset as the algorithm says, or, in a run that only scores, as
+    all do. Raises PluginError if the algorithm cannot be loaded, or says what it cannot."""
+    defaults: Mapping[str, Any] = {}
+    if config.run.mode != "eval":
+        spec = algorithm_spec(config)
+        defaults = dict(spec.defaults)
+        _require_valid(spec, config.algorithm.name)
+        if not config.run.samples or not spec.compares or config.algorithm.kl_in == "reward":
+            defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
+    return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
+
+
+def _require_valid(spec: AlgorithmSpec, name: str) -> None:
+    """Raise PluginBroken if an algorithm has roles that no run has, or defaults that `[algorithm]` cannot have."""
+    if wrong := [role for role in spec.roles if role not in ROLES]:
+        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {' and '.join(ROLES)}")
+    if ACTOR not in spec.roles:
+        raise PluginBroken(f"algorithm {name!r} has no role {ACTOR!r}, but every run trains one")
+    unset = [field.name for field in fields(AlgorithmConfig) if field.default is None]
+    for setting, value in spec.defaults.items():
+        if setting not in unset:
+            raise PluginBroken(
+                f"algorithm {name!r} sets algorithm.{setting}, which is never unset; it can set {', '.join(unset)}"
+            )
+        try:
+            structure({setting: value}, AlgorithmConfig, path="algorithm")
+        except ConfigError as error:
+            raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
+
+
+def resolve_tables(config: Config) -> Config:
+    """The same config, with the options of every selected plugin as an instance of its config class.
+
+    Tables of unselected backends, engines and algorithms stay as they are, and are checked if the plugin is installed.
+    If it is not, but its name is close to a known one, that is a problem too: a likely typo.
+    Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
+    in a table.
+    """
+    lines: list[str] = []
+    tables: dict[Kind, dict[str, Any]] = {kind: dict(getattr(config, kind.value)) for kind in TABLES}
+    for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
+        loaded = load(kind, name)
+        table = tables[kind].get(loaded.name, {})
+        tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
+    extensions = tuple(
+        evolve(
+            choice,
+            options=_options(
+                choice.options, load(Kind.EXTENSIONS, choice.name), path=f"extensions[{index}].options", lines=lines
+            ),
+        )
+        for index, choice in enumerate(config.extensions)
+    )
+    roles: dict[str, Any] = {
+        role: evolve(
+            choice,
+            options=_options(
+                choice.options,
+                load(Kind.BACKENDS, backend_name(config, role)),
+                path=f"roles.{role}.options",
+                lines=lines,
+            ),
+        )
+        for role, choice in config.chosen_roles.items()
+        if choice.options is not None
+    }
+    for kind, name, plugin in _unselected(config):
+        if isinstance(plugin, Loaded):
+            _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
+        elif not plugin and (meant := _meant(config, kind, name)):
+            lines.append(
+                f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? "
+                "Otherwise install it or remove the table"
+            )
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return evolve(
+        config,
+        backends=tables[Kind.BACKENDS],
+        engines=tables[Kind.ENGINES],
+        algorithms=tables[Kind.ALGORITHMS],
+        roles=evolve(config.roles, **roles),
+        extensions=extensions,
+    )
+
+
+def ignored_tables(config: Config) -> list[str]:
+    """One line for each table that could not be checked: its plugin is neither selected nor loadable. Likely typos are
+    left out, since `resolve_tables` reports them."""
+    found = []
+    for kind, name, plugin in _unselected(config):
+        if isinstance(plugin, Loaded) or (not plugin and _meant(config, kind, name)):
+            continue
+        found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}")
+    return found
+
+
+def check_spec(
+    loaded: Loaded,
+    options: Any,
+    run: ClusterInfo | AlgorithmRun,
+    *,
+    config: Config | None = None,
+    role: str = "actor",
+    table: str = "",
+) -> None:
+    """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem.
+
+    Messages name settings by their path in the config: `config` and `role` locate the model and the [train] table that
+    `run` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
+    """
+    kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
+    if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
+        table = f"roles.{role}.options"
+    own = table or _table(kind, loaded.name)
+    lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, run)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
+    """The path of the setting in the user's config."""
+    if not problem.path.startswith("."):
+        return f"{own}.{problem.path}" if problem.path else own
+    table, _, setting = problem.path[1:].partition(".")
+    if table in ("weights", "algorithm", "rollout"):
+        place = table
+    elif table == "train":
+        place = config.train_table_of(role) if config else "train"
+    else:
+        place = config.model_table_of(role) if config else "model"
+        if config and config.model_of(role).path:
+            return f"{place}.path: {setting} in its config.json" if setting else f"{place}.path"
+        place += ".config"
+    return f"{place}.{setting}" if setting else place
+
+
+def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
+    """Each table that nothing selects, with its plugin, or the reason there is none ("" if it is not installed)."""
+    for kind in TABLES:
+        given, known = getattr(config, kind.value), installed_names(kind)
+        names = [each.name for each in selected(config) if each.kind is kind]
+        chosen = {name if name in given else name.rpartition(":")[2] for name in names}
+        for name in given:
+            if name in chosen:
+                continue
+            if name not in known:
+                yield kind, name, ""
+                continue
+            try:
+                yield kind, name, load(kind, name)
+            except PluginError as error:
+                yield kind, name, error.message
+
+
+def _meant(config: Config, kind: Kind, name: str) -> str:
+    """The selected or installed plugin whose name is closest to the unknown `name`; "" if none is close."""
+    chosen = [each.name.rpartition(":")[2] for each in selected(config) if each.kind is kind]
+    return nearest(name, [*chosen, *installed_names(kind)])
+
+
+def _options(table: Any, loaded: Loaded, *, path: str, lines: list[str]) -> Any:
+    """`table` as the plugin's config class; if it does not fit, append the problems to `lines` and return it as is."""
+    cls = loaded.spec.config
+    if isinstance(table, cls):
+        return table
+    try:
+        return structure(table, cls, path=path)
+    except ConfigError as error:
+        lines += error.message.splitlines()
+        return table
+
+
+def _table(kind: Kind, name: str) -> str:
+    """The dotted path of a plugin's table, as TOML writes it."""
+    key = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
+    return f"{kind.value}.{key}"

@@ -1,0 +1,169 @@
+"""Turn a run's config into each rank's assignment, checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from corerl.checkpoint.reader import written_ranks
+from corerl.config.load import to_plain
+from corerl.config.problems import Problems
+from corerl.config.schema import ClusterInfo, Config, LayoutName, RoleConfig, TrainConfig
+from corerl.plan.assignment import Assignment
+from corerl.plan.resolve import backend_name, check_spec, has_value_head, role_options
+from corerl.plugin.capabilities import Capability, asked_by_role
+from corerl.plugin.check import check_capabilities
+from corerl.plugin.context import Context
+from corerl.plugin.observers import extensions_for
+from corerl.plugin.origins import origins_of
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.spec import ACTOR, Process, Resources
+from corerl.weights.transports import TRANSPORTS
+
+
+@frozen(kw_only=True)
+class RolePlan:
+    """Everything needed to launch a role."""
+
+    role: str
+    backend: Loaded
+    assignments: tuple[Assignment, ...]  # one per rank
+    data_parallel: int  # number of data-parallel groups, according to the backend's spec
+    environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
+    resources: Resources  # per rank
+
+    @property
+    def train(self) -> TrainConfig:
+        """The training settings that the ranks get."""
+        return self.assignments[0].config.train
+
+
+def plan_role(
+    role: str,
+    config: Config,
+    *,
+    experts: int,
+    device: str,
+    run_dir: str,
+    resume: str,
+    buffer: str = "",
+    model: Mapping[str, Any] | None = None,
+    layout: LayoutName | None = None,
+) -> RolePlan:
+    """Check a role and plan its launch, with the environment that its backend asks for. `config` is resolved: options
+    are instances of the plugins' classes. `experts` is the model's number of experts, `buffer` the name of a buffer
+    with weights, if it has any, `resume` the role's directory in a checkpoint ("" for a fresh start), `model` the
+    fields of its Hugging Face config, for the backend's checks, `layout` what `train.layout` comes to for this model
+    (None if that is not known).
+
+    Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
+    """
+    choice = config.chosen_roles[role]
+    name = backend_name(config, role)
+    backend = load(Kind.BACKENDS, name)
+    options = role_options(config, role, backend)
+    half = backend.spec.support(Capability.BFLOAT16).full
+    cluster = cluster_of(role, config, device=device, model=model, layout=layout, bfloat16=half)
+    problems = Problems()
+    with problems.stage("capabilities"):
+        saved_ranks = written_ranks(Path(resume)) if resume else 0
+        needs = needed(role, config, cluster, experts=experts, buffer=buffer, saved_ranks=saved_ranks)
+        check_capabilities(backend.spec, needs, name=name)
+    with problems.stage("backends"):
+        check_spec(backend, options, cluster, config=config, role=role)
+    problems.raise_all()
+    extensions = extensions_for(config.extensions, Process.WORKER)
+    role_config = RoleConfig(
+        model=config.model_of(role),
+        train=cluster.train or config.train_of(role),
+        options=to_plain(options),
+        weights=config.weights,
+        device=device,
+        seed=config.run.seed,
+        timeout=config.cluster.timeout,
+        value_head=has_value_head(config, role),
+        resume=resume,
+        sleeps=role in offloaded(config, device),
+        max_residual_gib=config.cluster.max_residual_gib,
+        suspend_communicators=config.cluster.suspend_communicators,
+    )
+    assignment = Assignment(
+        context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),
+        backend=name,
+        config=role_config,
+        extensions=tuple(evolve(choice, options=to_plain(choice.options)) for choice, _ in extensions),
+        origins=origins_of((Kind.BACKENDS, backend), *[(Kind.EXTENSIONS, loaded) for _, loaded in extensions]),
+    )
+    return RolePlan(
+        role=role,
+        backend=backend,
+        assignments=tuple(
+            evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
+        ),
+        data_parallel=backend.spec.data_parallel(options, cluster),
+        environment=dict(backend.spec.environment(options, cluster)),
+        resources=backend.spec.resources(options, cluster),
+    )
+
+
+def cluster_of(
+    role: str,
+    config: Config,
+    *,
+    device: str,
+    model: Mapping[str, Any] | None = None,
+    layout: LayoutName | None = None,
+    bfloat16: bool = True,
+) -> ClusterInfo:
+    """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`, and what its
+    [train] leaves open is settled, for a backend with or without bfloat16."""
+    ranks, train = config.chosen_roles[role].ranks, config.train_of(role).settled(device, bfloat16=bfloat16)
+    return ClusterInfo(
+        device=device,
+        ranks=ranks,
+        model=model or {},
+        train=evolve(train, layout=layout) if layout else train,
+    )
+
+
+def needed(
+    role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, buffer: str = "", saved_ranks: int = 0
+) -> dict[Capability, str]:
+    """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
+    number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
+    asked, value_head = config.train_of(role), has_value_head(config, role)
+    train = evolve(cluster.train or asked, layout=asked.layout)
+    needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
+    if cluster.train is not None and cluster.train.layout == "whole":
+        needs.setdefault(Capability.WHOLE, "a model that cannot be packed")
+    if experts > 1:
+        needs[Capability.MOE] = f"a model with {experts} experts"
+    if buffer:
+        needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
+    if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
+        needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
+    if saved_ranks and saved_ranks != cluster.ranks:
+        needs[Capability.RESHARD] = (
+            f"resuming a checkpoint of {saved_ranks} ranks with roles.{role}.ranks = {cluster.ranks}"
+        )
+    if role == ACTOR and config.algorithm.kl_coef and config.run.trains:
+        needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef} (its reference is a snapshot)"
+    if role in offloaded(config, cluster.device):
+        needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
+    if config.checkpoint.background and config.run.trains:
+        needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
+    if role == ACTOR and (transport := config.weights.transport) in TRANSPORTS:
+        needs[Capability(TRANSPORTS[transport].capability)] = f"weights.transport = '{transport}'"
+    return needs
+
+
+def offloaded(config: Config, device: str) -> tuple[str, ...]:
+    """The roles that share devices with engines and take turns with them in device memory."""
+    offload = config.cluster.offload
+    apart = config.cluster.placement != "colocated" or not config.run.samples
+    if apart or offload == "never" or (offload == "auto" and device != "cuda"):
+        return ()
+    return tuple(role for role in config.chosen_roles if role not in config.apart)

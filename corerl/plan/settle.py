@@ -1,0 +1,93 @@
+"""Settle what a config leaves open: the precision by the device, recomputation by the memory that is predicted, and
+where relative paths begin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from corerl.config.schema import Config, ModelConfig, TrainConfig
+from corerl.models.tokenizer import CHARACTERS
+from corerl.plan.resolve import backend_name
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
+
+
+def with_precisions(config: Config, device: str, *, bfloat16: bool) -> Config:
+    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`."""
+    trains = {}
+    for role in config.chosen_roles:
+        train = config.train_of(role)
+        half = bfloat16 and supports(config, role, Capability.BFLOAT16)
+        trains[role] = evolve(train, precision=train.settled(device, bfloat16=half).precision)
+    return with_trains(config, trains)
+
+
+def with_recomputation(config: Config, wanting: Mapping[str, bool]) -> Config:
+    """The config with 'full' or 'none' in place of 'auto': the former for roles that are `wanting` memory, if their
+    backends can."""
+    trains = {}
+    for role in config.chosen_roles:
+        train = config.train_of(role)
+        full = wanting.get(role, False) and supports(config, role, Capability.RECOMPUTE)
+        if train.recompute == "auto":
+            train = evolve(train, recompute="full" if full else "none")
+        trains[role] = train
+    return with_trains(config, trains)
+
+
+def supports(config: Config, role: str, capability: Capability) -> bool:
+    return bool(load(Kind.BACKENDS, backend_name(config, role)).spec.support(capability).full)
+
+
+def with_trains(config: Config, trains: Mapping[str, TrainConfig]) -> Config:
+    """The config with these training settings of all its roles, in their tables; roles that share one in which they
+    now differ get tables of their own."""
+    shared = {role: train for role, train in trains.items() if config.chosen_roles[role].train is None}
+    if len(set(map(repr, shared.values()))) == 1:
+        config = evolve(config, train=next(iter(shared.values())))
+    else:
+        shared = {}
+    own: dict[str, Any] = {
+        role: evolve(config.chosen_roles[role], train=trains[role]) for role in trains if role not in shared
+    }
+    return evolve(config, roles=evolve(config.roles, **own)) if own else config
+
+
+def settled(before: Config, after: Config) -> Iterator[str]:
+    """A line for each setting that was settled."""
+    for role in before.chosen_roles:
+        table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
+        for name in ("precision", "recompute") if before.run.trains else ("precision",):
+            if getattr(was, name) == "auto":
+                yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}"
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make paths absolute, for processes with another working directory and for later readers of the run's config."""
+
+    def there(source: str) -> str:
+        return str(Path(source).absolute()) if source and os.path.exists(source) else source
+
+    data = config.data
+    data = evolve(
+        data, source=there(data.source), sources=tuple(evolve(each, source=there(each.source)) for each in data.sources)
+    )
+    config = evolve(config, model=_absolute(config.model), data=data)
+    config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
+    config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
+    critic = config.roles.critic
+    if critic is None or critic.model is None:
+        return config
+    return evolve(config, roles=evolve(config.roles, critic=evolve(critic, model=_absolute(critic.model))))
+
+
+def _absolute(model: ModelConfig) -> ModelConfig:
+    def absolute(directory: str) -> str:
+        return str(Path(directory).absolute()) if directory and not directory.startswith(CHARACTERS) else directory
+
+    return evolve(model, path=absolute(model.path), tokenizer=absolute(model.tokenizer))

@@ -1,0 +1,90 @@
+"""Find where a run begins: its directory, and the checkpoint that it resumes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from corerl.checkpoint.commit import NO_FAULTS, Faults
+from corerl.config.problems import Problems
+from corerl.config.schema import Config
+from corerl.data.prompts import PromptSource, PromptStream
+from corerl.errors import CheckpointError
+from corerl.plan.run_dir import (
+    lies_in,
+    lost_checkpoints,
+    require_steps_left,
+    require_writable,
+    resume_from,
+    would_overwrite,
+)
+from corerl.plan.state import read_run
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    run_dir: Path
+    resume: Path | None  # a checkpoint that fits this run, if it resumes
+    state: Mapping[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
+    lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
+    falls_back: bool  # whether to resume from an older checkpoint if ranks find this one damaged
+
+    @property
+    def same_run(self) -> bool:
+        """Whether it resumes from its own directory, which then also holds the earlier metrics."""
+        return self.resume is None or lies_in(self.resume, self.run_dir)
+
+
+def find_start(
+    config: Config,
+    prompts: PromptSource | None,
+    problems: Problems,
+    *,
+    starting: bool,
+    damaged: Faults = NO_FAULTS,
+) -> Start:
+    """Where a run of the config begins. What is wrong with that goes to `problems`; then it has nothing to resume."""
+    run_dir = Path(config.run.dir).absolute()
+    resume: Path | None = None
+    state: dict[str, Any] = {}
+    with problems.stage("run.dir"):
+        require_writable(run_dir)
+    if problems.none_in("checkpoint.resume", "run.dir"):
+        with problems.stage("checkpoint.resume"):
+            found = resume_from(config, run_dir, starting=starting, damaged=damaged)
+            state = read_run(found) if found else {}
+            resume = found
+    if state and config.run.mode != "eval":
+        with problems.stage("checkpoint.source"):
+            require_same_source(state, config, str(resume))
+    if state and config.run.mode == "train" and prompts is not None and problems.none_in("data", "checkpoint"):
+        with problems.stage("checkpoint.data"):
+            PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
+    if starting:
+        for line in would_overwrite(config, run_dir, resume):
+            problems.add(line)
+        if resume and state and config.run.trains:
+            with problems.stage("run.steps"):
+                require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
+    return Start(
+        run_dir=run_dir,
+        resume=resume,
+        state=state,
+        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
+        falls_back=config.checkpoint.resume == "auto",
+    )
+
+
+def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
+    """Raise CheckpointError if a run that samples would resume one that read saved batches, or the other way round."""
+    sampled = "prompts" in state["source"]
+    if sampled != config.run.samples:
+        raise CheckpointError(
+            f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, but "
+            f"run.mode={config.run.mode!r} does not; resume with the run.mode it was trained with"
+        )

@@ -1,0 +1,305 @@
+"""What a run takes from its algorithm, and which settings do not fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve, frozen
+
+from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
+from corerl.algorithms.ppo import Options as OfPPO
+from corerl.config.schema import (
+    AlgorithmConfig,
+    BackendChoice,
+    Config,
+    CriticChoice,
+    RolesConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from corerl.errors import ConfigError, PluginBroken
+from corerl.plan.algorithm import REFERENCE, check_algorithm, contradictions, plan_algorithm, told_sampling
+from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+
+GRPO = Config(backend=BackendChoice(name="plain"))
+PPO = evolve(
+    GRPO,
+    algorithm=AlgorithmConfig(name="ppo"),
+    roles=RolesConfig(critic=CriticChoice()),
+    rollout=RolloutConfig(samples=1),
+)
+
+
+@frozen(kw_only=True)
+class Options:
+    scale: float = 1.0
+
+
+class FromFiles(Algorithm):
+    """Advantages are rewards; it learns from saved batches."""
+
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        return Advantages(advantages=np.repeat(self.options.scale * rewards, samples.lengths))
+
+    def objectives(self) -> Mapping[str, Objective]:
+        return {"actor": Objective(loss=LossSpec(name="clipped"), aggregation="sequence-mean", first_step=2)}
+
+
+def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
+    if options.scale > run.steps:
+        yield Problem("scale", f"got {options.scale}, above run.steps={run.steps}")
+        yield Problem(".algorithm.kl_coef", f"got {run.algorithm.kl_coef}")
+        yield Problem(".rollout.samples", f"got {run.rollout.samples}")
+
+
+SPEC = AlgorithmSpec(
+    implementation="tests.plan.test_algorithm:FromFiles",
+    config=Options,
+    api=(1, 0),
+    summary="of a test",
+    samples=False,
+    defaults={"aggregation": "constant-length", "overlong": "penalty", "dynamic_sampling": 3},
+    check=check,
+)
+NAME = "tests.plan.test_algorithm:SPEC"
+
+
+def changed(config: Config, **algorithm: Any) -> Config:
+    return evolve(config, algorithm=evolve(config.algorithm, **algorithm))
+
+
+def lines(config: Config, **algorithm: Any) -> list[str]:
+    if algorithm:
+        config = evolve(config, algorithm=AlgorithmConfig(**{"name": config.algorithm.name, **algorithm}))
+    return list(contradictions(settle_algorithm(config)))
+
+
+def test_one_sample_is_enough_for_an_algorithm_that_does_not_compare() -> None:
+    assert lines(PPO) == lines(GRPO) == []
+    (line,) = lines(evolve(GRPO, rollout=RolloutConfig(samples=1)))
+    assert line.startswith("rollout.samples: 1 gives a sample nothing to compare with")
+
+
+def test_a_critic_is_given_where_it_is_asked_and_only_there() -> None:
+    assert lines(evolve(PPO, roles=RolesConfig())) == [
+        "roles.critic: missing, but algorithm.name='ppo' needs a critic; add one, such as roles.critic.ranks=1"
+    ]
+    assert lines(evolve(GRPO, roles=PPO.roles)) == [
+        "roles.critic: set, but algorithm.name='grpo' uses no critic; remove it, or choose an algorithm that does"
+    ]
+
+
+def test_groups_of_one_have_no_spread_to_sample_for() -> None:
+    found = lines(evolve(GRPO, rollout=RolloutConfig(samples=1)), dynamic_sampling=2)
+    assert any(line.startswith("algorithm.dynamic_sampling: the rewards of a single sample are") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm", "setting"),
+    [
+        (PPO, {"name": "ppo"}, "algorithm.name='ppo'"),
+        (GRPO, {"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in='reward'"),
+    ],
+)
+def test_groups_of_equal_rewards_are_not_left_out_where_they_teach(
+    config: Config, algorithm: dict[str, Any], setting: str
+) -> None:
+    several = evolve(config, rollout=evolve(config.rollout, samples=4))
+    assert lines(several, **algorithm) == []
+    assert lines(several, **algorithm, dynamic_sampling=2) == [
+        f"algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with {setting}; set it to 0"
+    ]
+
+
+def test_an_algorithm_that_learns_from_files_does_not_sample() -> None:
+    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME, dynamic_sampling=0))
+    assert lines(config) == [
+        f"run.mode: 'train' samples, but algorithm.name={NAME!r} learns from saved batches; set it to 'train-only'"
+    ]
+    assert lines(evolve(config, run=RunConfig(mode="train-only"))) == []
+
+
+def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
+    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), rollout=RolloutConfig(max_tokens=12))
+    settled = settle_algorithm(config).algorithm
+    assert (settled.aggregation, settled.overlong, settled.dynamic_sampling) == ("constant-length", "penalty", 3)
+    assert settled.overlong_buffer == 2  # a fifth of 12 tokens
+    own = evolve(config, algorithm=AlgorithmConfig(name=NAME, aggregation="token-mean", overlong="keep"))
+    settled = settle_algorithm(own).algorithm
+    assert (settled.aggregation, settled.overlong, settled.overlong_buffer) == ("token-mean", "keep", 0)
+    # Where there is nothing that dynamic sampling could do, the algorithm's default gives way.
+    from_files, penalised = evolve(config, run=RunConfig(mode="train-only")), changed(config, kl_in="reward")
+    assert [settle_algorithm(each).algorithm.dynamic_sampling for each in (from_files, penalised)] == [0, 0]
+    common = settle_algorithm(GRPO).algorithm
+    assert (common.aggregation, common.overlong, common.dynamic_sampling) == ("token-mean", "keep", 0)
+    assert common.settled({"aggregation": "sequence-mean"}, max_tokens=1) == common
+
+
+def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
+    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), algorithms={NAME: {"scale": 1000.0}})
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(resolve_tables(settle_algorithm(config)))
+    assert caught.value.message.splitlines() == [
+        f'algorithms."{NAME}".scale: got 1000.0, above run.steps=250',
+        "algorithm.kl_coef: got 0.0",
+        "rollout.samples: got 8",
+    ]
+
+
+def test_a_critic_is_not_warmed_up_for_the_whole_run() -> None:
+    config = evolve(PPO, algorithms={"ppo": OfPPO(warmup_steps=250)})
+    with pytest.raises(ConfigError, match="^algorithms.ppo.warmup_steps: got 250, which leaves none of run.steps=250"):
+        check_algorithm(config)
+    check_algorithm(evolve(config, run=RunConfig(steps=251)))
+    with pytest.raises(ConfigError, match="^algorithms.ppo.dual_clip: got 0.5, which must be above 1; set it to 0"):
+        check_algorithm(evolve(PPO, algorithms={"ppo": OfPPO(dual_clip=0.5)}))
+
+
+def test_each_role_is_trained_on_its_own_loss() -> None:
+    options = OfPPO(clip_low=0.1, clip_high=0.3, value_clip=0.5, warmup_steps=7)
+    common = AlgorithmConfig(name="ppo", entropy_coef=0.02, aggregation="sequence-mean")
+    found = plan_algorithm(evolve(PPO, algorithm=common, algorithms={"ppo": options})).objectives
+    assert list(found) == ["actor", "critic"]
+    assert found["actor"] == Objective(
+        loss=LossSpec(
+            name="clipped",
+            params={
+                "clip_low": 0.1,
+                "clip_high": 0.3,
+                "dual_clip": 0.0,
+                "entropy_coef": 0.02,
+                "kl_coef": 0.0,
+                "kl_estimator": "k3",
+            },
+            outputs=(Output.LOGPROBS, Output.ENTROPY),
+        ),
+        aggregation="sequence-mean",
+        first_step=7,
+    )
+    assert found["critic"] == Objective(
+        loss=LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,)), aggregation="token-mean"
+    )
+
+
+def test_an_objective_may_weigh_tokens_as_it_likes() -> None:
+    config = settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME)))
+    objective = plan_algorithm(resolve_tables(config)).objectives["actor"]
+    assert (objective.aggregation, objective.first_step) == ("sequence-mean", 2)
+
+
+def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
+    for place, expected in (("loss", 0.25), ("reward", 0.0)):
+        algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
+        plan = plan_algorithm(resolve_tables(evolve(GRPO, algorithm=algorithm)))
+        assert plan.objectives["actor"].loss.params["kl_coef"] == expected
+        assert plan.compares == (place == "loss")
+
+
+def test_a_step_passes_samples_through_the_models_whose_columns_are_read() -> None:
+    def passes(config: Config) -> list[tuple[Any, ...]]:
+        found = plan_algorithm(resolve_tables(config)).passes
+        return [(each.role, dict(each.columns), each.weights, each.replay) for each in found]
+
+    assert passes(GRPO) == []
+    values = ("critic", {"values": Output.VALUES}, "", False)
+    assert passes(PPO) == [values]
+    common = AlgorithmConfig(name="ppo", old_logprobs="recompute", kl_coef=0.1, routing_replay="recompute")
+    recomputed = {"old_logprobs": Output.LOGPROBS, "routed_experts": Output.ROUTED_EXPERTS}
+    assert passes(evolve(PPO, algorithm=common)) == [
+        ("actor", recomputed, "", False),
+        ("actor", {"ref_logprobs": Output.LOGPROBS}, REFERENCE, False),
+        values,
+    ]
+    replayed = AlgorithmConfig(old_logprobs="recompute", routing_replay="engine")
+    assert passes(evolve(GRPO, algorithm=replayed)) == [("actor", {"old_logprobs": Output.LOGPROBS}, "", True)]
+    assert passes(evolve(PPO, run=RunConfig(mode="rollout-only"))) == []  # the critic has no ranks
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"roles": {"actor": RoleKind.POLICY, "teacher": RoleKind.POLICY}},
+            "wants the role 'teacher'; a run has",
+        ),
+        ({"roles": {"critic": RoleKind.CRITIC}}, "has no role 'actor', but every run trains one"),
+        (
+            {"defaults": {"agregation": "token-mean"}},
+            "sets algorithm.agregation, which is never unset; it can",
+        ),
+        ({"defaults": {"kl_coef": 0.1}}, "sets algorithm.kl_coef, which is never unset"),
+        ({"defaults": {"aggregation": "tokenmean"}}, "has an invalid default: algorithm.aggregation: expected"),
+    ],
+)
+def test_a_spec_that_no_run_could_follow_is_refused(
+    fields: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.plan.test_algorithm.SPEC", evolve(SPEC, **fields))
+    with pytest.raises(PluginBroken, match=f"^algorithm {NAME!r} {line}"):
+        settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME)))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "line"),
+    [
+        ("objectives", lambda self: {}, "objectives() names the roles none, wanted those of its spec, actor"),
+        (
+            "forwards",
+            lambda self: [ForwardPass(role="critc", columns={})],
+            "forwards() names the role 'critc'; its",
+        ),
+        ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_an_algorithm_says_against_its_spec_is_found_before_a_run(
+    method: str, value: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FromFiles, method, value)
+    config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
+    with pytest.raises(PluginBroken) as caught:
+        plan_algorithm(config)
+    assert line in caught.value.message
+
+
+def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
+    monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
+    config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
+    with pytest.raises(ConfigError, match="^loss 'clipped' of the algorithm has no parameter 'clip_hihg'; it takes"):
+        plan_algorithm(config)
+
+
+def test_advantages_of_the_users_want_no_group_and_no_critic() -> None:
+    alone = evolve(GRPO, rollout=RolloutConfig(samples=1))
+    assert lines(alone, advantages="mine:f") == []
+    (line,) = lines(PPO, advantages="mine:f")
+    assert line.startswith("algorithm.advantages: replaces those of algorithm.name='ppo', whose other roles read")
+
+
+def test_a_run_that_only_scores_asks_no_algorithm() -> None:
+    config = evolve(GRPO, run=RunConfig(mode="eval"), algorithm=AlgorithmConfig(name="no.such:SPEC"))
+    settled = settle_algorithm(config)
+    assert settled.algorithm.aggregation == "token-mean"
+    plan = plan_algorithm(resolve_tables(settled))
+    assert (plan.passes, list(plan.objectives)) == ((), ["actor"])
+
+
+def test_a_run_that_trains_on_the_likeliest_tokens_alone_is_told_so() -> None:
+    def told(mode: str = "train", **rollout: Any) -> list[str]:
+        run: Any = evolve(GRPO.run, mode=mode)
+        return list(told_sampling(evolve(GRPO, run=run, rollout=RolloutConfig(**rollout))))
+
+    assert told() == told(mode="rollout-only", top_p=0.9) == []
+    biased = (
+        "only the likeliest tokens are sampled, but log-probs are of all tokens, in engines and trainer alike; this "
+        "biases the gradient, which no ratio shows and no correction undoes; leave {} out to sample from the policy "
+        "that is trained"
+    )
+    assert told(top_p=0.95) == [f"rollout.top_p=0.95: {biased.format('it')}"]
+    assert told(top_k=20) == [f"rollout.top_k=20: {biased.format('it')}"]
+    assert told(top_p=0.95, top_k=20) == [f"rollout.top_p=0.95 and rollout.top_k=20: {biased.format('them')}"]

@@ -1,0 +1,180 @@
+"""What [cluster] accepts, and how its environment meets those that plugins ask for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from corerl.config.load import config_of, dump_toml, recorded, structure
+from corerl.config.schema import ClusterConfig
+from corerl.errors import ConfigError
+from corerl.plan.check import contradictions
+from corerl.plan.environment import merge_environments
+
+
+def test_resources_and_environment_are_tables() -> None:
+    table = {"resources": {"h200": 1, "rack-7": 0.5}, "environment": {"NCCL_DEBUG": "INFO"}, "watchdog": 5}
+    config = structure(table, ClusterConfig, path="cluster")
+    assert config.resources == {"h200": 1.0, "rack-7": 0.5}
+    assert config.environment == {"NCCL_DEBUG": "INFO"}
+    assert config.watchdog == 5.0
+    assert (ClusterConfig().resources, ClusterConfig().environment, ClusterConfig().watchdog) == ({}, {}, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (
+            {"resources": {"GPU": 8}},
+            "cluster.resources: must be custom Ray resources, got 'GPU', which CoreRL sets itself",
+        ),
+        ({"resources": {"h200": 0}}, "cluster.resources: amounts must be finite and above 0, got 'h200' = 0.0"),
+        ({"resources": {"h200": "one"}}, "cluster.resources"),
+        ({"environment": {"NCCL_DEBUG": 1}}, "cluster.environment"),
+        ({"watchdog": -1}, "cluster.watchdog: must be at least 0"),
+    ],
+)
+def test_what_it_cannot_be_is_one_line(table: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        structure(table, ClusterConfig, path="cluster")
+    assert caught.value.message.startswith(text)
+    assert "\n" not in caught.value.message
+
+
+def test_a_variable_that_the_user_and_a_backend_want_differently_names_both() -> None:
+    config = structure({"environment": {"NCCL_CUMEM": "1", "MINE": "2"}}, ClusterConfig, path="cluster")
+    given = ("cluster.environment", config.environment)
+    assert merge_environments(given, ("plain", {"NCCL_CUMEM": "1"})) == {"NCCL_CUMEM": "1", "MINE": "2"}
+    with pytest.raises(ConfigError) as caught:
+        merge_environments(given, ("plain", {"NCCL_CUMEM": "0"}))
+    assert caught.value.message == (
+        "environment variable NCCL_CUMEM: cluster.environment needs another value, but plain needs '0'; they cannot "
+        "share a process, so choose one of them"
+    )
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_loaded_again() -> None:
+    table = {"environment": {"API_KEY": "s3cr3t", "NCCL_DEBUG": "INFO"}, "secrets": ["HF_TOKEN", "NCCL_DEBUG"]}
+    config = config_of({"backend": {"name": "plain"}, "cluster": table})
+    written = dump_toml(recorded(config))
+    assert "s3cr3t" not in written and "INFO" not in written
+    again = config_of(tomllib.loads(written))
+    assert again == recorded(again) == recorded(config)
+    assert (again.cluster.environment, again.cluster.secrets) == ({}, ("HF_TOKEN", "NCCL_DEBUG", "API_KEY"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.environment.API_KEY=8675309"],
+        ["cluster.environment={API_KEY = 8675309}"],
+        ['cluster.environment={"A=B" = "8675309"}'],
+        ['cluster.environment.API_KEY={x = "8675309"}'],
+        ['cluster.environment.API_KEY=["8675309"]'],
+        ["cluster.environment=[8675309]"],
+        ["cluster.environment=API_KEY=8675309"],
+        ['cluster.environment.API_KEY="x"', "cluster.environment.API_KEY.x=8675309"],
+        ["cluster.environment.API KEY=8675309"],
+        ["cluster=environment.API_KEY=8675309"],
+        ["cluster={environment = {API_KEY = 8675309}}"],
+        ["cluster.environment.API_KEY=8675309867530986753098675309"],
+        ["cluster.environment={API_KEY = [8675309867530986753098675309]}"],
+        ["cluster.environment.API_KEY 8675309"],
+        ["cluster.'environment'.API_KEY:8675309"],
+        ["cluster.environment 8675309"],
+        ["cluster.enviroment.API_KEY=8675309"],
+        ["environment.API_KEY=8675309"],
+        ["cluster.secret.API_KEY=8675309"],
+        ["cluster={env = 8675309}"],
+        ["cluster.env.T=8675309"],
+        ["cluster.env_vars.HF_TOKEN=8675309"],
+        ['clustr={environment={T="8675309"}}'],
+        ['Cluster={environment={T="8675309"}}'],
+        ["clustr={environment={T=8675309}}"],
+        ["cluster.vars.T=8675309"],
+        ["cluster.vars.T=8675309867530986753098675309"],
+        ["cluster.vars.T 8675309"],
+        ["cluster.environment.T 8675309=="],
+        ["cluster.environment.T=8675309\udcff"],
+        ["cluster.address.T=8675309"],
+        ["cluster.secrets=8675309"],
+        ["cluster.secrets=[8675309]"],
+        ["roles.actor.environment.T=8675309"],
+        ['roles={actor={environment={T="8675309"}}}'],
+        ["roles={actor={environment={T=8675309}}}"],
+        ['cluster.environment.API_KEY="8675309"', 'cluster.secrets=["API_KEY"]', "cluster.address=x"],
+    ],
+)
+def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]) -> None:
+    try:
+        said = "\n".join(contradictions(config_of({"backend": {"name": "plain"}}, overrides)))
+    except ConfigError as error:
+        said = error.message
+    assert re.search("clustr|cluster|environment|roles", said, re.IGNORECASE) and "8675309" not in said
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "cluster.environment=API_KEY=x",
+            (
+                'cluster.environment: expected table, got something else; set cluster.environment.NAME="VALUE" '
+                "(override cluster.environment=...)"
+            ),
+        ),
+        (  # as of a shell that has taken the quotes away
+            "cluster.secrets=[API_KEY]",
+            (
+                "cluster.secrets: expected array of strings, got something else; set cluster.secrets='[\"NAME\"]' "
+                "(override cluster.secrets=...)"
+            ),
+        ),
+    ],
+)
+def test_an_environment_of_another_type_is_told_what_to_set(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({"backend": {"name": "plain"}}, [override])
+    assert caught.value.message == line
+
+
+def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what_is_rays_is_set_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "s3cr3t")
+    own = {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib", "LD_API_KEY": "s3cr3t", "RAY_memory_monitor": "0"}
+    table = {"environment": own, "secrets": ["LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"]}
+    config = config_of({"backend": {"name": "plain"}, "cluster": table})
+    rays = "is for Ray, which runs before ranks and engines do; set it in the environment of this command, or of"
+    found = [line for line in contradictions(config) if line.startswith("cluster.")]
+    assert [line.partition(" `ray start`")[0] for line in found] == [
+        f"cluster.environment: 'RAY_memory_monitor' {rays}",
+        f"cluster.secrets: 'RAY_AUTH_TOKEN' {rays}",
+        (
+            "cluster.secrets: 'LD_PRELOAD' is read as a process starts, so that its value has to go through Ray, which "
+            "logs it; if it is no secret, set it in cluster.environment"
+        ),
+    ]
+    written = recorded(config).cluster
+    assert written.environment == {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib"}
+    assert written.secrets == ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN", "LD_API_KEY", "RAY_memory_monitor")
+
+
+def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
+    monkeypatch.delenv("API_KEY", raising=False)
+    table = {"secrets": ["HF_TOKEN", "API_KEY", "BOTH"], "environment": {"BOTH": "1"}}
+    found = contradictions(config_of({"backend": {"name": "plain"}, "cluster": table}))
+    assert [line for line in found if line.startswith("cluster.")] == [
+        (
+            "cluster.secrets: 'API_KEY' is not set in the environment of this command; set it there, or remove it from "
+            "the list"
+        ),
+        "cluster.secrets: 'BOTH' is in cluster.environment too; remove it from one of them",
+    ]

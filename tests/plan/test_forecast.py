@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from benchmarks.memory import CASES, predicted
+from corerl.config.schema import Config
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.plan.forecast import GIB, PROCESS, Forecast, Forecaster
+from corerl.plan.make import make_plan
+from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plan.settle import with_precisions, with_recomputation
+from corerl.types import MemoryKind
+from tests.driver.saved import CRITIC, DATA, config_in
+
+MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
+# Four layers of the 8B shape.
+LARGE = {
+    **DATA["model"]["config"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def on_gpus(tmp_path: Path, **tables: Any) -> Config:
+    """Of a run on the GPUs of a cluster, which is not asked anything."""
+    config = config_in(tmp_path / "run", backend={"name": "fsdp"}, **tables)
+    return evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
+
+
+def memory_of(config: Config) -> Forecast:
+    memory = make_plan(config).memory
+    assert memory is not None
+    return memory
+
+
+def forecaster_of(config: Config) -> Forecaster:
+    plan, resolved = make_plan(config), resolve_tables(settle_algorithm(config))
+    models = {role: hf_config(config.model_of(role)) for role in plan.processes.roles}
+    built = {role: look_at(hf, value_head=role == "critic") for role, hf in models.items()}
+    return Forecaster(
+        algorithm=plan.algorithm,
+        config=with_recomputation(with_precisions(resolved, "cuda", bfloat16=True), {}),
+        asked=resolved,
+        plan=plan.processes,
+        models=models,
+        built=built,
+        longest=2048,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "fsdp-compiled",
+        "fsdp-recompute",
+        "fsdp-single",
+        "fsdp-gemma3",
+        "fsdp-experts",
+        "deepspeed-1",
+        "deepspeed-3",
+        "megatron",
+    ],
+)
+def test_what_is_predicted_is_within_a_tenth_of_what_was_measured_on_a_gpu(name: str) -> None:
+    found, row = predicted(CASES[name]), MEASURED[name]
+    assert found.training == pytest.approx(row["measured"], rel=0.1)
+    weights = found.rank.kinds[MemoryKind.PARAM]
+    assert found.passing == pytest.approx(weights + row["measured_forward"], rel=0.1)
+
+
+def test_a_run_on_gpus_is_told_what_they_will_hold_stage_by_stage(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "model": {**DATA["model"], "config": LARGE}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    memory = memory_of(on_gpus(tmp_path, roles={"actor": {"ranks": 4}}, train=train, **tables))
+    assert memory.unknown == ()
+    assert list(memory.stages) == ["train actor", "forward actor", "update"]
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    numbers = 4 * layer + 2 * 151936 * 4096 + 4096
+    parts = memory.stages["train actor"].parts
+    assert parts["actor's weights"] == parts["actor's gradients"] == parts["actor's moments"] // 2 == numbers * 4 // 4
+    assert memory.stages["update"].parts["the engine's weights"] == numbers * 2
+    assert {stage.parts["processes"] for stage in memory.stages.values()} == {2 * PROCESS}
+    first, *others = memory.lines()
+    assert first.startswith("predicted memory of a device: train actor ") and "actor's weights 1.9," in first
+    assert len(others) == 2 and memory.lines(fullest=True) == [first]
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 8192}
+    forecaster = forecaster_of(on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, train=train))
+    found = forecaster.forecast()
+    needed = found.stages["train actor"].total
+    assert list(forecaster.too_large(found, there=needed)) == []
+    now, half = forecaster.role("actor"), forecaster.role("actor", tokens_per_micro_batch=4096)
+    less = forecaster.role("actor", recompute="full")
+    assert not isinstance(less, str) and not isinstance(now, str) and not isinstance(half, str)
+    there = needed - now.training + half.training
+    (line,) = forecaster.too_large(found, there=there)
+    wanted = f"training needs {needed / GIB:.1f} GiB of a device, which has {there / GIB:.1f}: train actor "
+    assert line.startswith(f"roles.actor.ranks: {wanted}")
+    assert f"set train.recompute='full' ({(needed - now.training + less.training) / GIB:.1f} GiB)" in line
+    assert f"train.tokens_per_micro_batch=4096 ({there / GIB:.1f} GiB)" in line and "or more ranks" in line
+    (line,) = forecaster.too_large(found, there=5 * GIB)  # where no setting is enough
+    assert "; set more ranks, or options of the backend" in line
+
+
+def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside_each_other(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
+    in_turns = forecaster_of(config)
+    together = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload="never")))
+    critic = together.role("critic")
+    assert not isinstance(critic, str)
+    parts = together.forecast().stages["train actor"].parts
+    kinds = critic.rank.kinds  # whose gradients are gone by then
+    assert parts["the critic"] == sum(kinds.values()) - kinds[MemoryKind.GRAD] > 0
+    assert parts["the engine's weights"] == in_turns.forecast().stages["update"].parts["the engine's weights"] > 0
+    alone = in_turns.forecast().stages["train actor"].parts
+    assert "the critic" not in alone and "the engine's weights" not in alone
+
+
+def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
+    forecaster = forecaster_of(on_gpus(tmp_path))
+    plan = forecaster.plan.roles["actor"]
+    silent = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=None)))
+    found = evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": silent})).forecast()
+    assert found.stages == {}
+    assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
+
+
+def test_samples_that_are_longer_than_a_micro_batch_are_counted_as_one(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": {**LARGE, "max_position_embeddings": 40960}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    rollout = {**DATA["rollout"], "context_length": 8192}
+    short, long = (
+        memory_of(on_gpus(tmp_path, model=model, train=train, rollout=each)) for each in (DATA["rollout"], rollout)
+    )
+    few, many = short.stages["train actor"].parts, long.stages["train actor"].parts
+    assert many["activations of 8,192 tokens"] > 1.4 * few["activations of 4,096 tokens"]
+
+
+def test_saved_batches_may_be_larger_than_those_that_a_run_samples(tmp_path: Path) -> None:
+    few = on_gpus(tmp_path, rollout={**DATA["rollout"], "prompts": 2, "samples": 2})
+    forecaster = evolve(forecaster_of(few), longest=8)
+    saved = evolve(forecaster.config, run=evolve(forecaster.config.run, mode="train-only"))
+    counted, unknown = forecaster.role("actor"), evolve(forecaster, config=saved).role("actor")
+    assert not isinstance(counted, str) and not isinstance(unknown, str)
+    assert counted.single and not unknown.single and counted.training < unknown.training
+
+
+def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> None:
+    def memory(*_: object) -> None:
+        raise TypeError("a fault of the plugin")
+
+    forecaster = forecaster_of(on_gpus(tmp_path))
+    plan = forecaster.plan.roles["actor"]
+    faulty = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=memory)))
+    with pytest.raises(TypeError, match="a fault of the plugin"):
+        evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": faulty})).forecast()
+
+
+def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
+    assert make_plan(config_in(tmp_path / "run")).memory is None

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from attrs import evolve
+
+from corerl.config.load import to_plain
+from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, RunConfig, WeightsConfig
+from corerl.errors import CheckpointError, ConfigError, PluginIncompatible
+from corerl.models.tokenizer import character_tokenizer
+from corerl.plan.devices import resolve_device
+from corerl.plan.make import make_plan
+from corerl.plan.start import require_same_source
+from tests.driver.saved import DATA, config_in, make_config, make_model, save
+
+
+def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
+    plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
+    assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
+    assert plan.processes.device == "cpu"
+    assert plan.processes.seating.places == {"actor": (0,), "engines": (1, 2)}
+    assert plan.rollout.tokenizer("0>")["input_ids"] == [1, 4, 14]
+    assert plan.rollout.params.stop_tokens == (2,)
+    assert len(plan.rollout.prompts.held_out) == 16
+    assert plan.processes.roles["actor"].assignments[0].config.resume == ""
+    assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
+    assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:
+    whole = {"path": "", "config": {**DATA["model"]["config"], "model_type": "nemotron"}}
+    critic = {"roles": {"critic": {"ranks": 1, "model": whole, "train": {"precision": "float32"}}}}
+    plan = make_plan(config_in(tmp_path / "run", algorithm={"name": "ppo"}, **critic))
+    layouts = {name: role.train.layout for name, role in plan.processes.roles.items()}
+    assert layouts == {"actor": "packed", "critic": "whole"}
+    assert "1 plain rank, 1 plain rank for the critic (whole), 1 " in plan.title
+    (told,) = plan.notices
+    assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
+
+
+def test_a_mix_is_titled_by_the_names_of_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "0>"}\n{"prompt": "1>"}\n')
+    sources = [{"source": "sort-digits"}, {"source": str(tmp_path / "rows.jsonl"), "name": "mine"}]
+    plan = make_plan(config_in(tmp_path / "run", data={"held_out": 1, "sources": sources}))
+    assert plan.title.startswith("grpo on sort-digits + mine: qwen3 from scratch")
+
+
+def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "auto")
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
+    plan = make_plan(config)
+    assert plan.start.resume == checkpoint
+    assert plan.start.state["rollout_step"] == 4
+    assert plan.processes.roles["actor"].assignments[0].config.resume == str(checkpoint / "actor")
+
+
+def test_versions_that_do_not_fit_are_told_before_anything_starts_beside_the_other_problems(old_pluggy: str) -> None:
+    with pytest.raises(PluginIncompatible) as alone:
+        make_plan(make_config())
+    assert alone.value.message == old_pluggy
+    with pytest.raises(ConfigError) as caught:
+        make_plan(make_config(reward={"name": "none-such"}))
+    assert caught.value.message.splitlines()[0].startswith("reward.name: unknown reward 'none-such'")
+    assert caught.value.message.splitlines()[1:] == [old_pluggy]
+
+
+# ---- several problems ------------------------------------------------------------------------------------------------
+
+
+def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "no-checkpoint")
+    config = config_in(tmp_path / "run", checkpoint, rollout={"engine": "fake", "prompts": 8, "stop": ["no token"]})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(
+            evolve(
+                config,
+                model=ModelConfig(path="no/model"),
+                backend=BackendChoice(name="plian"),
+                reward=RewardConfig(name="exakt-match"),
+                weights=WeightsConfig(transport="colective"),
+            )
+        )
+    beginnings = [line[:40] for line in caught.value.message.splitlines()]
+    assert beginnings == [
+        "model.path: no directory 'no/model'; set",
+        "checkpoint.resume: no directory '" + checkpoint[:7],
+        "reward.name: unknown reward 'exakt-match",
+        "weights.transport: unknown weight transp",
+        "backend.name: unknown backend 'plian'; i",
+    ]
+
+
+def test_an_unknown_transport_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    config = evolve(config_in(tmp_path), weights=WeightsConfig(transport="colective"))
+    with pytest.raises(ConfigError, match=r"'colective'; known: collective, .*, ipc; did you mean 'collective'?"):
+        make_plan(config)
+
+
+def test_every_unknown_plugin_is_named(tmp_path: Path) -> None:
+    config = config_in(tmp_path, backend={"name": "plian"}, rollout={"engine": "fakee"}, extensions=[{"name": "jsnol"}])
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config)
+    assert [line.split(";")[0] for line in caught.value.message.splitlines()] == [
+        "backend.name: unknown backend 'plian'",
+        "rollout.engine: unknown engine 'fakee'",
+        "extensions[0].name: unknown extension 'jsnol'",
+    ]
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    make_model(config, seed=0).save_pretrained(tmp_path / "model")
+    character_tokenizer("0123456789>s").save_pretrained(tmp_path / "tokens")
+    monkeypatch.chdir(tmp_path)
+
+    def given(model: ModelConfig) -> ModelConfig:
+        plan = make_plan(evolve(config, model=model))
+        given = plan.processes.roles["actor"].assignments[0].config.model
+        assert plan.record["model"] == to_plain(given)
+        return given
+
+    tokens = given(ModelConfig(path="model", tokenizer="tokens"))
+    assert tokens == ModelConfig(path=f"{tmp_path}/model", tokenizer=f"{tmp_path}/tokens")
+    characters = given(ModelConfig(path="model", tokenizer="characters:0123456789>"))
+    assert characters == ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0123456789>")
+    assert given(config.model) == config.model
+
+
+# ---- checkpoints and devices -----------------------------------------------------------------------------------------
+
+
+def test_one_that_samples_with_another_runs_weights_begins_at_its_own_first_step(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
+    steps = {}
+    for mode in ("train", "rollout-only", "eval"):
+        config = config_in(tmp_path / mode, str(checkpoint))
+        steps[mode] = make_plan(evolve(config, run=evolve(config.run, mode=mode))).first_step
+    assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "mode", "line"),
+    [
+        ({"prompts": {}}, "train-only", "sampled its batches, but run.mode='train-only' does not"),
+        ({"files": 3}, "train", "read saved batches, but run.mode='train' does not"),
+    ],
+)
+def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
+    config = make_config(run={"mode": mode})
+    with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
+        require_same_source({"source": source}, config, "step-2")
+    require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
+
+
+def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path: Path) -> None:
+    tables = {"weights": {"every": 2}, "cluster": {"offload": "always"}, "checkpoint": {"every": 4}}
+    config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"^weights.every: 2, but engines that share memory with the ranks in turns"):
+        make_plan(config)
+    make_plan(evolve(config, cluster=evolve(config.cluster, offload="never")))
+
+
+@pytest.mark.parametrize("source", ["one-step-off", "asynchronous"])
+def test_engines_that_take_turns_in_memory_cannot_sample_while_ranks_train(tmp_path: Path, source: str) -> None:
+    tables = {"rollout": {"engine": "fake", "prompts": 8, "samples": 4, "source": source}}
+    config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
+    turns = evolve(config, cluster=evolve(config.cluster, offload="always"))
+    wanted = (
+        f"rollout.source: {source!r} samples while ranks train, but here engines and ranks take turns in memory; set "
+        "cluster.placement='disaggregated', or rollout.source='synchronous', or, if both fit in memory, "
+        "cluster.offload='never'"
+    )
+    with pytest.raises(ConfigError) as caught:
+        make_plan(turns)
+    assert caught.value.message == wanted
+    make_plan(evolve(turns, cluster=evolve(turns.cluster, placement="disaggregated")))
+    make_plan(evolve(turns, run=evolve(turns.run, mode="eval")))
+    make_plan(config)  # on a CPU both are in memory
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_auto_takes_the_cpu_and_cuda_is_refused() -> None:
+    assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match="torch sees no CUDA device here; use 'cpu' or 'auto'"):
+        resolve_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_of_a_cluster_with_an_address_cuda_is_believed() -> None:
+    devices = {device: resolve_device(device, address="10.0.0.1:6379") for device in ("auto", "cpu", "cuda")}
+    assert devices == {"auto": "cpu", "cpu": "cpu", "cuda": "cuda"}

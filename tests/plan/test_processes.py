@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import ClusterInfo, Config, WeightsConfig
+from corerl.errors import ConfigError
+from corerl.models.config import hf_config
+from corerl.plan import processes
+from corerl.plan.make import make_plan
+from corerl.plan.processes import require_form
+from corerl.plugin.registry import Kind, load
+from tests.driver.saved import CRITIC, config_in, make_config
+
+
+def test_weights_that_the_engine_does_not_take_as_they_travel_are_refused(tmp_path: Path) -> None:
+    config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
+    with pytest.raises(
+        ConfigError,
+        match=r"^weights.quantize: 'fp8', but the engine '\w+' is configured for 'none'; make them equal$",
+    ):
+        make_plan(config)
+    engine = load(Kind.ENGINES, config.rollout.engine)
+    quantized = evolve(engine, spec=evolve(engine.spec, quantized=lambda options, cluster: "fp8"))
+    require_form(evolve(config, engines={engine.name: None}), quantized, ClusterInfo(device="cpu", ranks=1))
+
+
+def test_an_extension_under_two_names_is_one_twice(tmp_path: Path) -> None:
+    config = config_in(tmp_path, extensions=[{"name": "jsonl"}, {"name": "corerl:jsonl"}])
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config)
+    assert caught.value.message == "extensions: 'corerl:jsonl' and 'jsonl' share a name; keep one"
+
+
+def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
+    plan = make_plan(config_in(tmp_path / "run", **CRITIC))
+    assert list(plan.processes.roles) == ["actor", "critic"]
+    actor, critic = (role.assignments[0].config for role in plan.processes.roles.values())
+    assert (actor.value_head, critic.value_head, critic.model) == (False, True, actor.model)
+    assert plan.processes.seating.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
+    assert "1 plain rank, 1 plain rank for the critic, 1 fake engine" in plan.title
+    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "devices": "own"}}}
+    apart = make_plan(config_in(tmp_path / "run", **own))
+    assert apart.processes.seating.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
+
+
+def test_samples_are_split_over_the_groups_that_the_backend_makes_of_its_ranks(tmp_path: Path) -> None:
+    name = "tests.trainer.fakes:SPEC"
+
+    def given(ranks: int, shards: int) -> Config:
+        tables = {
+            "backend": {"name": name},
+            "backends": {name: {"shards": shards}},
+            "roles": {"actor": {"ranks": ranks}},
+            "rollout": {"engine": "fake", "prompts": 9, "samples": 4},
+        }
+        return config_in(tmp_path / "run", **tables)
+
+    assert make_plan(given(8, 2)).processes.roles["actor"].data_parallel == 4
+    with pytest.raises(ConfigError) as caught:
+        make_plan(given(8, 1))
+    assert caught.value.message.startswith("rollout.prompts: 9 x rollout.samples=4 / train.mini_batches=1 makes 36 ")
+    with pytest.raises(ConfigError) as caught:
+        make_plan(given(16, 2))
+    assert "over the 8 data-parallel groups of roles.actor.ranks=16;" in caught.value.message
+    with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
+        make_plan(given(8, 3))
+    assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'
+
+
+def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) -> None:
+    fields = make_config().model.config
+    small = {**fields, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
+    roles = {"critic": {"backend": "tests.trainer.fakes:CHOOSY", "model": {"config": small}}}
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config_in(tmp_path / "run", **{**CRITIC, "roles": roles}))
+    assert caught.value.message == "roles.critic.model.config.num_key_value_heads: 2 more than a multiple of 4"
+    hf_config(make_config().model).save_pretrained(tmp_path / "model")
+    tables = {"backend": {"name": "tests.trainer.fakes:CHOOSY"}, "model": {"path": str(tmp_path / "model")}}
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config_in(tmp_path / "run", **{**tables, "model": {**tables["model"], "tokenizer": "characters:01"}}))
+    assert (
+        "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
+        in caught.value.message.splitlines()
+    )
+
+
+def test_engines_are_asked_with_the_actors_model_and_their_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ClusterInfo] = []
+    fake = load(Kind.ENGINES, "fake")
+
+    def calls(options: object, cluster: ClusterInfo) -> int:
+        asked.append(cluster)
+        return 3
+
+    known = evolve(fake, spec=evolve(fake.spec, calls=calls, bundles=lambda *_: 2))
+    monkeypatch.setattr(processes, "load", lambda kind, name: known if kind is Kind.ENGINES else load(kind, name))
+    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "replicas": 3})
+    plan = make_plan(config)
+    (cluster,) = asked
+    assert (cluster.device, cluster.ranks, cluster.model["num_key_value_heads"]) == ("cpu", 3, 2)
+    assert cluster.train == evolve(config.train, precision="float32", recompute="none")
+    assert plan.processes.engine is not None and plan.processes.engine.calls == 3
+    assert [each.context.bundles for each in plan.processes.engine.assignments] == [2, 2, 2]

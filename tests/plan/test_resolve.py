@@ -1,0 +1,226 @@
+"""A config meets the plugins that it names: tables become classes, and what cannot run is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import (
+    BackendChoice,
+    ClusterInfo,
+    Config,
+    CriticChoice,
+    ExtensionChoice,
+    ModelConfig,
+    RoleChoice,
+    RolesConfig,
+    RunConfig,
+    TrainConfig,
+)
+from corerl.errors import ConfigError, PluginNotFound
+from corerl.plan.resolve import (
+    backend_name,
+    check_spec,
+    ignored_tables,
+    resolve_tables,
+    role_options,
+    selected,
+)
+from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import Problem
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def plugins(install: Install, backend_spec: str, extension_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_o:SPEC"}}, mine_o=backend_spec)
+    install("corerl-other", {"backends": {"other": "other_o:SPEC"}}, other_o=backend_spec)
+    install("corerl-bad", {"backends": {"bad": "bad_o:SPEC"}}, bad_o="import a_library_that_is_not_there")
+    engine = backend_spec.replace("BackendSpec", "EngineSpec")
+    start, end = engine.index("    capabilities="), engine.index("    check=")
+    install("corerl-engine", {"engines": {"quick": "quick_o:SPEC"}}, quick_o=engine[:start] + engine[end:])
+    install("corerl-wrap", {"extensions": {"wrap": "wrap_o:SPEC"}}, wrap_o=extension_spec)
+
+
+def config(**changes: Any) -> Config:
+    base = Config(backend=BackendChoice(name="mine"), extensions=())
+    base = evolve(base, rollout=evolve(base.rollout, engine="quick"))
+    return evolve(base, **changes)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_selected_tables_become_the_plugins_own_classes_and_others_stay_as_they_are() -> None:
+    given = config(
+        backends={"mine": {"shards": 2}, "other": {"shards": 3}, "elsewhere": {"anything": 1}},
+        engines={},
+        extensions=(ExtensionChoice(name="wrap", options={"every": 5}),),
+    )
+    resolved = resolve_tables(given)
+    assert isinstance(resolved.backends["mine"], load(Kind.BACKENDS, "mine").spec.config)
+    assert resolved.backends["mine"].shards == 2
+    assert resolved.backends["other"] == {"shards": 3}
+    assert resolved.backends["elsewhere"] == {"anything": 1}
+    assert resolved.engines["quick"].shards == 1
+    assert resolved.extensions[0].options == load(Kind.EXTENSIONS, "wrap").spec.config(every=5)
+    assert resolve_tables(resolved) == resolved
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_role_with_a_backend_of_its_own_selects_that_too() -> None:
+    given = config(roles=RolesConfig(actor=RoleChoice(backend="corerl-other:other")), backends={"other": {"shards": 4}})
+    assert backend_name(given, "actor") == "corerl-other:other"
+    assert backend_name(config(), "actor") == "mine"
+    resolved = resolve_tables(given)
+    assert (resolved.backends["mine"].shards, resolved.backends["other"].shards) == (1, 4)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_role_with_a_table_of_its_own_is_told_that_alone() -> None:
+    critic = CriticChoice(options={"shards": 7})
+    given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
+    mine = load(Kind.BACKENDS, "mine")
+    found = [role_options(given, role, mine) for role in ("actor", "critic")]
+    assert found == [mine.spec.config(shards=2), mine.spec.config(shards=7)]
+    assert resolve_tables(given) == given
+    wrong = config(roles=RolesConfig(critic=CriticChoice(options={"shard": 7})))
+    with pytest.raises(ConfigError, match="^roles.critic.options.shard: unknown key; did you mean 'shards'\\?$"):
+        resolve_tables(wrong)
+    cluster, bad = ClusterInfo(device="cpu", ranks=1), mine.spec.config(shards=3)
+    given = evolve(given, roles=evolve(given.roles, critic=evolve(critic, options=bad)))
+    with pytest.raises(ConfigError, match="^roles.critic.options.shards: 3 is more than 1 ranks$"):
+        check_spec(mine, bad, cluster, config=given, role="critic")
+
+
+def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() -> None:
+    def told(given: Config) -> dict[str, tuple[str, bool]]:
+        return {each.path: (each.name, each.used) for each in selected(given)}
+
+    given = config(extensions=(ExtensionChoice(name="wrap"), ExtensionChoice(name="jsonl")))
+    assert told(given) == {
+        "backend.name": ("mine", True),
+        "rollout.engine": ("quick", True),
+        "algorithm.name": ("grpo", True),
+        "extensions[0].name": ("wrap", True),
+        "extensions[1].name": ("jsonl", True),
+    }
+    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=CriticChoice())
+    assert told(evolve(given, roles=critic, extensions=())) == {
+        "backend.name": ("mine", True),  # the critic's
+        "roles.actor.backend": ("other", True),
+        "rollout.engine": ("quick", True),
+        "algorithm.name": ("grpo", True),
+    }
+    alone = evolve(config(roles=RolesConfig(actor=RoleChoice(backend="other"))), run=RunConfig(mode="train-only"))
+    assert told(alone) == {
+        "backend.name": ("mine", False),
+        "roles.actor.backend": ("other", True),
+        "rollout.engine": ("quick", False),
+        "algorithm.name": ("grpo", True),
+    }
+
+
+@pytest.mark.usefixtures("plugins")
+def test_every_table_that_does_not_fit_is_reported_selected_or_not() -> None:
+    given = config(
+        backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
+        roles=RolesConfig(actor=RoleChoice(backend="mine")),  # named twice, and told of once
+        engines={"quick": 3},
+        extensions=(ExtensionChoice(name="wrap", options={"evry": 5}),),
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve_tables(given)
+    lines = caught.value.message.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "backends.mine.shard",
+        "engines.quick",
+        "extensions[0].options.evry",
+        "backends.other.shards",
+    ]
+    assert lines[0] == "backends.mine.shard: unknown key; did you mean 'shards'?"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_unknown_backend_is_not_taken_for_a_problem_of_a_table() -> None:
+    with pytest.raises(PluginNotFound, match="unknown backend 'mien'.*did you mean 'mine'"):
+        resolve_tables(config(backend=BackendChoice(name="mien")))
+
+
+@pytest.mark.usefixtures("plugins")
+def test_tables_that_nobody_can_check_are_noted() -> None:
+    given = config(backends={"mine": {}, "other": {}, "elsewhere": {"shards": 1}, "bad": {}})
+    assert ignored_tables(given) == [
+        "backends.elsewhere is ignored: no backend 'elsewhere' is installed",
+        (
+            "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
+            "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; repair or reinstall corerl-bad"
+        ),
+    ]
+    assert resolve_tables(given).backends["bad"] == {}
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
+    given = config(backends={"mien": {"shards": 2}, "othr": {}, "elsewhere": {}}, engines={"quik": {}})
+    with pytest.raises(ConfigError) as caught:
+        resolve_tables(given)
+    assert caught.value.message.splitlines() == [
+        "backends.mien: no backend 'mien' is installed; did you mean 'mine'? Otherwise install it or remove the table",
+        "backends.othr: no backend 'othr' is installed; did you mean 'other'? Otherwise install it or remove the table",
+        "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Otherwise install it or remove the table",
+    ]
+    assert ignored_tables(given) == ["backends.elsewhere is ignored: no backend 'elsewhere' is installed"]
+
+
+@pytest.mark.usefixtures("plugins")
+def test_problems_that_a_spec_finds_carry_the_dotted_path() -> None:
+    loaded = load(Kind.BACKENDS, "mine")
+    options = loaded.spec.config(shards=4)
+    check_spec(loaded, options, ClusterInfo(device="cpu", ranks=4))
+    with pytest.raises(ConfigError) as caught:
+        check_spec(loaded, options, ClusterInfo(device="cpu", ranks=2))
+    assert caught.value.message == "backends.mine.shards: 4 is more than 2 ranks"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None:
+    paths = ["", "a.b", ".model", ".model.head_dim", ".train", ".train.optimizer.lr"]
+
+    def told(given: Config | None, role: str = "actor") -> list[str]:
+        mine = load(Kind.BACKENDS, "mine")
+        spec = evolve(mine.spec, check=lambda options, cluster: [Problem(path, "wrong") for path in paths])
+        with pytest.raises(ConfigError) as caught:
+            check_spec(
+                evolve(mine, spec=spec), mine.spec.config(), ClusterInfo(device="cpu", ranks=1), config=given, role=role
+            )
+        return [line.removesuffix(": wrong") for line in caught.value.message.splitlines()]
+
+    own = ["backends.mine", "backends.mine.a.b"]
+    common = ["model.config", "model.config.head_dim", "train", "train.optimizer.lr"]
+    assert told(None) == told(config()) == [*own, *common]
+    assert told(config(model=ModelConfig(path="m"))) == [
+        *own,
+        "model.path",
+        "model.path: head_dim in its config.json",
+        "train",
+        "train.optimizer.lr",
+    ]
+    critic = CriticChoice(model=ModelConfig(path="v"), train=TrainConfig())
+    assert told(config(roles=RolesConfig(critic=critic)), "critic") == [
+        *own,
+        "roles.critic.model.path",
+        "roles.critic.model.path: head_dim in its config.json",
+        "roles.critic.train",
+        "roles.critic.train.optimizer.lr",
+    ]
+    assert told(config(roles=RolesConfig(critic=CriticChoice())), "critic") == [*own, *common]
+
+
+@pytest.mark.parametrize("path", [".", ".optimizer.lr", ".model.", ".models", "..train"])
+def test_a_problem_is_of_a_table_that_specs_can_know(path: str) -> None:
+    with pytest.raises(ValueError, match="'path' must match regex"):
+        Problem(path, "too large")

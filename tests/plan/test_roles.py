@@ -1,0 +1,282 @@
+"""What each rank is told, and what is refused before there are any ranks."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.format import index_file
+from corerl.config.schema import (
+    AlgorithmConfig,
+    BackendChoice,
+    CheckpointConfig,
+    ClusterConfig,
+    ClusterInfo,
+    Config,
+    CriticChoice,
+    ModelConfig,
+    OptimizerConfig,
+    RoleChoice,
+    RolesConfig,
+    RunConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from corerl.errors import ConfigError, PluginNotFound, Unsupported
+from corerl.plan.roles import RolePlan, needed, offloaded, plan_role
+from corerl.plugin.capabilities import Capability
+from tests.trainer.configs import FAKE, config_for
+
+CHOOSY = "tests.trainer.fakes:CHOOSY"
+LIMITED = "tests.trainer.fakes:LIMITED"
+
+
+def planned(config: Config, resume: str = "", experts: int = 1) -> RolePlan:
+    return plan_role("actor", config, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
+
+
+def saved_by(ranks: int, directory: Path) -> str:
+    """A role's part of a checkpoint, as far as planning looks at it."""
+    for rank in range(ranks):
+        (directory / index_file(rank)).touch()
+    return str(directory)
+
+
+def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
+    config = config_for(
+        ranks=3,
+        options={"shards": 3},
+        run=RunConfig(seed=5),
+        model=ModelConfig(path="models/m"),
+        cluster=ClusterConfig(timeout=9.0),
+        train=TrainConfig(tokens_per_micro_batch=77),
+    )
+    saved = saved_by(3, tmp_path)
+    plan = planned(config, resume=saved)
+    assert [assignment.context.rank for assignment in plan.assignments] == [0, 1, 2]
+    first = plan.assignments[0]
+    assert all(evolve(each, context=first.context) == first for each in plan.assignments)
+    assert (first.context.role, first.context.world_size, first.context.run_dir) == ("actor", 3, "runs/x")
+    assert first.backend == FAKE
+    role = first.config
+    assert role.options == {"optimizer_steps": [0, 0], "fails_at": -1, "shards": 3}  # a plain table
+    assert role.model.path == "models/m"
+    assert role.train.tokens_per_micro_batch == 77
+    assert (role.device, role.seed, role.timeout, role.resume) == ("cpu", 5, 9.0, saved)
+    assert plan.environment == {"FAKE_SHARDS": "3 of 3 on cpu"}
+    assert plan.data_parallel == 1
+    assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
+
+
+def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
+    own = TrainConfig(optimizer=OptimizerConfig(lr=0.5))
+    config = config_for("plain", roles=RolesConfig(actor=RoleChoice(ranks=2, backend=FAKE, train=own)))
+    plan = planned(config)
+    assert plan.backend.name == FAKE
+    assert [assignment.config.train for assignment in plan.assignments] == [own.settled("cpu")] * 2
+
+
+def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
+    config = evolve(config_for(), backend=BackendChoice(name="plian"))
+    with pytest.raises(PluginNotFound, match=r"unknown backend 'plian'; installed: .*plain; did you mean 'plain'\?"):
+        planned(config)
+
+
+def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> None:
+    config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
+    with pytest.raises(Unsupported) as caught:
+        planned(config)
+    assert caught.value.message.splitlines() == [
+        (
+            f"roles.actor.ranks = 2 requires 'multi-rank', which the backend '{LIMITED}' does not support: it is one "
+            "process; change that setting, or choose another backend"
+        ),
+        (
+            "algorithm.kl_coef = 0.01 (its reference is a snapshot) requires 'snapshots', which the backend "
+            f"'{LIMITED}' does not support yet: no host copies yet; change that setting, or choose another backend"
+        ),
+    ]
+    assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
+
+
+def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(tmp_path: Path) -> None:
+    config = config_for(LIMITED, ranks=1)
+    with pytest.raises(Unsupported) as caught:
+        planned(config, resume=saved_by(2, tmp_path), experts=8)
+    assert caught.value.message.splitlines() == [
+        (
+            f"a model with 8 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
+            "yet; change that setting, or choose another backend"
+        ),
+        (
+            "resuming a checkpoint of 2 ranks with roles.actor.ranks = 1 requires 'reshard', which the backend "
+            f"'{LIMITED}' does not support: it reads what it wrote; change that setting, or choose another backend"
+        ),
+    ]
+    (tmp_path / index_file(1)).unlink()
+    assert len(planned(config, resume=str(tmp_path)).assignments) == 1
+
+
+def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(config_for(ranks=3, options={"shards": 2}))
+    assert caught.value.message == f'backends."{FAKE}".shards: 2 does not divide 3 ranks; use a divisor'
+
+
+def test_a_backend_says_how_many_ways_samples_are_split_and_over_all_ranks_where_it_says_nothing() -> None:
+    assert planned(config_for(ranks=6, options={"shards": 2})).data_parallel == 3
+    assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
+
+
+def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands() -> None:
+    def refused(config: Config, role: str = "actor") -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            plan_role(
+                role,
+                config,
+                experts=1,
+                device="cpu",
+                run_dir="",
+                resume="",
+                model={"num_key_value_heads": 6},
+            )
+        return caught.value.message.splitlines()
+
+    recompute = TrainConfig(recompute="full")
+    of_model, of_train = "2 more than a multiple of 4", "'full', and it keeps everything"
+    assert refused(config_for(CHOOSY, model=ModelConfig(config={"model_type": "qwen3"}), train=recompute)) == [
+        f"model.config.num_key_value_heads: {of_model}",
+        f"train.recompute: {of_train}",
+    ]
+    roles = RolesConfig(
+        actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value"))
+    )
+    assert refused(config_for(CHOOSY, roles=roles), "critic") == [
+        f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
+        f"roles.critic.train.recompute: {of_train}",
+    ]
+    assert planned(config_for(CHOOSY)).data_parallel == 2  # no model is known: nothing to be said of it
+
+
+def test_each_role_is_told_its_own_table_of_the_backend() -> None:
+    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=3, options={"shards": 3}))
+    config = config_for(options={"shards": 2}, roles=roles)
+    told = {}
+    for role in ("actor", "critic"):
+        plan = plan_role(role, config, experts=1, device="cpu", run_dir="runs/x", resume="")
+        told[role] = [(each.config.options["shards"], plan.environment["FAKE_SHARDS"]) for each in plan.assignments]
+    assert told == {"actor": [(2, "2 of 2 on cpu")] * 2, "critic": [(3, "3 of 3 on cpu")] * 3}
+
+
+CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
+PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
+
+
+def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
+    return set(needed(role, config, cluster, saved_ranks=cluster.ranks))
+
+
+def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
+    config = evolve(config_for(), weights=WeightsConfig(transport="ipc"))  # as `auto` became one of them
+    quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
+    disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
+    delta = evolve(quiet, weights=WeightsConfig(transport="delta"))
+    apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
+    penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
+    half = evolve(apart, train=TrainConfig(precision="bfloat16"))
+    narrow = evolve(apart, train=TrainConfig(precision="float16", recompute="full"))
+    assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
+    assert needs(quiet, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
+    assert needs(disk, CPU) == needs(delta, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
+    assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
+    assert needs(narrow, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.FLOAT16, Capability.RECOMPUTE}
+    assert needs(config, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
+    assert needs(penalised, CPU) == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+    sampling = evolve(penalised, run=evolve(config.run, mode="rollout-only"))  # nothing is saved, and no KL measured
+    assert needs(sampling, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
+
+
+def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so() -> None:
+    config = config_for()
+    by_model = evolve(CPU, train=evolve(config.train, layout="whole"))
+    assert needed("actor", config, by_model)[Capability.WHOLE] == "a model that cannot be packed"
+    by_user = evolve(config, train=evolve(config.train, layout="whole"))
+    assert needed("actor", by_user, by_model)[Capability.WHOLE] == "train.layout = 'whole'"
+    assert Capability.WHOLE not in needs(config, CPU)
+    plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="", layout="whole")
+    assert {each.config.train.layout for each in plan.assignments} == {"whole"}
+
+
+@pytest.mark.parametrize("replay", ["recompute", "engine"])
+def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
+    algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
+    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=CriticChoice()))
+    assert Capability.ROUTING_REPLAY in needs(config, CPU)
+    assert needed("actor", config, CPU)[Capability.ROUTING_REPLAY] == f"algorithm.routing_replay = '{replay}'"
+    assert Capability.ROUTING_REPLAY not in needs(config, CPU, "critic")
+    sampling = evolve(config, run=evolve(config.run, mode="rollout-only"))
+    assert Capability.ROUTING_REPLAY not in needs(sampling, CPU)
+
+
+def with_critic(**choice: Any) -> Config:
+    roles = RolesConfig(critic=CriticChoice(**choice))
+    return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
+
+
+def test_a_critic_needs_a_value_head_and_neither_engines_nor_a_reference() -> None:
+    assert needs(with_critic(), CPU, "critic") == {Capability.CPU, Capability.CRITIC, Capability.SAVE_BACKGROUND}
+    assert Capability.SNAPSHOTS in needs(with_critic(), CPU, "actor")
+    assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
+
+
+def test_a_critic_is_planned_with_its_own_backend_settings_and_model() -> None:
+    own = TrainConfig(precision="bfloat16")
+    config = with_critic(ranks=2, backend=FAKE, train=own, model=ModelConfig(path="models/value"))
+    plan = plan_role("critic", config, experts=1, device="cpu", run_dir="runs/x", resume="")
+    assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
+    role = plan.assignments[0].config
+    assert (role.value_head, role.train, role.model.path) == (True, own.settled("cpu"), "models/value")
+    assert plan.backend.name == FAKE
+    assert not planned(config).assignments[0].config.value_head
+    assert planned(config).assignments[0].config.model == config.model
+
+
+@pytest.mark.parametrize(
+    ("placement", "offload", "device", "expected"),
+    [
+        ("colocated", "auto", "cuda", True),
+        ("colocated", "auto", "cpu", False),
+        ("colocated", "always", "cpu", True),
+        ("colocated", "never", "cuda", False),
+        ("disaggregated", "always", "cuda", False),
+    ],
+)
+def test_memory_is_given_back_only_where_it_is_shared(
+    placement: str, offload: str, device: str, expected: bool
+) -> None:
+    cluster = ClusterConfig(placement=placement, offload=offload)  # type: ignore[arg-type]
+    assert offloaded(config_for(cluster=cluster), device) == (("actor",) if expected else ())
+
+
+def test_a_role_is_told_whether_it_will_sleep_and_what_it_may_hold_then() -> None:
+    for offload, sleeps in (("always", True), ("never", False)):
+        cluster = ClusterConfig(offload=offload, max_residual_gib=1.5, suspend_communicators=True)  # type: ignore[arg-type]
+        role = planned(config_for(cluster=cluster)).assignments[0].config
+        assert (role.sleeps, role.max_residual_gib, role.suspend_communicators) == (sleeps, 1.5, True)
+
+
+def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:
+    assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
+    assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
+
+
+def test_a_model_with_weights_in_buffers_is_asked_of_the_backend_by_the_name_of_one() -> None:
+    found = needed("actor", config_for(), CPU, buffer="model.layers.1.mlp.gate.e_score_correction_bias")
+    assert (
+        found[Capability.BUFFERS] == "a model with weights in buffers (model.layers.1.mlp.gate.e_score_correction_bias)"
+    )

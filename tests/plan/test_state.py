@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.cli.main import main
+from corerl.errors import CheckpointError
+from corerl.plan.state import read_run
+from tests.checkpoint.changes import rewrite
+from tests.driver.saved import make_config, make_model, save
+
+MIXTURE: dict[str, Any] = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "weight": 1.0}], "seed": 0}
+
+
+def changed(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    config = make_config()
+    checkpoint = save(run_dir, config, make_model(config, seed=1), step=2)
+    rewrite(checkpoint, lambda content: change(content["state"]))
+    return checkpoint
+
+
+def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    def more(state: dict[str, Any]) -> None:
+        state["before"] = [{"prompt": "1>", "response": "1", "answer": "1", "reward": 1}]
+        state["kl_coef"] = 0.5
+        state["source"]["prompts"] = MIXTURE
+
+    state = read_run(changed(tmp_path, more))
+    assert (state["rollout_step"], state["kl_coef"], state["source"]["prompts"]) == (2, 0.5, MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda state: state.pop("config"), "state lacks 'config'"),
+        (lambda state: state.update(config=[]), "state: 'config' is [], wanted an object"),
+        (lambda state: state.pop("rollout_step"), "state lacks 'rollout_step'"),
+        (lambda state: state.update(rollout_step="2"), "state: 'rollout_step' is '2', wanted an integer"),
+        (lambda state: state.pop("source"), "state lacks 'source'"),
+        (lambda state: state["source"].pop("rollout_step"), "state: source lacks 'rollout_step'"),
+        (lambda state: state["source"].update(prompts=1), "source: 'prompts' is 1, wanted an object"),
+        (lambda state: state["source"]["prompts"].pop("epoch"), "source: prompts lacks 'epoch'"),
+        (lambda state: state.update(rollout_step=-1), "state: 'rollout_step' is -1, wanted at least 0"),
+        (lambda state: state["source"].update(sampled=7), "source: 'sampled' is 7, wanted an object"),
+        (lambda state: state["source"].update(sampled={}), "source: sampled lacks 'epoch'"),
+        (lambda state: state["source"].update(begun="1"), "source: 'begun' is '1', wanted an integer"),
+        (lambda state: state["source"].update(begun=-1), "source: 'begun' is -1, wanted at least 0"),
+        (lambda state: state["source"]["prompts"].update(epoch=-1), "prompts: 'epoch' is -1, wanted at least 0"),
+        (lambda state: state["source"]["prompts"].update(offset=-5), "prompts: 'offset' is -5, wanted at least 0"),
+        (
+            lambda state: state["source"]["prompts"].update(offset=10**30, prompts=8),
+            f"prompts: 'offset' is {10**30}, wanted at most 8, the number of prompts",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(passed_over=None),
+            "prompts: 'passed_over' is None, wanted an integer",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(returned=[3, "x"]),
+            "prompts: returned: '1' is 'x', wanted an integer",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(returned=[-3]),
+            "prompts: returned: '0' is -3, wanted at least 0",
+        ),
+        (
+            lambda state: state["source"].update(
+                prompts={"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9}]}
+            ),
+            "prompts: sources[0] lacks 'weight'",
+        ),
+        (lambda state: state["source"].update(prompts={"sources": [{}]}), "prompts: sources[0] lacks 'epoch'"),
+        (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
+        (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a finite number"),
+        *[
+            (
+                lambda state, value=value: state.update(kl_coef=value),
+                f"state: 'kl_coef' is {shown}, wanted a finite number",
+            )
+            for value, shown in [(math.nan, "nan"), (-math.inf, "-inf"), (10**400, "1" + 36 * "0" + "...")]
+        ],
+        (
+            lambda state: state["source"].update(
+                prompts={"sources": [{**MIXTURE["sources"][0], "weight": 10**400}], "seed": 0}
+            ),
+            f"prompts: sources[0]: 'weight' is 1{36 * '0'}..., wanted a finite number",
+        ),
+    ],
+)
+def test_a_state_that_lacks_something_is_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = changed(tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        read_run(checkpoint)
+    assert caught.value.message == f"{checkpoint}/checkpoint.json: {told}; resume from another checkpoint".replace(
+        "checkpoint.json: source", "checkpoint.json: state: source"
+    ).replace("checkpoint.json: prompts", "checkpoint.json: state: source: prompts")
+    assert main(["export", str(checkpoint), str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err == f"corerl: error: {caught.value.message}\n"

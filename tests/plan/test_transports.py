@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from corerl.cluster.placement import arrange
+from corerl.errors import ConfigError
+from corerl.plan.transports import choose_transport, senders
+from tests.driver.saved import make_config
+
+
+def places(ranks: int, engines: int, *apart: str) -> dict[str, tuple[int, ...]]:
+    groups = {"actor": ranks, "critic": 3, "engines": engines}
+    return dict(arrange(groups, apart=["critic", *apart], cpus=1.0, gpus=1.0).places)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "apart", "sending"),
+    [
+        (4, 4, [], (0, 1, 2, 3)),
+        (4, 2, [], (0, 2)),
+        (1, 1, [], (0,)),
+        (2, 4, [], ()),  # two engines have a device of their own
+        (2, 2, ["engines"], ()),
+    ],
+)
+def test_an_engine_takes_from_the_rank_on_its_bundle(
+    ranks: int, engines: int, apart: list[str], sending: tuple[int, ...]
+) -> None:
+    found = places(ranks, engines, *apart)
+    assert senders(found["engines"], found["actor"], one_machine=False) == sending
+    assert senders(found["engines"], found["actor"], one_machine=True) == (0,) * engines
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "sending", "by_handle", "chosen"),
+    [
+        ("auto", "colocated", (0, 1), True, "ipc"),
+        ("auto", "colocated", (0, 1), False, "collective"),  # the backend cannot
+        ("auto", "colocated", (), True, "collective"),
+        ("auto", "disaggregated", (0, 0), True, "collective"),
+        ("ipc", "disaggregated", (0, 0), True, "ipc"),  # CPUs of one machine
+        ("disk", "colocated", (0, 1), True, "disk"),
+    ],
+)
+def test_auto_hands_over_memory_where_ranks_and_engines_share_devices(
+    transport: str, placement: str, sending: tuple[int, ...], by_handle: bool, chosen: str
+) -> None:
+    config = make_config(weights={"transport": transport}, cluster={"placement": placement})
+    assert choose_transport(config, places(2, 2), sending, by_handle=by_handle) == chosen
+
+
+def test_handing_over_memory_between_devices_is_refused_where_it_is_asked_for() -> None:
+    asked: dict[str, Any] = {"weights": {"transport": "ipc"}}
+    with pytest.raises(ConfigError, match=r"^weights.transport: 'ipc' .* bundles \[0, 2\]\); use 'auto', or "):
+        choose_transport(make_config(**asked), places(2, 4), (), by_handle=True)
+    reading = make_config(**asked, run={"mode": "train-only"})  # there is no engine
+    assert choose_transport(reading, places(2, 4), (), by_handle=True) == "ipc"
