@@ -135,7 +135,7 @@ def surroundings() -> Iterator[None]:
     handlers = {number: signal.signal(number, _raise) for number in free}
     path, modules = list(sys.path), set(sys.modules)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    corerl.loop.execute = execute_here
+    corerl.loop.execute = execute_here  # type: ignore[assignment]
     CorerlError.message = property(_remember)  # type: ignore[method-assign, assignment]
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY + GIB, limits[1]))

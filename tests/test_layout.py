@@ -21,6 +21,7 @@ ALGORITHM_NAMES = re.compile(
     r"\b(ppo|(dr[ ._-]*)?grpo|dapo|gspo|cispo|rloo|reinforce\+\+|reinforce_plus_plus)\b", re.IGNORECASE
 )
 DEFAULT = 'default="grpo",'  # of algorithm.name
+DOORS = ["loop.py:execute"]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 
@@ -46,6 +47,25 @@ def names_in(text: str, names: re.Pattern[str], *, hints: str = "") -> list[int]
     return [
         number for number, line in enumerate(text.splitlines(), start=1) if number not in allowed and names.search(line)
     ]
+
+
+def holders_of_a_config(text: str) -> list[str]:
+    """Functions and classes of a Python file with an argument or a field that is all of a run's config."""
+
+    def named(annotation: ast.expr | None) -> bool:
+        return annotation is not None and re.search(r"(?<![.\w])Config\b", ast.unparse(annotation)) is not None
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if any(named(each.annotation) for each in given):
+                found.append(node.name)
+        elif isinstance(node, ast.ClassDef) and any(
+            isinstance(each, ast.AnnAssign) and named(each.annotation) for each in node.body
+        ):
+            found.append(node.name)
+    return found
 
 
 def loaded_by(code: str, *watched: str) -> list[str]:
@@ -76,6 +96,30 @@ def test_no_algorithm_is_named_outside_its_own_file() -> None:
         for line in names_in(path.read_text().replace(DEFAULT, ""), ALGORITHM_NAMES)
     ]
     assert found == []
+
+
+def test_a_config_is_taken_as_a_whole_only_where_it_is_read_and_planned() -> None:
+    found = [
+        f"{path.relative_to(CORE).as_posix()}:{name}"
+        for path in sorted(CORE.rglob("*.py"))
+        if path.relative_to(CORE).parts[0] not in ("config", "plan")
+        for name in holders_of_a_config(path.read_text())
+    ]
+    assert found == DOORS
+
+
+def test_the_search_for_configs_sees_arguments_and_fields_but_not_slices() -> None:
+    text = """
+class Holds:
+    config: Config | None
+    model: ModelConfig
+def takes(train: TrainConfig, *, config: "Config") -> None: ...
+def makes(path: str) -> Config:
+    config: Config = load(path)
+    return config
+def asks(config: pytest.Config) -> None: ...
+"""
+    assert holders_of_a_config(text) == ["Holds", "takes"]
 
 
 def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentation() -> None:

@@ -7,13 +7,14 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from attrs import frozen
 
-from corerl import train as loop
-from corerl.config.schema import BackendChoice, Config
+from corerl import loop
+from corerl.config.schema import BackendChoice, Config, RunConfig
 from corerl.driver.progress import Progress
 from corerl.driver.run import Summary
 from corerl.plugin.observers import Observers
@@ -46,6 +47,7 @@ class FakeRun:
         self.stopping = False
         self.stop_in = stop_in
         self.progress = Progress(Observers([]), 5)
+        self.plan = SimpleNamespace(run=RunConfig())
 
     def push_weights(self) -> None:
         self.log.append("push")
@@ -83,12 +85,12 @@ class FakeRun:
 
 def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
     @contextlib.contextmanager
-    def launch(config: Config) -> Iterator[Any]:
+    def launch(planned: Any) -> Iterator[Any]:
         yield run
         run.log.append("end")
 
     monkeypatch.setattr(loop, "launch", launch)
-    return loop.train(Config(backend=BackendChoice(name="any")))
+    return loop.execute(Config(backend=BackendChoice(name="any")))
 
 
 # Ranks and engines take turns from the beginning: nothing is sampled while the ranks are resident. Whether the engines

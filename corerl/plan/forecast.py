@@ -104,7 +104,7 @@ class Forecaster:
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
         """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
         plan, config = self.plan.roles[role], self.config
-        train = evolve(self.plan.train_of(role), **changed)
+        train = evolve(self.plan.roles[role].train, **changed)
         hf, backend = self.models[role], plan.backend
         longest = self.longest or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
@@ -171,7 +171,7 @@ class Forecaster:
         return StageMemory(stage=f"{FORWARD} {role}", parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:
-        return f"activations of {max(self.plan.train_of(role).tokens_per_micro_batch, self.longest):,} tokens"
+        return f"activations of {max(self.plan.roles[role].train.tokens_per_micro_batch, self.longest):,} tokens"
 
     def _updating(self, memory: RoleMemory) -> StageMemory:
         parts = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterInfo, Config, TrainConfig
+from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError
 from corerl.models.config import experts
 from corerl.plan.check import uneven
@@ -56,10 +56,6 @@ class ProcessPlan:
     transport: str  # for weight updates
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
-
-    def train_of(self, role: str) -> TrainConfig:
-        """The training settings that the role's ranks get."""
-        return self.roles[role].train
 
 
 def plan_processes(
@@ -119,39 +115,25 @@ def plan_processes(
         return None
     common = process_environment(cluster=config.cluster, device=device, transport=transport)
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)
-    for role, plan in plans.items():
-        with problems.stage("environment"):
+    with problems.stage("environment"):
+        for role, plan in plans.items():
             plans[role] = evolve(plan, environment=environment(plan.backend.name, plan.environment))
     resources = [plan.resources for plan in plans.values()]
     engine_plan: EnginePlan | None = None
     if config.run.samples:
-        options = config.engines[engine.name]
-        resources.append(engine.spec.resources(options, engines))
+        context = EngineContext(
+            name="engine",
+            index=0,
+            device=device,
+            precision=config.train_of(ACTOR).precision,
+            context_length=context_length,
+            bundles=widths[ENGINES],
+            run_dir=str(run_dir),
+            weights=config.weights,
+        )
         with problems.stage("environment"):
-            engine_plan = EnginePlan(
-                name=engine.name,
-                assignments=tuple(
-                    EngineAssignment(
-                        engine=config.rollout.engine,
-                        origins=origins_of((Kind.ENGINES, engine)),
-                        model=config.model,
-                        options=to_plain(options),
-                        context=EngineContext(
-                            name=f"engine-{index}",
-                            index=index,
-                            device=device,
-                            precision=config.train_of(ACTOR).precision,
-                            context_length=context_length,
-                            bundles=widths[ENGINES],
-                            run_dir=str(run_dir),
-                            weights=config.weights,
-                        ),
-                    )
-                    for index in range(config.rollout.replicas)
-                ),
-                environment=environment(engine.name, engine.spec.environment(options, engines)),
-                calls=engine.spec.calls(options, engines),
-            )
+            engine_plan = plan_engines(config, engine, engines, context, environment)
+        resources.append(engine.spec.resources(config.engines[engine.name], engines))
     if problems:
         return None
     seating = arrange(
@@ -171,6 +153,34 @@ def plan_processes(
         transport=transport,
         senders=sending,
         common=common,
+    )
+
+
+def plan_engines(
+    config: Config,
+    engine: Loaded,
+    cluster: ClusterInfo,
+    context: EngineContext,
+    environment: Callable[[str, Mapping[str, str]], dict[str, str]],
+) -> EnginePlan:
+    """Plan the replicas, which differ from `context` in their names and numbers. Raises ConfigError if the engine wants
+    an environment that it cannot have."""
+    options = config.engines[engine.name]
+    assignments = (
+        EngineAssignment(
+            engine=config.rollout.engine,
+            origins=origins_of((Kind.ENGINES, engine)),
+            model=config.model,
+            options=to_plain(options),
+            context=evolve(context, name=f"engine-{index}", index=index),
+        )
+        for index in range(config.rollout.replicas)
+    )
+    return EnginePlan(
+        name=engine.name,
+        assignments=tuple(assignments),
+        environment=environment(engine.name, engine.spec.environment(options, cluster)),
+        calls=engine.spec.calls(options, cluster),
     )
 
 

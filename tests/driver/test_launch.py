@@ -69,8 +69,9 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
 ) -> None:
     monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)
     seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
-    for precision in ("float32", "bfloat16"):
-        plan = make_plan(config_in(tmp_path / "run", roles={"actor": {"train": {"precision": precision}}}))
+    for backend, precision in (("plain", "float32"), ("fsdp", "bfloat16")):
+        train = {"precision": precision}
+        plan = make_plan(config_in(tmp_path / "run", backend={"name": backend}, roles={"actor": {"train": train}}))
         assert plan.processes.engine is not None
         (engine,) = make_fleet(plan.processes.engine, [seat], Watching(), restarts=0).assignments
         assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
@@ -173,11 +174,11 @@ def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
 
     monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
-    monkeypatch.setattr(driver, "start_scorer", lambda *_: None)
+    monkeypatch.setattr(driver, "start_scorer", lambda *_, **__: None)
     monkeypatch.setattr(driver, "_start_processes", start)
     config = config_in(tmp_path / "run", cluster={"device": "cpu"}, **chats_of(tmp_path, bad=13))
     with pytest.raises(DataError, match=r"chats.jsonl:14: the tokenizer's chat template rejects its messages"):
-        with launch(config):
+        with launch(functools.partial(make_plan, config)):
             raise AssertionError("it must not come to this")
 
 
@@ -320,7 +321,7 @@ def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: 
     monkeypatch.setattr(driver, "_start", start)
     config = make_config(run={"dir": str(run_dir)}, cluster={"device": "cpu"})
     with pytest.raises(type(failure), match="^a fault$"):
-        with launch(config):
+        with launch(functools.partial(make_plan, config)):
             raise failure
 
 

@@ -131,11 +131,10 @@ def test_code_that_a_config_names_is_told_not_to_be_run(poisoned: Path, tmp_path
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     data = {"source": str(tmp_path / "prompts.jsonl"), "held_out": 0}
     plan = make_plan(config_in(tmp_path / "run", model=path, data=data))
-    assert plan.notices == (
-        (
-            f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model "
-            "is transformers' own qwen3"
-        ),
+    _, notice = plan.notices  # after one on answers
+    assert notice == (
+        f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model is "
+        "transformers' own qwen3"
     )
     assert not mark.exists()
     file = poisoned / "config.json"

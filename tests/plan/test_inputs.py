@@ -172,7 +172,7 @@ def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path
     with pytest.raises(ConfigError, match=r"^rollout.context_length: 49, but the model has 48 positions; lower it$"):
         make_plan(longer)
     rotary = config_in(tmp_path / "run", rollout={**rollout, "context_length": 10**6})
-    assert make_plan(rotary).context_length == 10**6
+    assert make_plan(rotary).rollout.context_length == 10**6
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
