@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from corerl import train as loop
+from corerl import loop
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cli.main import main
 from corerl.config.load import dump_toml
@@ -29,7 +29,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         configs.append(config)
         return Summary(reason="finished", run_dir=Path(config.run.dir), steps_done=4, evaluation={"reward": 0.5})
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "execute", evaluate)
     return configs
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl import train as loop
+from corerl import loop
 from corerl.cli.main import main
 from corerl.config.schema import Config
 from corerl.errors import WorkerDied

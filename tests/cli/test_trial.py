@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from corerl.cli.main import main
-from corerl.cli.trial import try_imports
+from corerl.cli.trial import beside
 from corerl.config.load import load_config
 from corerl.doctor import child
+from corerl.plan.imports import imports_of
 from tests.end_to_end.command import write_small
 
 ENDINGS = {
@@ -17,6 +18,11 @@ ENDINGS = {
     "aborts": ("import os\nos.abort()\n", "killed its process with SIGABRT at "),
     "crashes": ("import ctypes\nctypes.string_at(0)\n", "killed its process with SIGSEGV at "),
 }
+
+
+def try_imports(file: str, overrides: list[str]) -> None:
+    imports = imports_of(load_config(file, overrides))
+    beside(imports.modules, imports.plugins)()
 
 
 @pytest.fixture
@@ -82,12 +88,12 @@ def test_a_working_directory_with_a_models_code_is_refused(
 def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])
-    try_imports(load_config(here, ["backend.name=plain", "rollout.engine=fake"]))()
+    try_imports(here, ["backend.name=plain", "rollout.engine=fake"])
     assert asked == []
-    try_imports(load_config(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"]))()
+    try_imports(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"])
     assert asked == [("corerl.doctor.plugins:look_imports", ["leaves_mod"], [])]
     other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
-    try_imports(load_config(here, other))()  # tables that are not selected are checked too
+    try_imports(here, other)  # tables that are not selected are checked too
     assert asked[1:] == [("corerl.doctor.plugins:look_imports", [], [("engines", "sglang")])]
 
 
