@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve
 
 from corerl.algorithms.base import Objective
-from corerl.calls import Call, together
+from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import latest
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
@@ -172,7 +172,9 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         check.begin()
         stack.callback(check.stop)
     reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
-    groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
+    groups, fleet, inits = _start_processes(
+        prepared, progress, stack, beside=check.future if check is not None else None
+    )
     objectives = prepared.algorithm.objectives
     roles = {
         name: make_role(plan, config, objectives[name], groups[name], inits[name])
@@ -184,17 +186,17 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     if config.run.trains and any(each.weights == REFERENCE for each in prepared.algorithm.passes):
         reference, every = groups[ACTOR].snapshot(REFERENCE), config.algorithm.reference_every
         if state and every:
-            reference.create()  # from the checkpoint's weights, which are the reference at every such step
+            reference.create().result()  # from the checkpoint's weights, which are the reference at every such step
             if late := progress.step % every:
                 progress.notice(
                     f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, "
                     "whose weights no checkpoint has"
                 )
         else:
-            reference.load(config.algorithm.reference)
+            reference.load(config.algorithm.reference).result()
     if check is not None:
         progress.begin("checking the prompts")
-        while not check.ready(None, BEAT_SECONDS):
+        while not check.ready(BEAT_SECONDS):
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
@@ -213,7 +215,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
             group=groups[ACTOR],
             fleet=fleet,
             source=source,
-            manifest=groups[ACTOR].manifest(),
+            manifest=groups[ACTOR].manifest().result(),
             address=meeting_at(address_of(prepared, fleet), groups[ACTOR]),
             version=inits[ACTOR].weights_version,
             residency=residency,
@@ -278,10 +280,10 @@ def make_gate(
 
 
 def _start_processes(
-    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack, *, beside: Call[Any] | None
+    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
-    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a call `beside`.
-    `stack` ends them."""
+    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a future
+    `beside`. `stack` ends them."""
     config, plan = prepared.config, prepared.plan
     progress.begin("starting Ray")
     session = ray_session(address=config.cluster.address, cpus=plan.seating.cpus, forward=hooktrace.wanted())
@@ -356,26 +358,26 @@ def start_all(
     progress: Progress,
     *,
     in_turns: bool,
-    beside: Call[Any] | None = None,
+    beside: Future[Any] | None = None,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. The error of a call `beside` ends the start too."""
-    calls: dict[str, Call[Any]] = {}
+    start ends the run before the engines have loaded. The error of a future `beside` ends the start too."""
+    starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        ranks = {name: group.construct_async() for name, group in groups.items()}
-        together({ENGINES: fleet.start_async(), **ranks}, beside=beside)
+        ranks = {name: group.construct() for name, group in groups.items()}
+        wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
         progress.begin(f"loading the model into the ranks and into {what}")
-        calls[ENGINES] = fleet.start_async()
+        starting[ENGINES] = fleet.start()
     else:
         progress.begin("loading the model into the ranks")
-    calls |= {name: group.init_async() for name, group in groups.items()}
-    results = together(calls, beside=beside)
+    starting |= {name: group.init() for name, group in groups.items()}
+    results = wait_all(starting, beside=beside)
     return {name: results[name] for name in groups}
 
 
