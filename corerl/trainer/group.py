@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
@@ -32,8 +32,6 @@ from corerl.types import (
 )
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-
-T = TypeVar("T")
 
 ALL_KINDS = frozenset(MemoryKind)
 
@@ -232,7 +230,19 @@ class TrainGroup:
         """Release device memory that allocators have cached."""
         return self.call("clear_memory")
 
-    # ---- inside and the end -----------------------------------------------------------------------------------------
+    def shutdown(self, reason: str = "finished") -> None:
+        """Let every rank finish its writes, then end the processes. Raises the first error that no result has raised.
+        Otherwise it does nothing if the group has ended, so that in a `finally` it does not hide why."""
+        try:
+            self._calls.wait()
+            if not self.processes.ended:
+                self.processes.call("shutdown", reason)
+        finally:
+            if not self.processes.ended:
+                self.processes.kill()
+        self._calls.raise_unheard()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> Future[None]:
         """Start a method of the workers that returns nothing."""
@@ -242,17 +252,6 @@ class TrainGroup:
         if self.processes.ended:
             self._calls.raise_unheard()
         return self.processes.start(method, *args)
-
-    def shutdown(self, reason: str = "finished") -> None:
-        """Let every rank finish its writes, then end the processes. Raises the first error that no result has raised.
-        Otherwise it does nothing if the group has ended, so that in a `finally` it does not hide why."""
-        try:
-            self._calls.wait()
-            if not self.processes.ended:
-                self.processes.call("shutdown", reason)
-        finally:
-            self.processes.kill()
-        self._calls.raise_unheard()
 
 
 @frozen
