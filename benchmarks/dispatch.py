@@ -64,7 +64,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
     seating = arrange({"actor": RANKS, "bare": RANKS})
     with ray_session(address="", cpus=seating.cpus), seated(seating, timeout=60.0) as seats:
         group = TrainGroup.launch(evolve(plan, environment=ENVIRONMENT), seats["actor"])
-        group.init()
+        group.init().result()
         environment = {"env_vars": ENVIRONMENT}
         actors: list[Any] = [
             ray.remote(Bare).options(runtime_env=environment, **seat.options()).remote() for seat in seats["bare"]
@@ -72,7 +72,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         shared = share(samples)
 
         def ours() -> object:
-            return group.train(shared, step_plan, loss, step)
+            return group.train(shared, step_plan, loss, step).result()
 
         def bare() -> object:
             return ray.get([actor.train.remote(shared, step_plan, loss, step) for actor in actors])

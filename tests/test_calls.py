@@ -1,65 +1,276 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
-from corerl.calls import Call, together
-from corerl.errors import WorkerDied
+from corerl.calls import Calls, Future, wait_all
+from corerl.errors import SaveFailed, WorkerDied
+
+WITHIN = 60.0  # seconds for what takes none
 
 
-class Group:
-    """Is ready after it was looked at `looks` times; never, where that is negative."""
+class Looks:
+    """A call that is ready after it was looked at `looks` times; never, where that is negative."""
 
-    def __init__(self, looks: int = 0) -> None:
-        self.looks = looks
+    def __init__(self, looks: int = 0, answer: Any = None) -> None:
+        self.looks, self.answer = looks, answer
 
-    def ready(self, pending: Any, timeout: float) -> bool:
+    def ready(self, timeout: float) -> bool:
         self.looks -= 1
         return self.looks == -1
 
+    def fetch(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
-def died() -> None:
-    raise WorkerDied("its process died")
+    def future(self, group: object = None) -> Future[Any]:
+        return Future(group or self, self.ready, self.fetch)
+
+
+class Ranks:
+    """Runs calls in order, each once it is told `go`; a call that is an error other than SaveFailed ends them."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        self.log = [] if log is None else log
+        self.ended = False
+        self.calls = Calls(self)
+        self._told: dict[Any, threading.Event] = {}
+
+    def start(self, answer: Any) -> Future[str]:
+        self._told[answer] = threading.Event()
+        return self.calls.add(answer, lambda results: "".join(results))
+
+    def go(self, *answers: Any) -> None:
+        for answer in answers:
+            self._told[answer].set()
+
+    def ready(self, pending: Any, timeout: float) -> bool:
+        return self._told[pending].wait(timeout)
+
+    def wait(self, pending: Any) -> list[str]:
+        assert self._told[pending].wait(WITHIN), "waited for in vain"
+        self.log.append(str(pending))
+        if isinstance(pending, Exception):
+            self.ended = self.ended or not isinstance(pending, SaveFailed)
+            raise pending
+        return [pending, pending.upper()]
+
+
+def answering(*answers: Any) -> tuple[Ranks, list[Future[str]]]:
+    """Ranks that have all calls' answers, of which none was fetched."""
+    ranks = Ranks()
+    futures = [ranks.start(answer) for answer in answers]
+    ranks.go(*answers)
+    return ranks, futures
+
+
+# ---- one future ------------------------------------------------------------------------------------------------------
+
+
+def test_a_future_is_polled_and_asked_as_often_as_one_likes_and_fetched_once() -> None:
+    ranks = Ranks()
+    future = ranks.start("a")
+    assert not future.done() and not future.ready(0.001)
+    with pytest.raises(TimeoutError, match=r"^the call has not ended within 0.001 s; it goes on: ask again, or wait"):
+        future.result(timeout=0.001)
+    ranks.go("a")
+    assert future.done() and ranks.log == []
+    assert [future.result(timeout=WITHIN), future.result(), future.result(0.0)] == ["aA"] * 3
+    assert future.done() and ranks.log == ["a"]
+
+
+def test_an_error_is_the_same_each_time_and_by_either_way() -> None:
+    died = WorkerDied("its process died")
+    _, (future,) = answering(died)
+
+    async def awaited() -> None:
+        await future
+
+    for ask in (future.result, lambda: asyncio.run(awaited()), future.result):
+        with pytest.raises(WorkerDied) as caught:
+            ask()
+        assert caught.value is died
+
+
+def test_an_interrupted_wait_leaves_a_future_that_can_be_asked_again() -> None:
+    answers: list[Any] = [KeyboardInterrupt(), "a"]
+
+    def fetch() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return str(answer)
+
+    future = Future(None, lambda timeout: True, fetch)
+    with pytest.raises(KeyboardInterrupt):
+        future.result()
+    assert [future.result(), future.result()] == ["a", "a"]
+
+
+def test_what_is_made_of_a_result_is_made_once_and_an_error_passes_through() -> None:
+    ranks, (good, bad) = answering("a", SaveFailed("disk full"))
+    made: list[str] = []
+    longer = good.then(lambda result: made.append(result) or result + "!")  # type: ignore[func-returns-value]
+    assert longer.group is ranks and longer.done() and made == []
+    assert [longer.result(), longer.result(), good.result(), made] == ["aA!", "aA!", "aA", ["aA"]]
+    with pytest.raises(SaveFailed, match="^disk full$"):
+        bad.then(str.upper).result()
+    ranks.calls.raise_unheard()  # it was heard
+    assert good.then(len).done() and good.then(len).result() == 2  # of one that has ended
+
+
+# ---- in an event loop ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_awaits_several_groups_at_once_and_runs_other_tasks_meanwhile() -> None:
+    log: list[str] = []
+    first, second = Ranks(log), Ranks(log)
+
+    async def step(ranks: Ranks, answer: str) -> str:
+        future = ranks.start(answer)
+        log.append(f"started {answer}")
+        result = await asyncio.wait_for(future, WITHIN)
+        log.append(f"got {result}")
+        return result
+
+    async def other() -> None:  # the second group is done first, which nobody could tell were the loop blocked
+        while log[-1] != "started b":
+            await asyncio.sleep(0)
+        second.go("b")
+        while "got bB" not in log:
+            await asyncio.sleep(0)
+        first.go("a")
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(step(first, "a"), step(second, "b"), other())
+
+    assert asyncio.run(both()) == ["aA", "bB", None]
+    assert log == ["started a", "started b", "b", "got bB", "a", "got aA"]
+
+
+def test_more_awaits_than_an_executor_has_threads_wait_side_by_side() -> None:
+    ranks = [Ranks() for _ in range(40)]
+
+    async def all_of_them() -> list[str]:
+        awaits = [asyncio.ensure_future(each.start("a")) for each in ranks]
+        for each in reversed(ranks):
+            await asyncio.sleep(0)
+            each.go("a")
+        return await asyncio.gather(*awaits)
+
+    assert asyncio.run(all_of_them()) == ["aA"] * 40
+
+
+def test_a_cancelled_await_leaves_the_call_running_and_its_error_unheard() -> None:
+    ranks = Ranks()
+    failed = SaveFailed("disk full")
+    futures = [ranks.start("a"), ranks.start(failed)]
+
+    async def give_up() -> None:
+        for future in futures:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(future, 0.001)
+
+    asyncio.run(give_up())  # the loop is closed before the call ends
+    assert not any(future.done() for future in futures)
+    later = ranks.start("b")
+    ranks.go("a", failed, "b")
+    assert (later.result(), futures[0].result()) == ("bB", "aA")
+    with pytest.raises(SaveFailed, match="^disk full$"):
+        ranks.calls.raise_unheard()
+
+
+def test_threads_and_a_loop_that_ask_at_once_get_the_same() -> None:
+    ranks = Ranks()
+    futures = [ranks.start(answer) for answer in "abc"]
+    found: list[str] = []
+
+    async def awaits() -> list[str]:
+        asking = [threading.Thread(target=lambda: found.append(futures[2].result())) for _ in range(2)]
+        for each in asking:
+            each.start()
+        awaited = asyncio.gather(*futures)
+        await asyncio.sleep(0)
+        ranks.go(*"cba")
+        results = await awaited
+        for each in asking:
+            each.join()
+        return results
+
+    assert asyncio.run(awaits()) == ["aA", "bB", "cC"]
+    assert (found, ranks.log) == (["cC", "cC"], ["a", "b", "c"])
+
+
+# ---- one group -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_ends_the_group_is_that_of_all_later_calls_whichever_is_asked_first() -> None:
+    died = WorkerDied("its process died in b")
+    ranks, futures = answering("a", died, "c", "d")
+    for future in (futures[3], futures[1], futures[2]):
+        with pytest.raises(WorkerDied) as caught:
+            future.result()
+        assert caught.value is died
+    assert futures[0].result() == "aA"
+    assert ranks.log == ["a", "its process died in b"]  # nobody waits for calls of a group that has ended
+    ranks.calls.raise_unheard()
+
+
+def test_an_error_that_nobody_asked_for_is_raised_once_when_the_group_is_done_with() -> None:
+    failed = SaveFailed("disk full")
+    ranks, futures = answering(failed, "b", SaveFailed("still full"))
+    assert futures[1].result() == "bB"  # the failed save changed nothing
+    ranks.calls.wait()
+    with pytest.raises(SaveFailed, match="^disk full$"):
+        ranks.calls.raise_unheard()
+    with pytest.raises(SaveFailed, match="^still full$"):
+        futures[2].result()
+    ranks.calls.raise_unheard()
+
+
+# ---- several groups --------------------------------------------------------------------------------------------------
+
+
+def died() -> WorkerDied:
+    return WorkerDied("its process died")
+
+
+def named(**looks: int) -> dict[str, Future[str]]:
+    return {name: Looks(after, name.upper()).future() for name, after in looks.items()}
 
 
 def test_results_come_in_the_order_of_the_calls_whoever_is_ready_first() -> None:
-    calls = {name: Call(Group(looks), None, lambda name=name: name.upper()) for name, looks in (("a", 3), ("b", 0))}
-    assert list(together(calls).items()) == [("a", "A"), ("b", "B")]
+    assert list(wait_all(named(a=3, b=0)).items()) == [("a", "A"), ("b", "B")]
 
 
 def test_the_first_error_is_raised_while_others_would_wait_for_ever() -> None:
-    calls = {"hangs": Call(Group(-5), None, lambda: "never"), "dies": Call(Group(1), None, died)}
     with pytest.raises(WorkerDied, match="^its process died$"):
-        together(calls)
+        wait_all({**named(hangs=-5), "dies": Looks(1, died()).future()})
 
 
-def test_an_error_is_of_the_earliest_call_that_has_it() -> None:
-    group = Group(3)
-
-    def failing(step: int) -> Call[None]:
-        def wait() -> None:
-            raise WorkerDied(f"its process died in step {step}")
-
-        return Call(group, None, wait)
-
-    with pytest.raises(WorkerDied, match="^its process died in step 0$"):
-        together({step: failing(step) for step in range(3)})
+def test_calls_of_one_group_are_looked_at_one_after_the_other() -> None:
+    group, later = object(), Looks(-5, "late")
+    futures = {"dies": Looks(3, died()).future(group), "waits": later.future(group), **named(other=0)}
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        wait_all(futures)
+    assert later.looks == -5
 
 
 def test_an_error_beside_the_calls_is_raised_at_once_and_a_result_is_not_waited_for() -> None:
-    hangs = {"hangs": Call(Group(-5), None, lambda: "never")}
     with pytest.raises(WorkerDied, match="^its process died$"):
-        together(hangs, beside=Call(Group(3), None, died))
-    calls = {name: Call(Group(looks), None, lambda name=name: name.upper()) for name, looks in (("a", 2), ("b", 0))}
-    assert together(calls, beside=Call(Group(-5), None, died)) == {"a": "A", "b": "B"}
-    asked: list[int] = []
-    assert together({"a": Call(Group(5), None, lambda: "A")}, beside=Call(Group(1), None, lambda: asked.append(1)))
-    assert asked == [1]
+        wait_all(named(hangs=-5), beside=Looks(3, died()).future())
+    assert wait_all(named(a=2, b=0), beside=Looks(-5, died()).future()) == {"a": "A", "b": "B"}
+    beside = Looks(1)
+    assert wait_all(named(a=5), beside=beside.future()) == {"a": "A"}
+    assert beside.looks == -1  # and not again
 
 
 def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
-    group = Group(-5)
-    assert together({"one": Call(group, None, lambda: 1)}) == {"one": 1}
-    assert group.looks == -5
-    assert together({}) == {}
+    alone = Looks(-5, 1)
+    assert wait_all({"one": alone.future()}) == {"one": 1}
+    assert alone.looks == -5
+    assert wait_all({}) == {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import define
 
+from corerl.calls import wait_all
 from corerl.checkpoint.commit import begin, commit, retain
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
@@ -47,7 +48,7 @@ class Checkpoints:
         files(partial)
         for name, role in self.roles.items():
             enter(name)
-            role.group.save(str(partial / name), role.step(rollout_step), background=background)
+            role.group.save(str(partial / name), role.step(rollout_step), background=background).result()
         self._pending = (partial, state)
         self.last_step = rollout_step
         self.complete(wait=not background)
@@ -57,8 +58,8 @@ class Checkpoints:
         if self._pending is None:
             return
         # Ask every role even if one is not done: a failure must surface now.
-        written = [role.group.saved(wait=wait) for role in self.roles.values()]
-        if all(written):
+        written = wait_all({name: role.group.saved(wait=wait) for name, role in self.roles.items()})
+        if all(written.values()):
             self._commit(*self._pending)
 
     def rescue(self) -> None:

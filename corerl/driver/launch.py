@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
-from corerl.calls import Call, together
+from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
@@ -165,7 +165,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         stack.callback(check.stop)
     # First: its processes start while Ray does.
     reward = start_scorer(rollout, progress, stack, samples=plan.run.samples)
-    groups, fleet, inits = _start_processes(plan, progress, stack, beside=check.call if check is not None else None)
+    groups, fleet, inits = _start_processes(plan, progress, stack, beside=check.future if check is not None else None)
     roles = {name: make_role(plan, name, groups[name], inits[name]) for name in groups}
     if start.state and trains:
         for text in changed_rates(start.state["config"], roles.values()):
@@ -174,7 +174,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         _make_reference(plan.algorithm, groups[ACTOR], progress, resumed=bool(start.state))
     if check is not None:
         progress.begin("checking the prompts")
-        while not check.ready(None, BEAT_SECONDS):
+        while not check.ready(BEAT_SECONDS):
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
@@ -193,7 +193,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             group=groups[ACTOR],
             fleet=fleet,
             source=source,
-            manifest=groups[ACTOR].manifest(),
+            manifest=groups[ACTOR].manifest().result(),
             address=meeting_at(address_of(plan, fleet), groups[ACTOR]),
             version=inits[ACTOR].weights_version,
             residency=residency,
@@ -237,9 +237,9 @@ def _make_reference(algorithm: AlgorithmPlan, actor: TrainGroup, progress: Progr
         return
     reference, every = actor.snapshot(REFERENCE), algorithm.settings.reference_every
     if not (resumed and every):
-        reference.load(algorithm.settings.reference)
+        reference.load(algorithm.settings.reference).result()
         return
-    reference.create()  # from the checkpoint's weights, which are the reference at every such step
+    reference.create().result()  # from the checkpoint's weights, which are the reference at every such step
     if late := progress.step % every:
         progress.notice(
             f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, whose "
@@ -269,10 +269,10 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 
 def _start_processes(
-    plan: Plan, progress: Progress, stack: contextlib.ExitStack, *, beside: Call[Any] | None
+    plan: Plan, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
-    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a call `beside`.
-    `stack` ends them."""
+    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a future
+    `beside`. `stack` ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
     session = ray_session(address=plan.cluster.address, cpus=processes.seating.cpus, forward=hooktrace.wanted())
@@ -344,26 +344,26 @@ def start_all(
     progress: Progress,
     *,
     in_turns: bool,
-    beside: Call[Any] | None = None,
+    beside: Future[Any] | None = None,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. The error of a call `beside` ends the start too."""
-    calls: dict[str, Call[Any]] = {}
+    start ends the run before the engines have loaded. The error of a future `beside` ends the start too."""
+    starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        ranks = {name: group.construct_async() for name, group in groups.items()}
-        together({ENGINES: fleet.start_async(), **ranks}, beside=beside)
+        ranks = {name: group.construct() for name, group in groups.items()}
+        wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
         progress.begin(f"loading the model into the ranks and into {what}")
-        calls[ENGINES] = fleet.start_async()
+        starting[ENGINES] = fleet.start()
     else:
         progress.begin("loading the model into the ranks")
-    calls |= {name: group.init_async() for name, group in groups.items()}
-    results = together(calls, beside=beside)
+    starting |= {name: group.init() for name, group in groups.items()}
+    results = wait_all(starting, beside=beside)
     return {name: results[name] for name in groups}
 
 

@@ -84,7 +84,7 @@ class Residency:
             if not kinds:
                 continue
             self._ranks[role] -= kinds
-            for rank, slept in enumerate(self.groups[role].sleep(kinds)):
+            for rank, slept in enumerate(self.groups[role].sleep(kinds).result()):
                 # Torch keeps allocated memory until a sleep releases it: this is the whole stage's peak.
                 if self._stage:
                     self._peaks[self._stage] = max(self._peaks.get(self._stage, 0), slept.used_bytes)
@@ -99,7 +99,7 @@ class Residency:
     def _wake(self, coming: Mapping[str, frozenset[MemoryKind]], *, engines: bool) -> None:
         for role, kinds in coming.items():
             if kinds:
-                self.groups[role].wake_up(kinds)
+                self.groups[role].wake_up(kinds).result()
                 self._ranks[role] |= kinds
         if engines and self.fleet is not None:
             self.fleet.wake_up()

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import define, evolve
 
 from corerl.algorithms.schedules import learning_rate
-from corerl.calls import Call
+from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
@@ -69,14 +69,14 @@ class Role:
 
     def start(
         self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
-    ) -> list[Call[TrainResult]]:
+    ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch, which is in the object store as `shared`; returns at once. Steps
         without loss tokens are skipped: momentum and decay would move the weights without a gradient."""
         started = []
         for plan in plans:
             if not plan.scales.any():
                 continue
-            started.append(self.group.train_async(shared, plan, loss, self.step(rollout_step)))
+            started.append(self.group.train(shared, plan, loss, self.step(rollout_step)))
             self.optimizer_step += 1
         return started
 
@@ -88,21 +88,20 @@ class Role:
         *,
         weights: str = "",
         replay: bool = False,
-    ) -> Call[dict[Output, Array]]:
+    ) -> Future[dict[Output, Array]]:
         """Start one forward pass over all tokens. The result maps outputs to columns, which are 0 outside loss tokens,
         except that experts are given for every token."""
         layout, tokens = self.group.layouts[0], self.train.tokens_per_micro_batch
         plan = plan_forward(samples, layout, tokens_per_micro_batch=tokens)
-        call = self.group.forward_async(shared, plan, outputs, of=samples, weights=weights, replay=replay)
 
-        def wait() -> dict[Output, Array]:
+        def masked(found: Mapping[Output, Array]) -> dict[Output, Array]:
             mask = samples.columns["loss_mask"]
             return {
                 output: column if output is Output.ROUTED_EXPERTS else np.where(mask, column, np.float32(0.0))
-                for output, column in call.result().items()
+                for output, column in found.items()
             }
 
-        return evolve(call, wait=wait)
+        return self.group.forward(shared, plan, outputs, of=samples, weights=weights, replay=replay).then(masked)
 
 
 def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]:

@@ -14,7 +14,7 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
-from corerl.calls import Call, together
+from corerl.calls import Future, wait_all
 from corerl.cluster.objects import share
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
@@ -137,8 +137,8 @@ class Run:
         self.residency.enter(COMPARE)
         with self.progress.phase("compare"):
             replay = self.plan.algorithm.settings.routing_replay == "engine"
-            call = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
-            gate.judge(samples, call.result()[Output.LOGPROBS])
+            passing = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
+            gate.judge(samples, passing.result()[Output.LOGPROBS])
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
@@ -155,14 +155,14 @@ class Run:
         if algorithm.passes:
             self.residency.enter(FORWARD)
             shared = share(samples)
-            calls = {
+            passing = {
                 each: self.roles[each.role].start_forward(
                     shared, samples, tuple(each.columns.values()), weights=each.weights, replay=each.replay
                 )
                 for each in algorithm.passes
             }
             with self.progress.phase("forward"):
-                for each, found in together(calls).items():
+                for each, found in wait_all(passing).items():
                     samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
         batch = compute_advantages(
             samples,
@@ -207,8 +207,8 @@ class Run:
         for stage, names in self.residency.turns(training).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
-                calls = self._start_training(names, shared, batch)
-                for (name, _), result in together(calls).items():
+                steps = self._start_training(names, shared, batch)
+                for (name, _), result in wait_all(steps).items():
                     results[name].append(result)
         self._renew_reference()
         return {name: steps for name, steps in results.items() if steps}
@@ -218,13 +218,13 @@ class Run:
         every = self.plan.algorithm.settings.reference_every
         if every and (self.progress.step + 1) % every == 0:
             self.residency.enter(FORWARD)
-            self.actor.group.snapshot(REFERENCE).create()
+            self.actor.group.snapshot(REFERENCE).create().result()
 
     def _start_training(
         self, names: Sequence[str], shared: Any, batch: TrainBatch
-    ) -> dict[tuple[str, int], Call[TrainResult]]:
-        """Start all optimizer steps of these roles; calls by role and number."""
-        calls: dict[tuple[str, int], Call[TrainResult]] = {}
+    ) -> dict[tuple[str, int], Future[TrainResult]]:
+        """Start all optimizer steps of these roles; futures by role and number."""
+        steps: dict[tuple[str, int], Future[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
@@ -236,8 +236,8 @@ class Run:
                 if left_out:
                     text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are skipped: {why}"
                     self.progress.notice(text)
-            calls |= {(name, index): call for index, call in enumerate(started)}
-        return calls
+            steps |= {(name, index): future for index, future in enumerate(started)}
+        return steps
 
     def _loss(self, role: Role, kl_coef: float) -> LossSpec:
         algorithm = self.plan.algorithm.settings

@@ -95,8 +95,8 @@ class WeightUpdates:
         # Used up even if no engine takes it: two streams must never share a version.
         version, self.version = self.version, self.version + 1
         group, fleet = self.group, self.fleet
-        sending = group.update_weights_async(self.address, version, verify=verify)
-        receiving = fleet.receive_async(self.manifest, version, self.address)
+        sending = group.update_weights(self.address, version, verify=verify)
+        receiving = fleet.receive(self.manifest, version, self.address)
         told = 0.0
         while not sending.ready(POLL_SECONDS):
             # Otherwise senders would wait until a timeout for an engine that died or gave up.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from corerl.calls import Call
+from corerl.calls import Future
 from corerl.data.prompts import PromptSource
 from corerl.errors import DataError
 from corerl.rollout.encoding import unusable
@@ -78,14 +78,14 @@ class PromptCheck:
         """Look at no other prompt in the background; nothing may wait for the check any more."""
         self._stopped.set()
 
-    def ready(self, pending: Any, timeout: float) -> bool:
+    def ready(self, timeout: float) -> bool:
         """Whether `finish` would return or raise at once; waits at most `timeout` seconds for that."""
         return self._ended.wait(timeout)
 
     @property
-    def call(self) -> Call[tuple[str, ...]]:
-        """To be waited for beside other calls."""
-        return Call(self, None, self.finish)
+    def future(self) -> Future[tuple[str, ...]]:
+        """To be waited for beside calls."""
+        return Future(self, self.ready, self.finish)
 
     def finish(self) -> tuple[str, ...]:
         """Wait until all prompts were looked at; returns notices about those that are now left out. Raises DataError

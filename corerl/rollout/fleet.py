@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from corerl.calls import Call
+from corerl.calls import Future
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
 from corerl.rollout.service import EngineAssignment
@@ -61,17 +61,15 @@ class EngineFleet:
         self._without_weights: set[int] = set()  # dead replicas, and their replacements until an update
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
 
-    def start(self) -> None:
-        """Construct all replicas; returns when they are ready."""
-        self.start_async().result()
-
-    def start_async(self) -> Call[None]:
-        constructing = self.processes.construct([(assignment,) for assignment in self.assignments])
+    def start(self) -> Future[None]:
+        """Construct all replicas; the result is there when they are ready."""
+        processes = self.processes
+        constructing = processes.construct([(assignment,) for assignment in self.assignments])
 
         def wait() -> None:
-            self.processes.wait(constructing)
+            processes.wait(constructing)
 
-        return Call(self.processes, constructing, wait)
+        return Future(processes, lambda timeout: processes.ready(constructing, timeout), wait)
 
     def __len__(self) -> int:
         return len(self.assignments)
@@ -257,8 +255,8 @@ class EngineFleet:
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
-    def receive_async(self, manifest: Manifest, version: int, address: Address) -> Any:
-        """Start `receive` on the engines; call it together with the group's `update_weights`."""
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Any:
+        """Start `receive` on the engines; call it together with the group's `update_weights`, and then `received`."""
         return self.processes.start("receive", manifest, version, address)
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:

@@ -103,12 +103,12 @@ def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | N
         max_tokens=32,
         seed=0,
     )
-    return group.train(share(batch), plan, LOSS, step_at(number))
+    return group.train(share(batch), plan, LOSS, step_at(number)).result()
 
 
 def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
     plan = plan_forward(batch, group.layouts[0], tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
-    columns = group.forward(share(batch), plan, (Output.LOGPROBS,), of=batch)
+    columns = group.forward(share(batch), plan, (Output.LOGPROBS,), of=batch).result()
     return columns[Output.LOGPROBS]
 
 
@@ -132,7 +132,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
     )
     try:
         fleet = EngineFleet(processes, [assignment])
-        fleet.start()
+        fleet.start().result()
         yield fleet
     finally:
         processes.kill()
@@ -143,8 +143,8 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     senders = (0,) * len(fleet.names)
     address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
     address = meeting_at(address, group)
-    receiving = fleet.receive_async(group.manifest(), version, address)
-    sent = group.update_weights(address, version)
+    receiving = fleet.receive(group.manifest().result(), version, address)
+    sent = group.update_weights(address, version).result()
     received = fleet.received(receiving, 60.0)
     return {
         name: sent.engines.get(name, "not among the results of the update") or received[name].error
@@ -208,15 +208,15 @@ def wrapped(setup: Setup, ranks: int, seats: Sequence[Seat], run_dir: Path) -> W
     run_dir.mkdir(parents=True)
     names = [f"{wrappers.__name__}:{name}" for name in wrappers.NAMES]
     with launched(plan_of(setup, ranks, run_dir, names), seats) as group:
-        group.init()
+        group.init().result()
         results = [train(group, setup, number) for number in range(3)]
         column = logprobs(group, setup, samples_at(3))
-        group.save(str(run_dir / ACTOR), step_at(3), background=False)
+        group.save(str(run_dir / ACTOR), step_at(3), background=False).result()
         calls = [tuple(json.loads(line)) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
         processes = [json.loads((run_dir / f"process-{rank}.json").read_text()) for rank in range(ranks)]
         os.kill(processes[-1]["pid"], signal.SIGKILL)
         died = _error(lambda: train(group, setup, 3))
-        then = _error(lambda: group.clear_memory())
+        then = _error(lambda: group.clear_memory().result())
     return Wrapped(results=results, logprobs=column, calls=calls, processes=processes, died=died, then=then)
 
 

@@ -1,4 +1,4 @@
-"""Drive a role's ranks as one object: a dozen blocking verbs; the `*_async` variants return a `Call` at once."""
+"""Drive a role's ranks as one object: a dozen verbs, each of which starts its work and returns a `Future`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.calls import Call
-from corerl.cluster.group import RayGroup, Watching
+from corerl.calls import Calls, Future
+from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat
 from corerl.data.plan import StepPlan
 from corerl.errors import ContractError, CorerlError
@@ -38,13 +38,17 @@ from corerl.weights.transport import Address
 class TrainGroup:
     """The ranks of one role: `TrainGroup.launch(plan, seats)`, then `init`, then the other verbs.
 
-    A failing rank ends the group with its error; all later calls raise WorkerDied.
+    Ranks run the verbs in the order they were started; start them in one thread. A failing rank ends the group with its
+    error, which the results of that verb and of all that were started after it raise. Once the group has ended, verbs
+    raise WorkerDied when they are called; the first one, or `shutdown`, raises the error itself if no result has. An
+    error that does not end the group, such as SaveFailed, is raised by `shutdown` if no result has.
     """
 
     def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
         self.processes = processes
         self.plan = plan
         self.role = plan.role
+        self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._meeting: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
@@ -63,34 +67,22 @@ class TrainGroup:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def init(self) -> InitResult:
-        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
-        return self.init_async().result()
-
-    def construct_async(self) -> Call[None]:
-        """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done."""
+    def construct(self) -> Future[None]:
+        """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done.
+        Returns when rank 0's process has started."""
         self._meeting = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
+        return self._calls.add(constructing, _nothing)
 
-        def wait() -> None:
-            self.processes.wait(constructing)
-
-        return Call(self.processes, constructing, wait)
-
-    def init_async(self) -> Call[InitResult]:
-        constructing = self.construct_async() if self._meeting is None else None
+    def init(self) -> Future[InitResult]:
+        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
+        if self._meeting is None:
+            self.construct()
         assert self._meeting is not None
         host, port, listening = self._meeting
         token = secrets.token_hex(16)
         meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
-        initializing = self.processes.start_each("init", meeting)
-
-        def wait() -> InitResult:
-            if constructing is not None:
-                constructing.result()
-            return self._agreed(self.processes.wait(initializing))
-
-        return Call(self.processes, initializing, wait)
+        return self._calls.add(self.processes.start_each("init", meeting), self._agreed)
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
@@ -124,19 +116,16 @@ class TrainGroup:
     def dp_size(self) -> int:
         return self.layouts[0].dp_size
 
-    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
+    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `samples` is a
         SampleBatch or a reference to one in the object store; `plan` assigns its samples to dp ranks and micro-batches.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm."""
-        return self.train_async(samples, plan, loss, step).result()
-
-    def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
         self._require_step("train", step)
-        pending = self.processes.start("train", samples, plan, loss, step)
+        pending = self._start("train", samples, plan, loss, step)
         # For the error of a rank that dies in this step and cannot report it itself.
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
-        return Call(self.processes, pending, lambda: self._merged(self.processes.wait(pending)))
+        return self._calls.add(pending, self._merged)
 
     def _merged(self, results: Sequence[TrainResult]) -> TrainResult:
         if len({result.applied for result in results}) != 1:
@@ -166,29 +155,19 @@ class TrainGroup:
         of: SampleBatch,
         weights: str = "",
         replay: bool = False,
-    ) -> dict[Output, Array]:
+    ) -> Future[dict[Output, Array]]:
         """Compute columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With
         `replay`, tokens are routed through the experts in its column `routed_experts`."""
-        return self.forward_async(samples, plan, outputs, of=of, weights=weights, replay=replay).result()
-
-    def forward_async(
-        self,
-        samples: Any,
-        plan: StepPlan,
-        outputs: tuple[Output, ...],
-        *,
-        of: SampleBatch,
-        weights: str = "",
-        replay: bool = False,
-    ) -> Call[dict[Output, Array]]:
-        pending = self.processes.start("forward", samples, plan, outputs, weights, replay)
-        return Call(self.processes, pending, lambda: scatter(self.processes.wait(pending), outputs, of, role=self.role))
+        pending = self._start("forward", samples, plan, outputs, weights, replay)
+        return self._calls.add(pending, lambda results: scatter(results, outputs, of, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> Future[Manifest]:
         """The manifest of all updates, for `Engine.receive`. Raises ContractError if ranks disagree."""
-        manifests: list[Manifest] = self.processes.call("manifest")
+        return self._calls.add(self._start("manifest"), self._common)
+
+    def _common(self, manifests: Sequence[Manifest]) -> Manifest:
         if any(manifest != manifests[0] for manifest in manifests):
             self.processes.kill()
             raise ContractError(
@@ -196,15 +175,11 @@ class TrainGroup:
             )
         return manifests[0]
 
-    def update_weights(self, address: Address, version: int, *, verify: bool = False) -> UpdateResult:
+    def update_weights(self, address: Address, version: int, *, verify: bool = False) -> Future[UpdateResult]:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that could not be reached has an entry in
         `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`)."""
-        return self.update_weights_async(address, version, verify=verify).result()
-
-    def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Call[UpdateResult]:
-        pending = self.processes.start("update_weights", address, version, verify)
-        return Call(self.processes, pending, lambda: _whole(self.processes.wait(pending)))
+        return self._calls.add(self._start("update_weights", address, version, verify), _whole)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
         """During the update to `version`, make its senders stop waiting for this engine, which died or gave up."""
@@ -212,19 +187,20 @@ class TrainGroup:
 
     def snapshot(self, name: str) -> Snapshot:
         """A handle on weights kept under this name; nothing is stored until its `create` or `load`."""
-        return Snapshot(self.processes, name)
+        return Snapshot(self, name)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, step: Step, *, background: bool) -> int:
+    def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
         """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
         self._require_step("save", step)
-        results = self.processes.call("save", path, step, background)
-        return sum(result.bytes for result in results)
+        saving = self._start("save", path, step, background)
+        return self._calls.add(saving, lambda results: sum(result.bytes for result in results))
 
-    def saved(self, *, wait: bool = False) -> bool:
-        """Whether the last background save is written on all ranks. Raises SaveFailed if one failed."""
-        return all(self.processes.call("saved", wait))
+    def saved(self, *, wait: bool = False) -> Future[bool]:
+        """Whether the last background save is written on all ranks; with `wait`, once it is. Raises SaveFailed if one
+        failed."""
+        return self._calls.add(self._start("saved", wait), all)
 
     def _require_step(self, verb: str, step: Step) -> None:
         """Raise before any rank is called: an error there would end the group."""
@@ -236,50 +212,67 @@ class TrainGroup:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> list[SleepResult]:
+    def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[list[SleepResult]]:
         """Free the device memory of these kinds, copying all but `grad` to the host; returns the bytes that each rank
         freed and still holds. Sleeping kinds are skipped; verbs that need one raise NotResident. Raises MemoryHeld if
         more than `cluster.max_residual_gib` remains."""
-        results: list[SleepResult] = self.processes.call("sleep", frozenset(kinds))
-        return results
+        return self._calls.add(self._start("sleep", frozenset(kinds)), list)
 
-    def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> int:
+    def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[int]:
         """Restore sleeping kinds bit for bit; returns bytes over all ranks. If a rank's device has too little memory
         for a kind, that kind stays asleep as a whole."""
-        return sum(result.restored_bytes for result in self.processes.call("wake_up", frozenset(kinds)))
+        waking = self._start("wake_up", frozenset(kinds))
+        return self._calls.add(waking, lambda results: sum(result.restored_bytes for result in results))
 
-    def clear_memory(self) -> None:
+    def clear_memory(self) -> Future[None]:
         """Release device memory that allocators have cached."""
-        self.processes.call("clear_memory")
+        return self.call("clear_memory")
 
     def shutdown(self, reason: str = "finished") -> None:
-        """Let every rank finish its writes, then end the processes. Does nothing if the group has ended, so that in a
-        `finally` it does not hide the error that ended it."""
-        if self.processes.ended:
-            return
+        """Let every rank finish its writes, then end the processes. Raises the first error that no result has raised.
+        Otherwise it does nothing if the group has ended, so that in a `finally` it does not hide why."""
         try:
-            self.processes.call("shutdown", reason)
+            self._calls.wait()
+            if not self.processes.ended:
+                self.processes.call("shutdown", reason)
         finally:
-            self.processes.kill()
+            if not self.processes.ended:
+                self.processes.kill()
+        self._calls.raise_unheard()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *args: Any) -> Future[None]:
+        """Start a method of the workers that returns nothing."""
+        return self._calls.add(self._start(method, *args), _nothing)
+
+    def _start(self, method: str, *args: Any) -> Pending:
+        if self.processes.ended:
+            self._calls.raise_unheard()
+        return self.processes.start(method, *args)
 
 
 @frozen
 class Snapshot:
     """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`."""
 
-    processes: RayGroup
+    group: TrainGroup
     name: str
 
-    def create(self) -> None:
+    def create(self) -> Future[None]:
         """Store the current weights, replacing an earlier snapshot of that name."""
-        self.processes.call("create_snapshot", self.name)
+        return self.group.call("create_snapshot", self.name)
 
-    def load(self, path: str = "") -> None:
+    def load(self, path: str = "") -> Future[None]:
         """Load from a model directory; an empty path means the weights that the run started from."""
-        self.processes.call("load_snapshot", self.name, path)
+        return self.group.call("load_snapshot", self.name, path)
 
-    def drop(self) -> None:
-        self.processes.call("drop_snapshot", self.name)
+    def drop(self) -> Future[None]:
+        return self.group.call("drop_snapshot", self.name)
+
+
+def _nothing(results: Sequence[None]) -> None:
+    """Of verbs whose ranks return nothing."""
 
 
 def _whole(results: Sequence[UpdateResult]) -> UpdateResult:

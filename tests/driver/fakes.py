@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 from attrs import evolve
 
-from corerl.calls import Call
+from corerl.calls import Future
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
@@ -77,22 +77,23 @@ class Group:
         self.dead = False
         return {"engine-1": WorkerDied("its process died")}
 
-    def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> None:
+    def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> Future[None]:
         self.log.append(" ".join(["wake", *sorted(kinds)]))
+        return Future(self, self.ready, lambda: None)
 
-    def sleep(self, kinds: Iterable[MemoryKind] = ()) -> list[SleepResult]:
+    def sleep(self, kinds: Iterable[MemoryKind] = ()) -> Future[list[SleepResult]]:
         self.log.append(" ".join(["sleep", *sorted(kinds)]))
-        return self.slept
+        return Future(self, self.ready, lambda: self.slept)
 
-    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> Call[UpdateResult]:
+    def update_weights(self, address: Any, version: int, *, verify: bool) -> Future[UpdateResult]:
         self.verified.append(verify)
         self.log.append(f"send {version}")
-        return Call(self, None, self._updated)
+        return Future(self, self.ready, self._updated)
 
-    def receive_async(self, manifest: Any, version: int, address: Any) -> None:
+    def receive(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
 
-    def ready(self, pending: None, timeout: float) -> bool:
+    def ready(self, timeout: float) -> bool:
         return self.answers
 
     def _updated(self) -> UpdateResult:
@@ -129,22 +130,22 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
-    def forward_async(
+    def forward(
         self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str, replay: bool
-    ) -> Call[dict[Output, Any]]:
+    ) -> Future[dict[Output, Any]]:
         self.passes.append((outputs, weights, replay))
         value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
         columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
-        return Call(self, None, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
+        return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
-    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
+    def train(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
 
         def wait() -> TrainResult:
             self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
             return TrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
 
-        return Call(self, None, wait)
+        return Future(self, self.ready, wait)
 
 
 def plan_of(config: Config, run_dir: Path = Path()) -> Plan:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from attrs import define, field
 
+from corerl.calls import Future
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
@@ -38,21 +39,25 @@ class Group:
     def step(self, rollout_step: int) -> Step:
         return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=0.1)
 
-    def save(self, path: str, step: Step, *, background: bool) -> int:
+    def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
         self.saved_at.append(step)
         self._path = Path(path)
         if not background:
             self.write()
-        return 0
+        return Future(self, lambda timeout: True, lambda: 0)
 
-    def saved(self, *, wait: bool = False) -> bool:
+    def saved(self, *, wait: bool = False) -> Future[bool]:
         if self.ended:
             raise WorkerDied("the ranks have ended")
-        if self.broken:
-            raise SaveFailed("the disk is full")
-        if wait and self._path is not None:
-            self.write()
-        return self._path is None
+
+        def written() -> bool:
+            if self.broken:
+                raise SaveFailed("the disk is full")
+            if wait and self._path is not None:
+                self.write()
+            return self._path is None
+
+        return Future(self, lambda timeout: True, written)
 
     def write(self) -> None:
         assert self._path is not None

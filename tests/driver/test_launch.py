@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from corerl import hookimpl, loop
-from corerl.calls import Call, together
+from corerl.calls import Future, wait_all
 from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
@@ -121,22 +121,22 @@ class Starts:
     def __len__(self) -> int:
         return 2
 
-    def ready(self, pending: Any, timeout: float) -> bool:
+    def ready(self, timeout: float) -> bool:
         self.polls -= 1
         return self.polls < 0
 
-    def start_async(self) -> Call[Any]:
+    def start(self) -> Future[Any]:
         return self._call("construct")
 
-    construct_async = start_async
+    construct = start
 
-    def init_async(self) -> Call[Any]:
+    def init(self) -> Future[Any]:
         return self._call("init")
 
     def sleep(self) -> None:
         self.asked.append("sleep")
 
-    def _call(self, verb: str) -> Call[Any]:
+    def _call(self, verb: str) -> Future[Any]:
         def wait() -> str:
             assert self.polls < 1000, "waits for what takes too long"
             if self.error is not None:
@@ -144,7 +144,7 @@ class Starts:
             return f"{verb} is done"
 
         self.asked.append(verb)
-        return Call(self, None, wait)
+        return Future(self, self.ready, wait)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -162,15 +162,15 @@ def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: 
     ranks: Any = Starts(1_000_000)
     fleet: Any = Starts(1_000_000)
     with pytest.raises(DataError, match="^p.jsonl:6001: refused$"):
-        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start_async())
+        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start())
     assert "sleep" not in fleet.asked and fleet.polls > 999_000
 
 
 def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(*_: object, beside: Call[Any] | None) -> None:
-        together({"ranks": Starts(1_000_000).start_async()}, beside=beside)
+    def start(*_: object, beside: Future[Any] | None) -> None:
+        wait_all({"ranks": Starts(1_000_000).start()}, beside=beside)
 
     monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from corerl.calls import Future
 from corerl.driver.residency import Residency
 from corerl.plan.residency import (
     FORWARD,
@@ -73,12 +74,14 @@ class Ranks(Group):
         held -= set(kinds)
         left = 3 + sum(self.device.SIZES[kind] for kind in held)
         rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB)
-        return [rank, evolve(rank, residual_bytes=GIB, used_bytes=GIB)]  # the second on an emptier device
+        ranks = [rank, evolve(rank, residual_bytes=GIB, used_bytes=GIB)]  # the second on an emptier device
+        return Future(self, self.ready, lambda: ranks)
 
     def wake_up(self, kinds=()):  # type: ignore[no-untyped-def]
         assert not self.device.held[self.role] & set(kinds)
         self.device.held[self.role] |= set(kinds)
         self.device.most = max(self.device.most, self.device.used)
+        return Future(self, self.ready, lambda: None)
 
 
 class Engine(Group):

@@ -120,10 +120,10 @@ def test_a_check_that_takes_long_goes_on_in_the_background_where_it_was_left(
     monkeypatch.setattr(encoding, "render", noted)
     check = PromptCheck(source(tmp_path, bad=()), tokenizer(), {}, skip=False)
     assert not check.look(0.0) and not check.look(0.0)  # a part each
-    assert (check.done, check.of, check.ready(None, 0.0)) == (16, 100, False)
+    assert (check.done, check.of, check.ready(0.0)) == (16, 100, False)
     check.begin()
     assert check.finish() == ()
-    assert (check.done, check.ready(None, 0.0), check.look(0.0)) == (100, True, True)
+    assert (check.done, check.ready(0.0), check.look(0.0)) == (100, True, True)
     assert [content for content, _ in rendered] == [str(n) for n in range(100)]
     ours = [thread is threading.current_thread() for _, thread in rendered]
     assert ours == [True] * 16 + [False] * 84

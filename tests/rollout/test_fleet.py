@@ -66,7 +66,7 @@ def fleet(shared_ray: None) -> Iterator[EngineFleet]:
                 threads=2,
             )
             fleet = EngineFleet(processes, assignments, restarts=1)
-            fleet.start()
+            fleet.start().result()
             yield fleet
             processes.kill()
 
@@ -272,7 +272,7 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     """Weights of `version` for all replicas; each one's error, or ""."""
     manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)
     address = Address(transport="disk", engines=fleet.names, path=str(directory), timeout=60.0)
-    receiving = fleet.receive_async(manifest, version, address)
+    receiving = fleet.receive(manifest, version, address)
     sender = open_sender(address)
     sender.begin(manifest, version)
     sender.send(manifest.buckets[0], torch.ones(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.calls import Future
 from corerl.cluster.group import Pending
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
-from corerl.errors import ContractError, CorerlError, HookFailed, WorkerDied
+from corerl.errors import ContractError, CorerlError, HookFailed, SaveFailed, WorkerDied
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
@@ -79,14 +81,20 @@ class Answers:
         return Pending(method, (0, 1), (method,))
 
     def start(self, method: str, *args: Any) -> Pending:
+        if self.killed:
+            raise WorkerDied("the ranks have ended")
         self.calls.append((method, *args))
         return Pending(method, (0, 1), (method,))
 
     def wait(self, pending: Pending) -> list[Any]:
         answers = self.answers.get(pending.refs[0], [None, None])
-        if isinstance(answers[0], Exception):
+        if isinstance(answers[0], CorerlError):
+            self.killed = self.killed or not answers[0].harmless
             raise answers[0]
         return list(answers)
+
+    def ready(self, pending: Pending, timeout: float) -> bool:
+        return True
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.wait(self.start(method, *args))
@@ -109,7 +117,7 @@ def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[Trai
     processes = Answers(init=[InitResult(layout=each) for each in layouts], **answers)
     plan = evolve(PLAN, data_parallel=layouts[0].dp_size)
     group = TrainGroup(processes, plan)  # type: ignore[arg-type]  # all that a group asks of its processes
-    group.init()
+    group.init().result()
     processes.calls.clear()
     return group, processes
 
@@ -117,7 +125,7 @@ def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[Trai
 def disagreement(*results: InitResult) -> str:
     processes = Answers(init=results)
     with pytest.raises(ContractError) as caught:
-        TrainGroup(processes, PLAN).init()  # type: ignore[arg-type]
+        TrainGroup(processes, PLAN).init().result()  # type: ignore[arg-type]
     assert processes.killed
     return caught.value.message
 
@@ -127,12 +135,12 @@ def disagreement(*results: InitResult) -> str:
 
 def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
     processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
-    TrainGroup(processes, PLAN).init()  # type: ignore[arg-type]
+    TrainGroup(processes, PLAN).init().result()  # type: ignore[arg-type]
     ((verb, first, second),) = processes.calls
     assert (verb, first[:3], second[:3]) == ("init", ("host", 1234, 5), ("host", 1234, None))
     assert first[3] == second[3] and len(first[3]) == 32  # a token, another one for each group
     again = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
-    TrainGroup(again, PLAN).init()  # type: ignore[arg-type]
+    TrainGroup(again, PLAN).init().result()  # type: ignore[arg-type]
     assert again.calls[0][1][3] != first[3]
 
 
@@ -190,13 +198,13 @@ def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[result, evolve(result, grad_norm=7.0)])
     with pytest.raises(ContractError, match=r"^actor: ranks disagree on the gradient norm: \[1.0, 7.0\]; "):
-        group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+        group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     assert processes.killed
 
 
 def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -> None:
     skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
-    found = group_with(train=[skipped, skipped])[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    found = group_with(train=[skipped, skipped])[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     assert not found.applied and math.isnan(found.grad_norm)
 
 
@@ -204,16 +212,16 @@ def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
     with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step, but the others did not$"):
-        group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+        group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     assert processes.killed
 
 
 def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
     other = build_manifest([("b", (3,)), ("w", (2, 3))], dtype="float32", bucket_bytes=24)
-    assert group_with(manifest=[MANIFEST, MANIFEST])[0].manifest() == MANIFEST
+    assert group_with(manifest=[MANIFEST, MANIFEST])[0].manifest().result() == MANIFEST
     group, processes = group_with(manifest=[MANIFEST, other])
     with pytest.raises(ContractError, match=r"^actor: ranks disagree on the manifest; "):
-        group.manifest()
+        group.manifest().result()
     assert processes.killed
 
 
@@ -225,7 +233,7 @@ def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
         TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
     ]
-    both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
 
@@ -259,7 +267,7 @@ def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[Pa
         return evolve(result, **changes)
 
     results = [trained(rank) for rank in range(4)]
-    found = group_with(*layouts, train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    found = group_with(*layouts, train=results)[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     dp_size = layouts[0].dp_size
     assert found.tokens == sum(tokens[:dp_size])
     assert found.metrics == {
@@ -272,7 +280,7 @@ def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[Pa
             others = [trained(rank, **(change if rank == silent else {})) for rank in range(4)]
             group, processes = group_with(*layouts, train=others)
             with pytest.raises(ContractError):
-                group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+                group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
             assert processes.killed
 
 
@@ -282,13 +290,13 @@ def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layout
     shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
     results = [result_of(batch, *shares[at.dp_rank]) if at.outputs else NOTHING for at in layouts]
     group, _ = group_with(*layouts, forward=results)
-    columns = group.forward(None, PLAN, LOGPROBS, of=batch)  # type: ignore[arg-type]
+    columns = group.forward(None, PLAN, LOGPROBS, of=batch).result()  # type: ignore[arg-type]
     assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
     group, _ = group_with(*layouts, forward=results)
     with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
-        group.forward(None, PLAN, LOGPROBS, of=batch)  # type: ignore[arg-type]
+        group.forward(None, PLAN, LOGPROBS, of=batch).result()  # type: ignore[arg-type]
 
 
 def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:
@@ -297,7 +305,7 @@ def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> 
         UpdateResult(version=3, bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
     ]
     for answers in (results, results[::-1]):
-        update = group_with(update_weights=answers)[0].update_weights(ADDRESS, 3)
+        update = group_with(update_weights=answers)[0].update_weights(ADDRESS, 3).result()
         assert update == UpdateResult(version=3, bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
 
 
@@ -308,10 +316,10 @@ def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
         sleep=[SleepResult(freed_bytes=1, residual_bytes=10), SleepResult(freed_bytes=2, residual_bytes=20)],
         wake_up=[WakeResult(restored_bytes=3), WakeResult(restored_bytes=4)],
     )
-    assert group.save("p", STEP, background=True) == 3
-    assert group.saved(wait=True) is False
-    assert [rank.freed_bytes for rank in group.sleep([MemoryKind.PARAM])] == [1, 2]
-    assert group.wake_up() == 7
+    assert group.save("p", STEP, background=True).result() == 3
+    assert group.saved(wait=True).result() is False
+    assert [rank.freed_bytes for rank in group.sleep([MemoryKind.PARAM]).result()] == [1, 2]
+    assert group.wake_up().result() == 7
     assert processes.calls == [
         ("save", "p", STEP, True),
         ("saved", True),
@@ -323,10 +331,10 @@ def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
 def test_a_snapshot_is_named_in_everything_that_is_asked_of_it() -> None:
     group, processes = group_with()
     snapshot = group.snapshot("reference")
-    snapshot.create()
-    snapshot.load()
-    snapshot.load("models/m")
-    snapshot.drop()
+    snapshot.create().result()
+    snapshot.load().result()
+    snapshot.load("models/m").result()
+    snapshot.drop().result()
     assert processes.calls == [
         ("create_snapshot", "reference"),
         ("load_snapshot", "reference", ""),
@@ -342,6 +350,57 @@ def test_processes_end_even_where_a_rank_cannot_shut_down() -> None:
     assert processes.killed
     group.shutdown("finished")
     assert processes.calls == [("shutdown", "finished")]
+
+
+def test_a_failed_save_that_nobody_asked_for_is_raised_at_the_end_and_one_that_was_asked_for_is_not() -> None:
+    group, processes = group_with(saved=[SaveFailed("disk full")], manifest=[MANIFEST, MANIFEST])
+    group.saved()
+    assert group.manifest().result() == MANIFEST
+    with pytest.raises(SaveFailed, match=r"^disk full$"):
+        group.shutdown()
+    assert (processes.calls[2:], processes.killed) == ([("shutdown", "finished")], True)
+    group, processes = group_with(saved=[SaveFailed("disk full")])
+    with pytest.raises(SaveFailed, match=r"^disk full$"):
+        group.saved().result()
+    group.shutdown()
+    assert processes.calls[1:] == [("shutdown", "finished")]
+
+
+def cancelled(future: Future[Any]) -> None:
+    """Await it in a task that is cancelled, and wait until the call has ended."""
+
+    async def cancel() -> None:
+        awaiting = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+
+    asyncio.run(cancel())
+    assert future.ready(paced(60.0))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda group, ending, later: ending.result(),
+        lambda group, ending, later: later.result(),
+        lambda group, ending, later: group.manifest(),
+        lambda group, ending, later: group.shutdown(),
+    ],
+    ids=["its own result", "a later call's", "the next verb", "shutdown"],
+)
+def test_why_a_group_has_ended_is_raised_wherever_one_asks_first_and_is_no_error_of_the_shutdown_then(ask: Any) -> None:
+    group, processes = group_with(clear_memory=[HookFailed("no luck")])
+    ending, later = group.clear_memory(), group.manifest()
+    cancelled(ending)
+    assert processes.killed
+    with pytest.raises(HookFailed, match=r"^no luck$"):
+        ask(group, ending, later)
+    with pytest.raises(WorkerDied, match=r"^the ranks have ended$"):
+        group.manifest()
+    group.shutdown()
+    assert processes.calls == [("clear_memory",), ("manifest",)]
 
 
 def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
@@ -494,13 +553,13 @@ def training_plan(batch: SampleBatch) -> StepPlan:
 def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(seats: list[Seat]) -> None:
     batch = batch_of(5, 2, 7, 3, 1)
     group = launched(seats, optimizer_steps=[3, 3], fails_at=9)
-    init = group.init()
+    init = group.init().result()
     assert (init.optimizer_step, init.layout.dp_size) == (3, 2)
     assert [each.dp_rank for each in group.layouts] == [0, 1]
 
     shared = share(batch)
     plan = training_plan(batch)
-    trained = group.train(shared, plan, LOSS, STEP)
+    trained = group.train(shared, plan, LOSS, STEP).result()
     assert trained.applied
     assert trained.grad_norm == 0.25
     assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
@@ -508,24 +567,43 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     assert trained.tokens >= 18  # fillers cost tokens too
 
     passing = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=2), tokens_per_micro_batch=8)
-    assert group.forward(shared, passing, LOGPROBS, of=batch)[Output.LOGPROBS].tolist() == list(range(18))
-    group.snapshot("reference").load("500")
-    group.snapshot("old").create()
+    assert group.forward(shared, passing, LOGPROBS, of=batch).result()[Output.LOGPROBS].tolist() == list(range(18))
+    group.snapshot("reference").load("500").result()
+    group.snapshot("old").create().result()
     for weights, offset in (("reference", 500), ("old", 1000), ("", 0)):
-        columns = group.forward(shared, passing, LOGPROBS, of=batch, weights=weights)
+        columns = group.forward(shared, passing, LOGPROBS, of=batch, weights=weights).result()
         assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
 
-    assert group.manifest() == MANIFEST
-    assert group.update_weights(ADDRESS, 1).bytes == 30
-    assert group.save("somewhere", STEP, background=True) == 300
-    assert (group.saved(), group.saved(wait=True)) == (False, True)
-    assert [rank.freed_bytes for rank in group.sleep()] == [4 * 1, 4 * 2]
-    assert group.wake_up([MemoryKind.PARAM]) == 1 + 2
-    assert group.wake_up() == 3 * 1 + 3 * 2
-    group.clear_memory()
+    assert group.manifest().result() == MANIFEST
+    assert group.update_weights(ADDRESS, 1).result().bytes == 30
+    assert group.save("somewhere", STEP, background=True).result() == 300
+    assert (group.saved().result(), group.saved(wait=True).result()) == (False, True)
+    assert [rank.freed_bytes for rank in group.sleep().result()] == [4 * 1, 4 * 2]
+    assert group.wake_up([MemoryKind.PARAM]).result() == 1 + 2
+    assert group.wake_up().result() == 3 * 1 + 3 * 2
+    group.clear_memory().result()
 
+    def steps(*numbers: int) -> list[Future[TrainResult]]:
+        return [group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
+
+    async def awaited() -> list[Any]:
+        return await asyncio.gather(*steps(3, 4), group.forward(shared, passing, LOGPROBS, of=batch))
+
+    cancelled(group.clear_memory())  # which does not end the group
+    *results, columns = asyncio.run(awaited())
+    assert [result.tokens for result in results] == [trained.tokens] * 2
+    assert columns[Output.LOGPROBS].tolist() == list(range(18))
+
+    failing, later = steps(9, 10)
     with pytest.raises(HookFailed) as caught:
-        group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=9))
+        later.result()  # that of the step in which it happened
+
+    async def failed() -> None:
+        await failing
+
+    with pytest.raises(HookFailed) as awaiting:
+        asyncio.run(failed())
+    assert awaiting.value is caught.value
     raises = fakes.FakeBackend.train.__code__.co_firstlineno + 3
     assert caught.value.message == (
         "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck "
@@ -543,6 +621,6 @@ def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(seats: 
     with pytest.raises(
         ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 reports 3, rank 1 reports 4"
     ):
-        group.init()
+        group.init().result()
     with pytest.raises(WorkerDied):
         group.clear_memory()

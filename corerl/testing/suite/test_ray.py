@@ -31,7 +31,7 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
     transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(Capability(each.capability)).full]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), seats["actor"]) as group:
-        init = group.init()
+        init = group.init().result()
         assert (init.optimizer_step, group.dp_size) == (0, group.layouts[0].dp_size)
         with groups.engine(setup, seats["engines"]) as fleet:
             for number in range(3):
@@ -62,7 +62,7 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
     other = evolve(assignment, origins=(core, evolve(backend, version="0.0.0.dev0")))
     with groups.launched(evolve(plan, assignments=(other,)), seats["actor"]) as group:
         with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, but the driver's is .*0\.0\.0\.dev0"):
-            group.init()
+            group.init().result()
 
 
 @check("C38", level=4, builds_on=["C36"])
