@@ -1,16 +1,54 @@
-"""Speed up large imports, such as torch and transformers, and tell when something else can be imported."""
+"""Put off or speed up imports of large packages such as torch, and tell when something else can be imported."""
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 
 Where = tuple[
     tuple[str, int], ...
 ]  # places of sys.path, with the time in ns of each one's last change; 0 if it is none
+
+
+def on_demand(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose `__init__` is `file`: the names that it imports under
+    `if TYPE_CHECKING:`, each of which is imported when it is first asked for, and `__all__`, which lists them.
+
+    Imports at once would make a circle, since a submodule imports its package first, and would load torch for a name
+    that needs none.
+    """
+
+    @cache
+    def modules() -> dict[str, str]:
+        with open(file, encoding="utf-8") as source:
+            (block,) = (node for node in ast.parse(source.read()).body if isinstance(node, ast.If))
+        imports = (node for node in block.body if isinstance(node, ast.ImportFrom) and node.module)
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def names() -> list[str]:
+        return sorted(modules())
+
+    def load(name: str) -> object:
+        if name == "__all__":
+            return names()
+        if name not in modules():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        where = modules()[name]
+        try:
+            module = import_module(where)
+        except AttributeError as error:  # which Python would take for the lack of `name`, and drop
+            raise ImportError(f"{where} cannot be imported: {error}") from error
+        value = vars(module)[name]
+        setattr(sys.modules[package], name, value)  # from now on Python finds it without asking
+        return value
+
+    return load, names
 
 
 @contextmanager

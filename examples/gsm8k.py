@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.data.prompts import Prompt
+    from corerl.data import Prompt
 
 NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
 # Where a response says which of its numbers is meant; the last such place counts.

@@ -19,9 +19,11 @@ from corerl.algorithms import (
     LossResult,
     Objective,
     PolicyTokens,
+    broadcast,
+    group_advantages,
+    sample_rewards,
 )
-from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
-from corerl.config.schema import above, option
+from corerl.config import above, option
 from corerl.types import FloatArray, LossSpec, SampleBatch
 
 

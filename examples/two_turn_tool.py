@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 
-from corerl.rollout.episodes import Episode
-from corerl.rollout.reward_lookup import position_match
+from corerl.rollout import Episode, position_match
 
 CALL = 0.2  # of the reward, for opening the right drawer
 

@@ -238,7 +238,7 @@ def _several_lines(error: BaseException) -> BaseException | None:
     if isinstance(error.__cause__, ExceptionGroup):
         return next(filter(None, map(_several_lines, error.__cause__.exceptions)), None)
     own = place_of(error)
-    if isinstance(error, ConfigError) and own.startswith(("corerl/config/", "corerl/plugin/options.py:")):
+    if isinstance(error, ConfigError) and own.startswith(("corerl/config/", "corerl/plan/resolve.py:")):
         return None  # one line for each problem, each cut and made printable
     return error if "\n" in str(error.args[0]) else None
 

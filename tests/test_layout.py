@@ -2,7 +2,10 @@
 mirror packages."""
 
 import ast
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import corerl
+from tests.public import PUBLIC, imports_of, is_public
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "corerl"
@@ -155,8 +159,63 @@ def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
 
 
 @pytest.mark.processes
-def test_config_loads_neither_torch_nor_ray() -> None:
-    assert loaded_by("import corerl.config.load", "torch", "ray", "transformers") == []
+def test_config_and_all_packages_with_public_names_load_neither_torch_nor_ray_until_one_is_asked_for() -> None:
+    code = "\n".join(f"import {package}\ndir({package})" for package in PUBLIC)
+    code += "\nimport corerl.config.load\nfrom corerl.config import *\nfrom corerl.plugin import *"
+    assert loaded_by(code, "torch", "ray", "transformers") == []
+
+
+def test_a_public_name_is_what_its_module_defines_and_documents_and_no_submodule_bears_it() -> None:
+    for package, names in PUBLIC.items():
+        module = importlib.import_module(package)
+        assert sorted(module.__all__) == sorted(names)
+        if package == "corerl":
+            continue
+        assert not names.keys() & {each.name for each in pkgutil.iter_modules(module.__path__)}, package
+        for name, where in names.items():
+            value = getattr(module, name)
+            assert value is getattr(importlib.import_module(where), name)
+            if inspect.isfunction(value) or inspect.isclass(value):
+                assert vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__, f"{package}.{name}"
+
+
+def test_what_engines_and_specs_are_made_of_does_not_lead_to_the_plugin_host() -> None:
+    """Which a contract of imports cannot see: public names are imported for type checkers alone."""
+    assert "corerl.plugin.host" not in PUBLIC["corerl.plugin"].values()
+
+
+def test_plugins_the_scaffold_and_examples_import_public_names_of_corerl_and_nothing_deeper() -> None:
+    files = [*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/**/*.py")]
+    files += (CORE / "cli" / "backend_template").rglob("*.py")
+    deeper = [
+        f"{path.relative_to(ROOT)}: {module} {name}"
+        for path in files
+        for module, name in imports_of(path.read_text())
+        if not is_public(module, name)
+    ]
+    assert len(files) > 50 and deeper == []
+
+
+def test_tests_of_plugins_import_what_is_public_from_where_it_is_public() -> None:
+    public = {(where, name) for names in PUBLIC.values() for name, where in names.items()}
+    deeper = [
+        f"{path.relative_to(ROOT)}: {module} {name}"
+        for path in ROOT.glob("plugins/*/tests/*.py")
+        for module, name in imports_of(path.read_text())
+        if (module, name) in public
+    ]
+    assert deeper == []
+
+
+def test_packages_with_public_names_import_modules_of_each_other_so_that_contracts_see_them() -> None:
+    unseen = [
+        f"{path.relative_to(ROOT)}: {module} {name}"
+        for package in PUBLIC.keys() - {"corerl", "corerl.testing"}
+        for path in (CORE / package.partition(".")[2]).rglob("*.py")
+        for module, name in imports_of(path.read_text())
+        if name in PUBLIC.get(module, ()) and module != "corerl"
+    ]
+    assert unseen == []
 
 
 def test_every_package_has_tests_at_the_same_place() -> None:

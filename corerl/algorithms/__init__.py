@@ -1,22 +1,30 @@
-"""Algorithms: what a rollout batch teaches, and to which role. An algorithm in a package of its own relies on the names
-here, and on the functions of `advantages`."""
+"""Algorithms: what a rollout batch teaches, and to which role."""
 
-from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
-from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens, TensorMetric
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ACTOR",
-    "Advantages",
-    "Algorithm",
-    "AlgorithmRun",
-    "AlgorithmSpec",
-    "ForwardPass",
-    "LossInputs",
-    "LossResult",
-    "Objective",
-    "PolicyTokens",
-    "Problem",
-    "RoleKind",
-    "TensorMetric",
-]
+if TYPE_CHECKING:
+    from corerl.algorithms.advantages import at_last_token as at_last_token
+    from corerl.algorithms.advantages import broadcast as broadcast
+    from corerl.algorithms.advantages import explained_variance as explained_variance
+    from corerl.algorithms.advantages import gae as gae
+    from corerl.algorithms.advantages import group_advantages as group_advantages
+    from corerl.algorithms.advantages import sample_rewards as sample_rewards
+    from corerl.algorithms.advantages import whiten as whiten
+    from corerl.algorithms.base import Advantages as Advantages
+    from corerl.algorithms.base import Algorithm as Algorithm
+    from corerl.algorithms.base import ForwardPass as ForwardPass
+    from corerl.algorithms.base import Objective as Objective
+    from corerl.algorithms.losses import LossInputs as LossInputs
+    from corerl.algorithms.losses import LossResult as LossResult
+    from corerl.algorithms.losses import PolicyTokens as PolicyTokens
+    from corerl.algorithms.losses import TensorMetric as TensorMetric
+    from corerl.algorithms.losses import mismatch as mismatch
+    from corerl.plugin.spec import ACTOR as ACTOR
+    from corerl.plugin.spec import AlgorithmRun as AlgorithmRun
+    from corerl.plugin.spec import AlgorithmSpec as AlgorithmSpec
+    from corerl.plugin.spec import Problem as Problem
+    from corerl.plugin.spec import RoleKind as RoleKind
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -38,6 +38,8 @@ class TensorMetric:
 
 @frozen
 class LossResult:
+    """The loss of T packed tokens, and what a step reports about it."""
+
     loss: Tensor  # 0-d, sum over tokens
     metrics: Mapping[str, TensorMetric] = field(factory=dict)
 

@@ -1,8 +1,27 @@
 """The base class that every training backend extends, and what its step needs to compute a loss."""
 
-from corerl.algorithms.losses import LossInputs
-from corerl.algorithms.metrics import MetricSum
-from corerl.algorithms.registry import resolve_loss
-from corerl.backend.base import Backend, StateKey
+from typing import TYPE_CHECKING
 
-__all__ = ["Backend", "LossInputs", "MetricSum", "StateKey", "resolve_loss"]
+if TYPE_CHECKING:
+    from corerl.algorithms.losses import LossInputs as LossInputs
+    from corerl.algorithms.metrics import MetricSum as MetricSum
+    from corerl.algorithms.registry import resolve_loss as resolve_loss
+    from corerl.backend.base import Backend as Backend
+    from corerl.backend.base import ExtraState as ExtraState
+    from corerl.backend.base import StateKey as StateKey
+    from corerl.backend.batches import DeviceBatch as DeviceBatch
+    from corerl.backend.batches import OutputCollector as OutputCollector
+    from corerl.backend.batches import to_device as to_device
+    from corerl.backend.batches import unpadded as unpadded
+    from corerl.backend.optimizer import adamw as adamw
+    from corerl.backend.optimizer import moments as moments
+    from corerl.backend.optimizer import set_adam_step as set_adam_step
+    from corerl.backend.optimizer import set_lr as set_lr
+    from corerl.backend.passes import StepLosses as StepLosses
+    from corerl.backend.passes import forward_outputs as forward_outputs
+    from corerl.backend.routing import free_tokens as free_tokens
+    from corerl.backend.routing import told_experts as told_experts
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -63,7 +63,7 @@ from corerl.weights.transport import WeightSender
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
+ExtraState: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
 
 class StateKey(StrEnum):
@@ -138,11 +138,11 @@ class Backend(BackendBase, ABC):
         sent as parameters are, and stay on the device while it sleeps."""
         return ()
 
-    def extra_state(self) -> Extra:
+    def extra_state(self) -> ExtraState:
         """This rank's other state; restored only by the same backend at the same world size."""
         return {}
 
-    def load_extra_state(self, state: Extra) -> None:
+    def load_extra_state(self, state: ExtraState) -> None:
         """Restore what `extra_state` returned."""
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:

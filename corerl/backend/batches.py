@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from corerl.algorithms.losses import LossInputs
 from corerl.ops.attention import PackedSequences
-from corerl.ops.upload import upload
+from corerl.ops.transfer import upload
 from corerl.types import BoolArray, ForwardResult, IntArray, MicroBatch, Output, offsets_of
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from corerl.backend.batches import unpadded
 from corerl.errors import ModelError
 from corerl.models.routing import Routers
-from corerl.ops.upload import upload
+from corerl.ops.transfer import upload
 from corerl.types import BoolArray, MicroBatch, Output
 
 COLUMN = Output.ROUTED_EXPERTS.value

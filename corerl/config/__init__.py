@@ -1,1 +1,27 @@
 """One TOML file in, one frozen Config out; imports neither torch nor ray."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.config.load import config_of as config_of
+    from corerl.config.load import load_config as load_config
+    from corerl.config.schema import ClusterInfo as ClusterInfo
+    from corerl.config.schema import Config as Config
+    from corerl.config.schema import DataConfig as DataConfig
+    from corerl.config.schema import ModelConfig as ModelConfig
+    from corerl.config.schema import OptimizerConfig as OptimizerConfig
+    from corerl.config.schema import RoleConfig as RoleConfig
+    from corerl.config.schema import TrainConfig as TrainConfig
+    from corerl.config.schema import WeightsConfig as WeightsConfig
+    from corerl.config.schema import above as above
+    from corerl.config.schema import at_least as at_least
+    from corerl.config.schema import between as between
+    from corerl.config.schema import finite as finite
+    from corerl.config.schema import option as option
+    from corerl.config.structuring import structure as structure
+    from corerl.config.structuring import try_structure as try_structure
+    from corerl.config.words import spell_value as spell_value
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

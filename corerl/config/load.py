@@ -13,7 +13,7 @@ import tomli_w
 from attrs import evolve
 
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, Problem, attempt, is_setting, structure
+from corerl.config.structuring import Keys, Problem, is_setting, structure, try_structure
 from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
@@ -84,7 +84,7 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
     too_large = [] if not readable else [_concealed(problem, data) for problem in _too_large(data)]
     lines += [problem.line() + _blame(problem.keys, applied) for problem in too_large]
     if readable and not too_large:
-        config, problems = attempt(data, Config)
+        config, problems = try_structure(data, Config)
         lines += [_concealed(problem, data).line() + _blame(problem.keys, applied) for problem in problems]
         if config is not None and not lines:
             return config

@@ -30,6 +30,8 @@ def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the
 
 
 def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator of options: `bound` or greater, or None."""
+
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if value is not None and value < bound:
             raise ValueError(f"must be at least {bound}, got {value!r}")
@@ -38,6 +40,8 @@ def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
 
 
 def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator of options: greater than `bound`, or None."""
+
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if value is not None and value <= bound:
             raise ValueError(f"must be above {bound}, got {value!r}")
@@ -51,6 +55,7 @@ def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
 
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """A validator of options: neither infinite nor NaN."""
     if not _is_finite(value):
         raise ValueError(f"must be finite, got {short_repr(value)}")
 
@@ -67,6 +72,8 @@ def _is_finite(value: float) -> bool:
 
 
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator of options: from `low` to `high`, both included."""
+
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if not low <= value <= high:
             raise ValueError(f"must be between {low} and {high}, got {value!r}")
@@ -187,6 +194,8 @@ class ClusterConfig:
 
 @frozen(kw_only=True)
 class ModelConfig:
+    """The model that is trained: its files, or the fields of its config."""
+
     path: str = option("a Hugging Face model directory: config.json, safetensors, tokenizer", default="")
     config: Mapping[str, Any] = option(
         "alternative to path: fields of a Hugging Face config, model_type included; weights start random", factory=dict
@@ -230,6 +239,8 @@ class ScheduleConfig:
 
 @frozen(kw_only=True)
 class TrainConfig:
+    """How a role is trained, by any backend."""
+
     mini_batches: int = option("optimizer steps per pass over a rollout batch", default=1, validator=at_least(1))
     epochs: int = option("passes over each rollout batch", default=1, validator=at_least(1))
     tokens_per_micro_batch: int = option(
@@ -448,6 +459,8 @@ class DataSource:
 
 @frozen(kw_only=True)
 class DataConfig:
+    """The prompts of a run."""
+
     source: str = option(
         "a generated task (sort-digits), a .jsonl or .parquet file, a directory of .parquet files, or a directory "
         "saved by the `datasets` library",
@@ -606,6 +619,8 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class WeightsConfig:
+    """How weights get from the trainer to the engines."""
+
     transport: str = option(
         "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
         "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "

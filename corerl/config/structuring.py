@@ -58,14 +58,14 @@ def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
 
     Raises ConfigError with one line for each problem, its path relative to `path`.
     """
-    value, problems = attempt(data, cls)
+    value, problems = try_structure(data, cls)
     if value is None:
         raise ConfigError("\n".join(problem.line(path) for problem in problems))
     return value
 
 
-def attempt(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
-    """The instance, or None and every problem."""
+def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
+    """The instance of a frozen attrs class, or None and every problem."""
     try:
         return _converter().structure(data, cls), []
     except _ERRORS as error:

@@ -1,1 +1,13 @@
 """Prompts in, packed micro-batches out."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.data.load import load_prompts as load_prompts
+    from corerl.data.plan import plan_forward as plan_forward
+    from corerl.data.plan import plan_steps as plan_steps
+    from corerl.data.prompts import Prompt as Prompt
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

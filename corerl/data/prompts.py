@@ -22,6 +22,8 @@ def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ..
 
 @frozen(kw_only=True)
 class Prompt:
+    """One row of the data, as what is asked of the model."""
+
     index: int  # in its source; the same prompt has the same index in every run
     text: str  # for a chat: its only message, or all messages as lines `role: content`
     answer: str  # "" if the data has none

@@ -1,1 +1,34 @@
 """Transformers models, independent of backends: built on meta, read slice by slice, named as on the hub."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.models.attention import register_packed_attention as register_packed_attention
+    from corerl.models.build import VALUE_HEAD as VALUE_HEAD
+    from corerl.models.build import VALUE_HEAD_WEIGHT as VALUE_HEAD_WEIGHT
+    from corerl.models.build import architecture_of as architecture_of
+    from corerl.models.build import build_on_meta as build_on_meta
+    from corerl.models.build import decoder_layers as decoder_layers
+    from corerl.models.build import materialize as materialize
+    from corerl.models.build import move_buffers as move_buffers
+    from corerl.models.build import recompute_layers as recompute_layers
+    from corerl.models.build import stored_buffers as stored_buffers
+    from corerl.models.config import hf_config as hf_config
+    from corerl.models.experts import experts_of as experts_of
+    from corerl.models.export import write_config as write_config
+    from corerl.models.files import look_at as look_at
+    from corerl.models.layout import make_policy as make_policy
+    from corerl.models.names import HFBox as HFBox
+    from corerl.models.names import buffer_chunks as buffer_chunks
+    from corerl.models.names import dtensor_boxes as dtensor_boxes
+    from corerl.models.names import hf_boxes as hf_boxes
+    from corerl.models.names import local_chunks as local_chunks
+    from corerl.models.names import shapes_of as shapes_of
+    from corerl.models.policy import Policy as Policy
+    from corerl.models.routing import Routers as Routers
+    from corerl.models.routing import routers as routers
+    from corerl.models.tokenizer import load_tokenizer as load_tokenizer
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -37,9 +37,9 @@ class Seen:
     window: int | None = None  # so many, itself among them, or all
 
 
-def register_packed_attention() -> None:
-    """Register PACKED with transformers. Idempotent."""
-    AttentionInterface.register(PACKED, _attention)
+def register_packed_attention(*, compiled: bool = True) -> None:
+    """Register PACKED with transformers; unless `compiled`, `torch.compile` leaves it out of layers. Idempotent."""
+    AttentionInterface.register(PACKED, _attention if compiled else torch.compiler.disable(_attention))
     AttentionMaskInterface.register(PACKED, _mask)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from corerl.ops.padding import Rectangles, rectangles
-from corerl.ops.upload import upload
+from corerl.ops.transfer import upload
 from corerl.types import IntArray
 
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes

@@ -1,1 +1,41 @@
 """The hook contract, and everything from a plugin's name to its checked, callable code."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.plugin.api import API as API
+    from corerl.plugin.capabilities import Capability as Capability
+    from corerl.plugin.capabilities import not_implemented as not_implemented
+    from corerl.plugin.capabilities import unsupported as unsupported
+    from corerl.plugin.context import Context as Context
+    from corerl.plugin.events import CheckpointSaved as CheckpointSaved
+    from corerl.plugin.events import Evaluated as Evaluated
+    from corerl.plugin.events import Event as Event
+    from corerl.plugin.events import Notice as Notice
+    from corerl.plugin.events import PhaseProgress as PhaseProgress
+    from corerl.plugin.events import PhaseStarted as PhaseStarted
+    from corerl.plugin.events import RunFinished as RunFinished
+    from corerl.plugin.events import RunStarted as RunStarted
+    from corerl.plugin.events import Shown as Shown
+    from corerl.plugin.events import Span as Span
+    from corerl.plugin.events import StepFinished as StepFinished
+    from corerl.plugin.events import Worked as Worked
+    from corerl.plugin.probing import REINSTALL_TORCH as REINSTALL_TORCH
+    from corerl.plugin.probing import check_library as check_library
+    from corerl.plugin.probing import check_nccl as check_nccl
+    from corerl.plugin.probing import version_numbers as version_numbers
+    from corerl.plugin.spec import BackendSpec as BackendSpec
+    from corerl.plugin.spec import EngineSpec as EngineSpec
+    from corerl.plugin.spec import Environment as Environment
+    from corerl.plugin.spec import ExtensionSpec as ExtensionSpec
+    from corerl.plugin.spec import Finding as Finding
+    from corerl.plugin.spec import Level as Level
+    from corerl.plugin.spec import Problem as Problem
+    from corerl.plugin.spec import Process as Process
+    from corerl.plugin.spec import RankMemory as RankMemory
+    from corerl.plugin.spec import Resources as Resources
+    from corerl.plugin.spec import ok as ok
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

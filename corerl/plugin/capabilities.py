@@ -10,6 +10,8 @@ from corerl.config.schema import TrainConfig
 
 
 class Capability(StrEnum):
+    """What a backend may be able to do; one that its spec does not name counts as present."""
+
     CRITIC = "critic"  # a value head, and losses on values
     CPU = "cpu"  # runs without an accelerator
     MULTI_RANK = "multi-rank"  # more than one worker process
@@ -69,10 +71,12 @@ def asked_by_role(role: str, train: TrainConfig, *, device: str, ranks: int, val
 
 
 def unsupported(reason: str) -> Support:
+    """The library cannot do it."""
     return Support(Grade.UNSUPPORTED, reason)
 
 
 def not_implemented(reason: str) -> Support:
+    """The library could do it, but this backend does not."""
     return Support(Grade.NOT_IMPLEMENTED, reason)
 
 

@@ -7,6 +7,8 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class Context:
+    """Which rank of which role a backend is, and where its run is kept."""
+
     role: str  # actor, ...
     rank: int
     world_size: int

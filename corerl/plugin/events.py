@@ -21,6 +21,8 @@ class Shown:
 
 @frozen(kw_only=True)
 class RunStarted:
+    """The run is about to take its first step."""
+
     run_dir: str
     steps: int  # rollout steps in all
     first_step: int  # 0, or the step at which the run resumes
@@ -74,6 +76,8 @@ class StepFinished:
 
 @frozen(kw_only=True)
 class Evaluated:
+    """The held-out prompts have been answered and scored."""
+
     step: int
     metrics: Mapping[str, float]  # eval/reward, eval/exact_match
     shown: Sequence[Shown] = field(factory=tuple)  # those of the first held-out prompts
@@ -82,6 +86,8 @@ class Evaluated:
 
 @frozen(kw_only=True)
 class CheckpointSaved:
+    """A checkpoint is complete on disk."""
+
     step: int
     path: str
 
@@ -95,6 +101,8 @@ class Notice:
 
 @frozen(kw_only=True)
 class RunFinished:
+    """The run is over, however it ended."""
+
     reason: str  # finished, interrupted, failed
     steps_done: int
     seconds: float  # since the run was launched: its checks and the start of its processes included

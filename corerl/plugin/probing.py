@@ -12,7 +12,7 @@ Version = tuple[int, ...]
 REINSTALL_TORCH = "python -m pip install --force-reinstall torch"
 
 
-def library(
+def check_library(
     name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str, plugin: str = "backend"
 ) -> Finding:
     """Whether the library underneath a plugin is installed in a version v with `oldest` <= v < `end`; `why` says why
@@ -23,7 +23,7 @@ def library(
         return Finding(
             level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is built on it", mend=mend
         )
-    if oldest <= version(installed)[: len(oldest)] and version(installed)[: len(end)] < end:
+    if oldest <= version_numbers(installed)[: len(oldest)] and version_numbers(installed)[: len(end)] < end:
         return ok(f"{name} {installed} is supported by this {plugin}")
     return Finding(
         level=Level.ERROR,
@@ -33,7 +33,7 @@ def library(
     )
 
 
-def version(text: str) -> Version:
+def version_numbers(text: str) -> Version:
     """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0), 0.17.0rc1 is (0, 17)."""
     numbers = []
     for part in text.partition("+")[0].split("."):
@@ -43,7 +43,7 @@ def version(text: str) -> Version:
     return tuple(numbers)
 
 
-def nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
+def check_nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
     """An error finding if torch sees GPUs but has no NCCL for ranks on them to communicate."""
     if gpus and not available:
         yield Finding(

@@ -38,6 +38,8 @@ class Problem:
 
 
 class Level(StrEnum):
+    """How serious a finding is."""
+
     OK = "ok"
     WARNING = "warning"  # a run may go wrong
     ERROR = "error"  # a run cannot start, or does the wrong thing
@@ -54,6 +56,7 @@ class Finding:
 
 
 def ok(what: str) -> Finding:
+    """The finding that this is as it should be."""
     return Finding(level=Level.OK, what=what)
 
 
@@ -124,6 +127,8 @@ def no_findings() -> Iterable[Finding]:
 
 @frozen(kw_only=True)
 class BackendSpec:
+    """What the driver knows of a backend before a worker exists; its module imports no torch."""
+
     implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
     config: type  # frozen attrs; every field has a default and help text
     api: tuple[int, int]  # the backend API it was written for
@@ -147,7 +152,9 @@ class BackendSpec:
 
 @frozen(kw_only=True)
 class EngineSpec:
-    implementation: str  # "package.module:Class", a corerl.rollout.engine.Engine; imported in the engine's process only
+    """What the driver knows of an engine before its process exists; its module imports no torch."""
+
+    implementation: str  # "package.module:Class", a corerl.rollout.Engine; imported in the engine's process only
     config: type
     api: tuple[int, int]
     summary: str
@@ -169,6 +176,8 @@ class EngineSpec:
 
 @frozen(kw_only=True)
 class ExtensionSpec:
+    """What the driver knows of an extension before it is constructed; its module imports no torch."""
+
     implementation: str  # "package.module:Class", constructed with (options: config class, run_dir: str)
     config: type
     api: tuple[int, int]
@@ -204,7 +213,9 @@ def no_contradictions(config: Any, run: AlgorithmRun) -> Iterable[Problem]:
 
 @frozen(kw_only=True)
 class AlgorithmSpec:
-    implementation: str  # "package.module:Class", a corerl.algorithms.base.Algorithm; imported in the driver only
+    """What the driver knows of an algorithm before it is constructed; its module imports no torch."""
+
+    implementation: str  # "package.module:Class", a corerl.algorithms.Algorithm; imported in the driver only
     config: type  # frozen attrs; every field has a default and help text
     api: tuple[int, int]
     summary: str

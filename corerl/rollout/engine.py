@@ -26,6 +26,8 @@ def unheard(rows: int) -> None:
 
 @frozen(kw_only=True)
 class SamplingParams:
+    """The distribution that tokens are drawn from, and where responses end."""
+
     temperature: float = 1.0
     top_p: float = 1.0  # only the likeliest tokens that together have this probability, of all tokens
     top_k: int = 0  # only so many of the likeliest tokens; 0: all. With top_p, the fewer of both

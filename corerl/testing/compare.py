@@ -65,6 +65,7 @@ def loss_of(results: Sequence[TrainResult]) -> float:
 
 
 def grad_norm_of(results: Sequence[TrainResult]) -> float:
+    """The norm that all ranks report; they must agree."""
     norms = [result.grad_norm for result in results]
     equal = all(norm == norms[0] for norm in norms) or all(math.isnan(norm) for norm in norms)
     assert equal, f"the ranks disagree on the norm: {norms}"

@@ -7,6 +7,8 @@ from attrs import frozen
 
 @frozen
 class Tolerance:
+    """How far a value may be from its reference: the larger of `absolute` and `relative` times the reference."""
+
     relative: float
     absolute: float = 0.0
 

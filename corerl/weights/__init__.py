@@ -1,1 +1,29 @@
 """Move HF-named weights from trainer to engines: chunks, manifest, buckets, transports."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.weights.changes import apply_changes as apply_changes
+    from corerl.weights.changes import encode_changes as encode_changes
+    from corerl.weights.chunks import Box as Box
+    from corerl.weights.chunks import Chunk as Chunk
+    from corerl.weights.chunks import TensorSource as TensorSource
+    from corerl.weights.chunks import flat_range_views as flat_range_views
+    from corerl.weights.chunks import intersect as intersect
+    from corerl.weights.chunks import within as within
+    from corerl.weights.manifest import Bucket as Bucket
+    from corerl.weights.manifest import Manifest as Manifest
+    from corerl.weights.manifest import build_manifest as build_manifest
+    from corerl.weights.plain import gather_plain as gather_plain
+    from corerl.weights.quantize import FP8 as FP8
+    from corerl.weights.quantize import SCALE as SCALE
+    from corerl.weights.quantize import as_sent as as_sent
+    from corerl.weights.quantize import is_quantized as is_quantized
+    from corerl.weights.quantize import quantized as quantized
+    from corerl.weights.transport import Address as Address
+    from corerl.weights.transport import WeightSender as WeightSender
+    from corerl.weights.verify import bit_sums as bit_sums
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -31,7 +31,7 @@ LENGTH = struct.Struct("<q")
 COUNT = struct.Struct("<I")
 
 
-def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
+def encode_changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
     """Encode the changes from `old` to `new`, unsigned integers [n] of the same dtype; None if not smaller than `new`.
 
     Not attempted if too many elements changed to be smaller before compression, such as 2 of 3 elements of 2 bytes.
@@ -46,7 +46,7 @@ def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
     return data if len(data) < new.nbytes else None
 
 
-def apply(data: bytes, bits: NDArray[Any]) -> None:
+def apply_changes(data: bytes, bits: NDArray[Any]) -> None:
     """Turn the old bits, unsigned integers [n], into the new ones, in place. Raises ValueError, IndexError,
     struct.error or zlib.error if `data` does not encode changes to an array of this size."""
     blocks = list(_split(data))

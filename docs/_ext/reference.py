@@ -10,10 +10,12 @@ checks        the conformance suite, from the marks and names of its checks
 algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
+public        the names that each package has for plugins and users, with the first sentence of what documents them
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -43,7 +45,9 @@ from corerl.testing.suite import CHECKS
 from corerl.types import MemoryKind
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
 MODELS = Path(__file__).parent.parent.parent / "benchmarks/results/models.json"
+CORE = Path(errors.__file__).parent
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
 FIRST_PARTY = {
@@ -132,7 +136,31 @@ def hooktypes_reference() -> str:
     lines: list[str] = []
     for name, named in found.items():
         code = inspect.getsource(named).rstrip()
-        lines += [f"### `{name}`", "", f"`{named.__module__}.{name}`", "", "```python", code, "```", ""]
+        package = ".".join(named.__module__.split(".")[:2])
+        lines += [f"### `{name}`", "", f"`{package}.{name}`", "", "```python", code, "```", ""]
+    return "\n".join(lines)
+
+
+def faces() -> dict[str, list[str]]:
+    """By package, the names that its `__init__` has for others, if it has any."""
+    packages = (importlib.import_module(f"corerl.{path.parent.name}") for path in sorted(CORE.glob("*/__init__.py")))
+    return {package.__name__: package.__all__ for package in packages if hasattr(package, "__all__")}
+
+
+def public_reference() -> str:
+    lines: list[str] = []
+    for package, names in faces().items():
+        lines += [f"### `{package}`", "", "| name | |", "|---|---|"]
+        for name in names:
+            value = getattr(importlib.import_module(package), name)
+            if inspect.isfunction(value) or isinstance(value, type):
+                paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+                text = re.split(r"(?<=[.;]) ", paragraph, maxsplit=1)[0].rstrip(".;")
+            else:  # a constant or an alias, of which what it is says most
+                text = f"`{value if isinstance(value, str) else MODULES.sub('', str(value))}`"
+            escaped = text.replace("|", "\\|")
+            lines.append(f"| `{name}` | {escaped} |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -236,6 +264,7 @@ REFERENCES = {
     "algorithm": partial(checks_reference, ALGORITHM_CHECKS),
     "matrix": matrix_reference,
     "models": models_reference,
+    "public": public_reference,
 }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import reasoning_gym
 
 if TYPE_CHECKING:
-    from corerl.data.prompts import Prompt
+    from corerl.data import Prompt
 
 BEGUN = "The answer is:"  # else a model of this size talks around it
 TASKS = {

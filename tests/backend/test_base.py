@@ -12,7 +12,7 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.backend import Backend
-from corerl.backend.base import HOOKS, Extra, StateKey
+from corerl.backend.base import HOOKS, ExtraState, StateKey
 from corerl.config.schema import WeightsConfig
 from corerl.errors import CheckpointError, ContractError, HookFailed, MemoryHeld, ModelError, SaveFailed
 from corerl.memory import storage
@@ -37,10 +37,10 @@ class WithExtra(PlainBackend):
         self.noise, self.offset = torch.arange(3, dtype=torch.uint8), 4
         return super().build(*arguments)
 
-    def extra_state(self) -> Extra:
+    def extra_state(self) -> ExtraState:
         return {"noise": self.noise, "offset": self.offset}
 
-    def load_extra_state(self, state: Extra) -> None:
+    def load_extra_state(self, state: ExtraState) -> None:
         self.noise, self.offset = state["noise"], state["offset"]  # type: ignore[assignment]
 
 

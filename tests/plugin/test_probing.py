@@ -6,12 +6,12 @@ from importlib import metadata
 
 import pytest
 
-from corerl.plugin.probing import library, version
+from corerl.plugin.probing import check_library, version_numbers
 from corerl.plugin.spec import Finding, Level
 
 
 def found(distribution: str = "numpy") -> Finding:
-    return library("Wood", distribution, oldest=(0, 19, 8), end=(0, 20), why="it splinters", mend="plant a tree")
+    return check_library("Wood", distribution, oldest=(0, 19, 8), end=(0, 20), why="it splinters", mend="plant a tree")
 
 
 def test_a_library_that_is_not_installed_is_an_error() -> None:
@@ -38,7 +38,7 @@ def test_an_older_or_later_version_is_an_error_that_says_why(installed: str, mon
 
 
 def test_a_versions_numbers_end_where_letters_begin() -> None:
-    assert [version(text) for text in ("2.13.0+cpu", "0.17.0rc1", "3", "2.11.0a0+git1234")] == [
+    assert [version_numbers(text) for text in ("2.13.0+cpu", "0.17.0rc1", "3", "2.11.0a0+git1234")] == [
         (2, 13, 0),
         (0, 17),
         (3,),

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from corerl.weights import changes as module
-from corerl.weights.changes import apply, changes
+from corerl.weights.changes import apply_changes, encode_changes
 
 
 def restored(old: Any, new: Any) -> Any:
-    data = changes(old, new)
+    data = encode_changes(old, new)
     assert data is not None and len(data) < new.nbytes
     bits = old.copy()
-    apply(data, bits)
+    apply_changes(data, bits)
     return bits
 
 
@@ -64,7 +64,7 @@ def test_a_step_of_one_in_each_hundredth_element_takes_a_hundredth_of_the_bytes(
     rng = np.random.default_rng(0)
     old = rng.integers(0, 2**16, 1_000_000, np.uint16)
     new = old + np.where(rng.random(1_000_000) < 0.01, rng.choice([1, -1], 1_000_000), 0).astype(np.uint16)
-    data = changes(old, new)
+    data = encode_changes(old, new)
     assert data is not None and len(data) < 0.01 * new.nbytes
 
 
@@ -75,26 +75,26 @@ def test_what_would_take_as_many_bytes_as_the_whole_is_none(
     compressed: list[int] = []
     monkeypatch.setattr(module, "_encoded", lambda old, new: compressed.append(1) or bytes(new.nbytes))
     old = np.zeros(999, np.uint16)
-    assert changes(old, (np.arange(999) < changed).astype(np.uint16)) is None
+    assert encode_changes(old, (np.arange(999) < changed).astype(np.uint16)) is None
     assert bool(compressed) is tried
 
 
 def test_a_few_elements_are_not_worth_their_header() -> None:
-    assert changes(np.zeros(4, np.uint16), np.array([0, 0, 0, 1], np.uint16)) is None
+    assert encode_changes(np.zeros(4, np.uint16), np.array([0, 0, 0, 1], np.uint16)) is None
 
 
 def test_what_is_no_change_to_this_array_is_refused() -> None:
     old, new = np.zeros(1000, np.uint16), np.zeros(1000, np.uint16)
     new[999] = 1
-    data = changes(old, new)
+    data = encode_changes(old, new)
     assert data is not None
     damaged = bytearray(data)
     damaged[20] ^= 1
     with pytest.raises(zlib.error):
-        apply(bytes(damaged), old.copy())
+        apply_changes(bytes(damaged), old.copy())
     with pytest.raises(zlib.error):
-        apply(data[:-1], old.copy())
+        apply_changes(data[:-1], old.copy())
     with pytest.raises(IndexError):
-        apply(data, old[:500].copy())
+        apply_changes(data, old[:500].copy())
     with pytest.raises(ValueError, match="got changes for 1 blocks, but the array has 0"):
-        apply(data, old[:0].copy())
+        apply_changes(data, old[:0].copy())

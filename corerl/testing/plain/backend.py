@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
-from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
 from corerl.backend.batches import OutputCollector
+from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
 from corerl.backend.routing import told_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.changes import apply, changes
+from corerl.weights.changes import apply_changes, encode_changes
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports.disk import TENSOR, DiskReceiver, DiskSender, bucket_file
@@ -59,7 +59,7 @@ class DeltaSender(DiskSender):
         self._stamp, self._changes, self.sent = uuid.uuid4().hex, [], 0
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        data = changes(_bits(self._kept[bucket.index]), _bits(flat)) if self._base else None
+        data = encode_changes(_bits(self._kept[bucket.index]), _bits(flat)) if self._base else None
         if bucket.index in self._kept:
             self._kept[bucket.index].copy_(flat)
         else:
@@ -114,7 +114,7 @@ class DeltaReceiver(DiskReceiver):
             return kept.copy_(whole)
         path, kept = directory / _changes_file(bucket.index), self._kept[bucket.index]
         try:
-            apply(path.read_bytes(), _bits(kept))
+            apply_changes(path.read_bytes(), _bits(kept))
         except Exception as error:  # OSError, or whatever a damaged file causes
             raise WeightUpdateError(f"cannot read {path}: {error}") from error
         return kept

@@ -2,8 +2,8 @@
 
 from attrs import frozen
 
-from corerl.config.schema import option
-from corerl.plugin.spec import EngineSpec
+from corerl.config import option
+from corerl.plugin import EngineSpec
 
 
 @frozen(kw_only=True)

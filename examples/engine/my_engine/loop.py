@@ -6,23 +6,21 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import ModelConfig
-from corerl.models.config import hf_config
-from corerl.ops.noise import gumbel
-from corerl.rollout.engine import (
+from corerl.config import ModelConfig
+from corerl.models import hf_config
+from corerl.ops import gumbel
+from corerl.rollout import (
     Engine,
     EngineContext,
     GenerateRequest,
     Generation,
     Received,
     SamplingParams,
+    Serving,
     Told,
     unheard,
 )
-from corerl.rollout.serving import Serving
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
+from corerl.weights import Address, Bucket, Manifest, bit_sums
 from my_engine import LoopOptions
 
 

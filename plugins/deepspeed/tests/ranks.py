@@ -21,10 +21,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
-from corerl.memory.storage import resident_bytes
-from corerl.plugin.spec import BackendSpec
-from corerl.testing.allocations import Allocations
-from corerl.testing.harness import (
+from corerl.memory import resident_bytes
+from corerl.plugin import BackendSpec
+from corerl.testing import (
+    Allocations,
     Setup,
     State,
     forward,
@@ -36,8 +36,7 @@ from corerl.testing.harness import (
     train,
 )
 from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
-from corerl.weights.chunks import TensorSource
-from corerl.weights.transport import WeightSender
+from corerl.weights import TensorSource, WeightSender
 from corerl_deepspeed import SPEC, native, state
 from corerl_deepspeed.backend import DeepSpeedBackend
 from corerl_deepspeed.gradients import GradientWatch

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
-from corerl.testing.compare import different, whole
-from corerl.testing.subject import Checkpoint, Runs
+from corerl.checkpoint import begin
+from corerl.testing import Checkpoint, Runs, different, whole
 from plugins.deepspeed.tests.ranks import native_save_on_a_full_disk, native_then_portable
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.models.smallest import smallest_config
-from corerl.testing.models import drawn_model
-from corerl.testing.subject import Runs
+from corerl.testing import Runs, drawn_model, smallest_config
 from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 
 FSDP: Place = ("fsdp", {}, 2)

@@ -9,9 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import Unsupported
-from corerl.testing.harness import Setup
-from corerl.testing.subject import Runs
-from corerl.testing.tolerances import GRAD_NORM
+from corerl.testing import GRAD_NORM, Runs, Setup
 from plugins.deepspeed.tests import ranks
 from plugins.deepspeed.tests.ranks import Skip
 

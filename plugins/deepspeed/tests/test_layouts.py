@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.models.smallest import smallest_config
-from corerl.testing.compare import assert_follows
-from corerl.testing.harness import Setup
-from corerl.testing.models import drawn_model
-from corerl.testing.subject import Runs
+from corerl.testing import Runs, Setup, assert_follows, drawn_model, smallest_config
 
 STEPS = range(3)
 

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
-from corerl.testing import suite
-from corerl.testing.compare import assert_follows, different, mean_apart
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Checkpoint, Runs, Subject
-from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS
+from corerl.checkpoint import begin
+from corerl.testing import (
+    BFLOAT16_GRAD_NORM,
+    BFLOAT16_LOSS,
+    Checkpoint,
+    RankPool,
+    Runs,
+    Subject,
+    assert_follows,
+    different,
+    mean_apart,
+    suite,
+)
 from corerl.types import MemoryKind
 
 STEPS = range(4)

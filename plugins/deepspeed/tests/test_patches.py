@@ -13,8 +13,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
 
-from corerl.testing.pool import RankFailed, RankPool
-from corerl.testing.subject import Runs
+from corerl.testing import RankFailed, RankPool, Runs
 from corerl_deepspeed.runtime import calling_deepspeed
 from plugins.deepspeed.tests import ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level
 from corerl_deepspeed import SPEC
 from corerl_deepspeed.probe import END, OLDEST
 

@@ -20,9 +20,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-from corerl.config.schema import ClusterInfo, TrainConfig
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Runs
+from corerl.config import ClusterInfo, TrainConfig
+from corerl.testing import RankPool, Runs
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.raw import ELSEWHERE, STAGE_3, STAGES_1_AND_2, ZERO, refusals, settable
 from corerl_deepspeed.settings import deepspeed_json

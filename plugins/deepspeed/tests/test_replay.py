@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing.routing import assert_replays
+from corerl.testing import Runs, assert_replays
 from corerl.testing.scenarios import training
-from corerl.testing.subject import Runs
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.load import structure
-from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig
+from corerl.config import ClusterInfo, OptimizerConfig, TrainConfig, structure
 from corerl.errors import ConfigError, Unsupported
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.plugin.check import check_capabilities
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.settings import deepspeed_json

@@ -17,14 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corerl.memory.storage import resident_bytes
-from corerl.plugin.spec import BackendSpec
-from corerl.testing.allocations import Allocations
-from corerl.testing.harness import Setup, forward, packed_for_training, running, samples_at, step_at, train
+from corerl.memory import resident_bytes
+from corerl.plugin import BackendSpec
+from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
 from corerl.testing.scenarios.training import Replayed, replay_experts
 from corerl.types import MemoryKind, SampleBatch, TrainResult, UpdateResult
-from corerl.weights.chunks import TensorSource
-from corerl.weights.transport import WeightSender
+from corerl.weights import TensorSource, WeightSender
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
 

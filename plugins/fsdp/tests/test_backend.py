@@ -8,13 +8,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
-from corerl.config.schema import TrainConfig
-from corerl.testing.compare import assert_follows, different
-from corerl.testing.harness import Setup
-from corerl.testing.models import tiny_fields
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.checkpoint import begin
+from corerl.config import TrainConfig
+from corerl.testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
 from corerl.testing.suite import CHECKS
 from plugins.fsdp.tests import ranks
 

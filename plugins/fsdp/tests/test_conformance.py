@@ -2,7 +2,8 @@
 
 import pytest
 
-from corerl.testing.subject import CASES, Runs
+from corerl.testing import Runs
+from corerl.testing.subject import CASES
 from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 from tests.bare_loop import assert_follows_a_bare_loop
 

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import ClusterInfo, TrainConfig
-from corerl.models.smallest import smallest_config
-from corerl.plugin.spec import Problem
-from corerl.testing.compare import assert_follows, different
-from corerl.testing.harness import TRAIN, Setup, error_of, start
-from corerl.testing.models import drawn_model
-from corerl.testing.subject import Runs
+from corerl.config import ClusterInfo, TrainConfig
+from corerl.plugin import Problem
+from corerl.testing import Runs, Setup, assert_follows, different, drawn_model, error_of, smallest_config, start
+from corerl.testing.harness import TRAIN
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import check
 

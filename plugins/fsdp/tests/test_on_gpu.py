@@ -13,11 +13,10 @@ import torch
 from attrs import evolve, frozen
 from torch._dynamo.utils import counters
 
-from corerl.memory.storage import resident_bytes
-from corerl.testing.compare import Tensors, different, weights_apart, whole
-from corerl.testing.harness import Setup, make_worker, state_of, step_at, train
+from corerl.memory import resident_bytes
+from corerl.testing import Setup, different, make_worker, state_of, step_at, tiny_fields, train, weights_apart, whole
+from corerl.testing.compare import Tensors
 from corerl.testing.inprocess import InProcessSender
-from corerl.testing.models import tiny_fields
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, TrainResult
 

@@ -9,15 +9,28 @@ from typing import Any
 import pytest
 from attrs import evolve, field, frozen
 
-from corerl.checkpoint.commit import begin
-from corerl.config.schema import ClusterInfo
-from corerl.plugin.spec import Problem
-from corerl.testing import suite
-from corerl.testing.compare import assert_follows, different, grad_norm_of, loss_of, mean_apart, weights_apart
-from corerl.testing.harness import Setup
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject
-from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
+from corerl.checkpoint import begin
+from corerl.config import ClusterInfo
+from corerl.plugin import Problem
+from corerl.testing import (
+    BFLOAT16_GRAD_NORM,
+    BFLOAT16_LOSS,
+    GRAD_NORM,
+    LOSS,
+    Checkpoint,
+    RankPool,
+    Runs,
+    Setup,
+    Subject,
+    assert_follows,
+    different,
+    grad_norm_of,
+    loss_of,
+    mean_apart,
+    suite,
+    weights_apart,
+)
+from corerl.testing.subject import PACKINGS
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import check
 from plugins.fsdp.tests import ranks

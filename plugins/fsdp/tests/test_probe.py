@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level
 from corerl_fsdp import SPEC
 from corerl_fsdp.probe import OLDEST
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing.routing import assert_replays
-from corerl.testing.subject import Runs
+from corerl.testing import Runs, assert_replays
 from plugins.fsdp.tests import ranks
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from corerl.models.build import stored_buffers
+from corerl.models import stored_buffers
 from corerl_megatron.families import architecture
 from corerl_megatron.layers import torch_layers
 from corerl_megatron.model import ACTIVATIONS

@@ -24,11 +24,22 @@ from attrs import evolve
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from corerl.models.smallest import smallest_config
-from corerl.testing.compare import different, grad_norm_of, in_order, transformers_outputs, whole
-from corerl.testing.harness import TRAIN, Setup, make_samples, running, train
-from corerl.testing.models import drawn_model
-from corerl.testing.pool import RankFailed, RankPool
+from corerl.testing import (
+    RankFailed,
+    RankPool,
+    Setup,
+    different,
+    drawn_model,
+    grad_norm_of,
+    in_order,
+    make_samples,
+    running,
+    smallest_config,
+    train,
+    transformers_outputs,
+    whole,
+)
+from corerl.testing.harness import TRAIN
 from corerl.testing.subject import PLAIN
 from corerl.types import FloatArray, Output
 from plugins.megatron.tests import ranks

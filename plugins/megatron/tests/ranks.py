@@ -19,8 +19,8 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
-from corerl.memory.storage import resident_bytes
-from corerl.testing.harness import (
+from corerl.memory import resident_bytes
+from corerl.testing import (
     Setup,
     State,
     error_of,

@@ -11,11 +11,10 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, metrics_of
-from corerl.testing.harness import samples_at
+from corerl.testing import GRAD_NORM, Runs, assert_follows, grad_norm_of, metrics_of, samples_at
+from corerl.testing.compare import assert_same_metrics
 from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS, WHOLE, Runs
-from corerl.testing.tolerances import GRAD_NORM
+from corerl.testing.subject import PACKINGS, WHOLE
 
 COEF = 0.5
 SPLIT = {

@@ -13,11 +13,20 @@ import pytest
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
-from corerl.testing.compare import different, grad_norm_of, in_order, loss_of, whole
-from corerl.testing.harness import Setup, error_of, make_samples, start
-from corerl.testing.models import tiny_fields
-from corerl.testing.pool import Ranks
-from corerl.testing.subject import Runs
+from corerl.testing import (
+    Ranks,
+    Runs,
+    Setup,
+    different,
+    error_of,
+    grad_norm_of,
+    in_order,
+    loss_of,
+    make_samples,
+    start,
+    tiny_fields,
+    whole,
+)
 from corerl.types import Output
 from corerl_megatron.families import BRIDGE_INSTALL
 from plugins.megatron.tests import ranks

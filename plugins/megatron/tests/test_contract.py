@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl.testing import RankPool, Runs, Subject
 from corerl.testing.models import DEEP
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Runs, Subject
 from corerl.testing.suite import CHECKS
 from corerl.types import MemoryKind
 from plugins.megatron.tests import ranks

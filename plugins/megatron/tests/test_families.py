@@ -11,13 +11,17 @@ import pytest
 from attrs import evolve
 from safetensors.numpy import load_file
 
-from corerl.models.smallest import smallest_config
-from corerl.testing.compare import different, in_order, transformers_outputs
-from corerl.testing.harness import make_samples
-from corerl.testing.models import drawn_model
+from corerl.testing import (
+    LOGPROBS,
+    Runs,
+    different,
+    drawn_model,
+    in_order,
+    make_samples,
+    smallest_config,
+    transformers_outputs,
+)
 from corerl.testing.scenarios import training
-from corerl.testing.subject import Runs
-from corerl.testing.tolerances import LOGPROBS
 from corerl.types import Output
 from corerl_megatron.families import FAMILIES
 from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying

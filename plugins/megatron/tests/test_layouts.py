@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
-from corerl.testing.harness import Setup
-from corerl.testing.models import DEEP, tiny_fields
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Runs, Subject
+from corerl.testing import (
+    GRAD_NORM,
+    LOSS,
+    RankPool,
+    Runs,
+    Setup,
+    Subject,
+    assert_follows,
+    grad_norm_of,
+    loss_of,
+    tiny_fields,
+)
+from corerl.testing.compare import assert_same_metrics
+from corerl.testing.models import DEEP
 from corerl.testing.suite import CHECKS
-from corerl.testing.tolerances import GRAD_NORM, LOSS
 from plugins.megatron.tests import ranks
 
 STEPS = 4

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Runs
+from corerl.testing import RankPool, Runs
 from plugins.megatron.tests import ranks
 
 

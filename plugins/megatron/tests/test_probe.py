@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.plugin.spec import Level
+from corerl.plugin import Level
 from corerl_megatron.spec import SPEC
 
 

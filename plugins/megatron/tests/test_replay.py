@@ -13,14 +13,23 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.testing.compare import grad_norm_of, loss_of
-from corerl.testing.harness import Setup, forward, make_samples, running
-from corerl.testing.models import DEEP, tiny_fields
-from corerl.testing.pool import RankPool
-from corerl.testing.routing import assert_replays, through_experts, token_mean
+from corerl.testing import (
+    RankPool,
+    Runs,
+    Setup,
+    assert_replays,
+    forward,
+    grad_norm_of,
+    loss_of,
+    make_samples,
+    running,
+    tiny_fields,
+)
+from corerl.testing.models import DEEP
+from corerl.testing.routing import through_experts, token_mean
 from corerl.testing.scenarios import training
 from corerl.testing.scenarios.training import EXPERTS
-from corerl.testing.subject import PACKINGS, Runs
+from corerl.testing.subject import PACKINGS
 from corerl.types import Array
 
 PP2 = {"pipeline_parallel": 2}

@@ -12,11 +12,8 @@ import torch
 from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.testing.compare import in_order, transformers_outputs
-from corerl.testing.models import tiny_fields
+from corerl.testing import LOGPROBS, Runs, in_order, tiny_fields, transformers_outputs
 from corerl.testing.scenarios import training
-from corerl.testing.subject import Runs
-from corerl.testing.tolerances import LOGPROBS
 from corerl.types import Output, SampleBatch
 from plugins.megatron.tests import ranks
 

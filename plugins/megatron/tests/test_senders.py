@@ -10,15 +10,11 @@ import torch
 from attrs import evolve
 from torch.profiler import ProfilerActivity, profile
 
-from corerl.config.schema import WeightsConfig
-from corerl.rollout.receiving import Receiving
-from corerl.testing.compare import whole
-from corerl.testing.harness import Setup, State, running, state_of, train
-from corerl.testing.subject import Runs
+from corerl.config import WeightsConfig
+from corerl.rollout import Receiving
+from corerl.testing import Runs, Setup, State, running, state_of, train, whole
 from corerl.types import UpdateResult
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
+from corerl.weights import Address, Bucket, Manifest, bit_sums
 
 STEPS = 2  # of the optimizer, and as many updates
 

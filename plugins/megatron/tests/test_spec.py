@@ -10,12 +10,12 @@ import torch
 from attrs import evolve
 from megatron.core.transformer import TransformerConfig
 
-from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.config import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
-from corerl.models.smallest import smallest_config
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
+from corerl.testing import smallest_config, tiny_config
 from corerl.testing.harness import TRAIN
-from corerl.testing.models import MODELS, tiny_config
+from corerl.testing.models import MODELS
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine

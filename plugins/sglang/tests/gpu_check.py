@@ -29,17 +29,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import ModelConfig, WeightsConfig
+from corerl.config import ModelConfig, WeightsConfig
 from corerl.errors import WorkerDied
+from corerl.models import hf_boxes, hf_config
 from corerl.models.build import named_weights
-from corerl.models.config import hf_config
-from corerl.models.names import hf_boxes
-from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
-from corerl.weights.manifest import build_manifest
-from corerl.weights.quantize import BLOCK, SCALE, is_quantized, quantize, quantized, to_blocks
-from corerl.weights.transport import Address
+from corerl.rollout import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.weights import SCALE, Address, bit_sums, build_manifest, is_quantized, quantized
+from corerl.weights.quantize import BLOCK, quantize, to_blocks
 from corerl.weights.transports import open_sender
-from corerl.weights.verify import bit_sums
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 

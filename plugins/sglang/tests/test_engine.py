@@ -21,18 +21,16 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig, WeightsConfig
+from corerl.config import ModelConfig, WeightsConfig
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models.tokenizer import character_tokenizer
-from corerl.rollout import stops
-from corerl.rollout.engine import GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout import GenerateRequest, Generation, Received, SamplingParams, named_views, stops
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.transformers_engine import TransformersEngine, named_views
-from corerl.weights.manifest import Bucket, build_manifest
-from corerl.weights.quantize import quantize, quantized, to_blocks
-from corerl.weights.transport import Address
+from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.weights import Address, Bucket, bit_sums, build_manifest, quantized
+from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
-from corerl.weights.verify import bit_sums, difference
+from corerl.weights.verify import difference
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from corerl.errors import EngineFailed
-from corerl.weights.manifest import Manifest, build_manifest
-from corerl.weights.quantize import FP8, quantize, quantized
-from corerl.weights.verify import bit_sums
+from corerl.weights import FP8, Manifest, bit_sums, build_manifest, quantized
+from corerl.weights.quantize import quantize
 from corerl_sglang.held import Held, whole_sums
 
 HIDDEN, HEAD, HEADS, KV, FFN, EXPERTS, VOCAB = 8, 4, 4, 2, 12, 3, 10

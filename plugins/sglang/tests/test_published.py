@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from corerl.models.smallest import smallest_config
+from corerl.testing import smallest_config
 from corerl_sglang.published import add_published_fields
 
 FIELDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from corerl.errors import EngineFailed
-from corerl.rollout.engine import GenerateRequest, SamplingParams
+from corerl.rollout import GenerateRequest, SamplingParams
 from corerl.rollout.partial import continued, joined
 from corerl_sglang.read import Experts, Reader
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 
-from corerl.backend import Backend, StateKey
-from corerl.backend.adamw import moments, set_adam_step
-from corerl.config.schema import RoleConfig
+from corerl.backend import Backend, StateKey, moments, set_adam_step
+from corerl.config import RoleConfig
 from corerl.errors import Unsupported
-from corerl.models.config import hf_config
-from corerl.models.names import buffer_chunks
-from corerl.plugin.context import Context
+from corerl.models import buffer_chunks, hf_config
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     LossSpec,
@@ -26,7 +24,7 @@ from corerl.types import (
     Step,
     TrainResult,
 )
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 from corerl_deepspeed import native, state
 from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks

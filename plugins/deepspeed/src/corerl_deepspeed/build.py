@@ -17,12 +17,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from transformers import PretrainedConfig
 
-from corerl.backend.adamw import adamw
-from corerl.config.schema import TrainConfig
-from corerl.models.build import materialize, move_buffers, recompute_layers
-from corerl.models.layout import make_policy
-from corerl.models.names import HFBox, hf_boxes
-from corerl.models.policy import Policy
+from corerl.backend import adamw
+from corerl.config import TrainConfig
+from corerl.models import HFBox, Policy, hf_boxes, make_policy, materialize, move_buffers, recompute_layers
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.settings import deepspeed_json

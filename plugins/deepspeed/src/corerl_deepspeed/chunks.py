@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from corerl.models.names import HFBox, local_chunks
-from corerl.weights.chunks import Chunk, flat_range_views
+from corerl.models import HFBox, local_chunks
+from corerl.weights import Chunk, flat_range_views
 from corerl_deepspeed.state import Piece
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, frozen
 
-from corerl.config.schema import at_least, option
+from corerl.config import at_least, option
 
 # Times 4 bytes, a multiple of 2 MiB: torch allocates exactly that much, so that no other tensor in the same block keeps
 # it on the device when the bucket sleeps.

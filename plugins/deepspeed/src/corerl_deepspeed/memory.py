@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from corerl.config.schema import ClusterInfo
+from corerl.config import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
-from corerl.plugin.spec import RankMemory
+from corerl.plugin import RankMemory
 from corerl_deepspeed.config import DeepSpeedConfig
 
 FLOAT32 = 4

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from corerl.errors import SaveFailed
 from corerl.types import Step
-from corerl.weights.plain import gather_plain
+from corerl.weights import gather_plain
 from corerl_deepspeed.build import Model
 
 DIRECTORY = "deepspeed"  # in the directory of the role

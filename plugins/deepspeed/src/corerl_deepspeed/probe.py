@@ -7,8 +7,7 @@ import io
 import logging
 from collections.abc import Iterator
 
-from corerl.plugin.probing import library, nccl
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.plugin import Finding, Level, check_library, check_nccl, ok
 
 OLDEST, END = (0, 19, 8), (0, 20)  # DeepSpeed's, as in pyproject.toml
 MEND = "python -m pip install 'deepspeed>=0.19.8,<0.20'"
@@ -19,7 +18,7 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    found = library(
+    found = check_library(
         "DeepSpeed",
         "deepspeed",
         oldest=OLDEST,
@@ -28,7 +27,7 @@ def probe() -> Iterator[Finding]:
         mend=MEND,
     )
     yield found
-    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
+    yield from check_nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     if found.level is Level.OK:
         yield from _operations()
 

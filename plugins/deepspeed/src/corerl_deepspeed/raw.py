@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from attrs import Attribute, field, frozen, has
+from attrs import Attribute, field, fields, frozen, has, resolve_types
 
-from corerl.config.schema import at_least
-from corerl.config.structuring import attempt
-from corerl.config.words import class_fields, spell_value
+from corerl.config import at_least, spell_value, try_structure
 from corerl.messages import nearest
 
 ZERO = "zero_optimization"
@@ -228,16 +226,16 @@ ELSEWHERE = {
 
 def settable(table: type = Settable, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all settings that may be set, tables before their contents."""
-    for name, each in class_fields(table).items():
-        yield f"{prefix}{name}"
+    for each in fields(resolve_types(table)):
+        yield f"{prefix}{each.name}"
         if isinstance(each.type, type) and has(each.type):
-            yield from settable(each.type, f"{prefix}{name}.")
+            yield from settable(each.type, f"{prefix}{each.name}.")
 
 
 def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong with it) for each setting in the user's table that is not allowed."""
     known = {*settable(), *ELSEWHERE}
-    for problem in attempt(raw, Settable)[1]:
+    for problem in try_structure(raw, Settable)[1]:
         path = ".".join(map(str, problem.keys))
         table, _, key = path.rpartition(".")
         if path in ELSEWHERE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from corerl.config.schema import TrainConfig
+from corerl.config import TrainConfig
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.raw import ZERO
 

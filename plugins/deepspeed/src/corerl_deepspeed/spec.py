@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from corerl.config.schema import ClusterInfo
-from corerl.plugin.capabilities import Capability, not_implemented
-from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl.config import ClusterInfo
+from corerl.plugin import BackendSpec, Capability, Environment, Problem, not_implemented
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.memory import memory
 from corerl_deepspeed.probe import probe

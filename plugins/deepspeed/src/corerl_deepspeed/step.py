@@ -8,8 +8,7 @@ import torch
 from attrs import evolve
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from corerl.backend.adamw import set_lr
-from corerl.backend.passes import StepLosses, forward_outputs
+from corerl.backend import StepLosses, forward_outputs, set_lr
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
 from corerl_deepspeed.build import Model
 from corerl_deepspeed.state import release

@@ -7,13 +7,10 @@ from functools import cached_property
 
 import torch
 
-from corerl.backend import Backend, StateKey
-from corerl.backend.adamw import adamw, moments, set_adam_step
-from corerl.backend.base import Extra
-from corerl.config.schema import RoleConfig
-from corerl.models.config import hf_config
-from corerl.models.names import buffer_chunks, hf_boxes
-from corerl.plugin.context import Context
+from corerl.backend import Backend, ExtraState, StateKey, adamw, moments, set_adam_step
+from corerl.config import RoleConfig
+from corerl.models import buffer_chunks, hf_boxes, hf_config
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     LossSpec,
@@ -24,7 +21,7 @@ from corerl.types import (
     Step,
     TrainResult,
 )
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 from corerl_fsdp.build import build_mesh, build_policy, reshard
 from corerl_fsdp.chunks import shard_chunks
 from corerl_fsdp.scale import LossScale
@@ -116,9 +113,9 @@ class FsdpBackend(Backend):
         if adam_step is not None:
             set_adam_step(self.optimizer, adam_step)
 
-    def extra_state(self) -> Extra:
+    def extra_state(self) -> ExtraState:
         return {"loss_scale": self.scale.value, "finite_steps": self.scale.finite_steps} if self.scale else {}
 
-    def load_extra_state(self, state: Extra) -> None:
+    def load_extra_state(self, state: ExtraState) -> None:
         if self.scale and "loss_scale" in state:
             self.scale = LossScale(value=float(state["loss_scale"]), finite_steps=int(state["finite_steps"]))

@@ -10,15 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from corerl.errors import Unsupported
-from corerl.models.attention import PACKED
-from corerl.models.build import decoder_layers, materialize, move_buffers, recompute_layers
-from corerl.models.layout import make_policy
-from corerl.models.policy import Policy
-from corerl.models.whole import WholePolicy
-from corerl.ops.attention import one_kernel
+from corerl.models import (
+    Policy,
+    decoder_layers,
+    make_policy,
+    materialize,
+    move_buffers,
+    recompute_layers,
+    register_packed_attention,
+)
+from corerl.ops import one_kernel
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
 
@@ -45,7 +49,7 @@ def build_policy(
     compute in `precision`, and gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
     policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head, compute=dtype)
-    if options.compile and isinstance(policy, WholePolicy):
+    if options.compile and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile:
@@ -74,7 +78,7 @@ def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
     """Compile the layers' forward, once for all layers and micro-batch lengths. Without `attention`, attention is left
     out, since each packing would be compiled anew; a layer is then four pieces instead of one."""
     if not attention:
-        AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
+        register_packed_attention(compiled=False)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

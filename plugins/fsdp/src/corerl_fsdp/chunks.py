@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from corerl.models.names import HFBox, dtensor_boxes, local_chunks
-from corerl.weights.chunks import Chunk
+from corerl.models import HFBox, dtensor_boxes, local_chunks
+from corerl.weights import Chunk
 
 
 def shard_chunks(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from corerl.config.schema import at_least, option
+from corerl.config import at_least, option
 
 
 @frozen(kw_only=True)

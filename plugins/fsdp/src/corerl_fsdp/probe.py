@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corerl.plugin.probing import REINSTALL_TORCH, nccl, version
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.plugin import REINSTALL_TORCH, Finding, Level, check_nccl, ok, version_numbers
 
 OLDEST = (2, 9)  # torch's, as in pyproject.toml
 TESTED = (2, 13)  # the newest that passed all tests
@@ -16,7 +15,7 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    installed = version(torch.__version__)[:2]
+    installed = version_numbers(torch.__version__)[:2]
     if installed < OLDEST:
         yield Finding(
             level=Level.ERROR,
@@ -48,7 +47,7 @@ def probe() -> Iterator[Finding]:
             why="ranks on CPUs, and the CPU side of ranks on GPUs, communicate through it",
             mend=REINSTALL_TORCH,
         )
-    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
+    yield from check_nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     names = " and ".join(name for name, available in there.items() if available)
     yield ok(f"torch.distributed has {names or 'no backend for ranks to communicate through'}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from corerl.config.schema import ClusterInfo
-from corerl.plugin.spec import BackendSpec, Problem
+from corerl.config import ClusterInfo
+from corerl.plugin import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
 from corerl_fsdp.probe import probe

@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from corerl.backend.adamw import set_lr
-from corerl.backend.passes import StepLosses, forward_outputs
-from corerl.models.policy import Policy
-from corerl.ops.clip import grad_norm, scale_grads
+from corerl.backend import StepLosses, forward_outputs, set_lr
+from corerl.models import Policy
+from corerl.ops import grad_norm, scale_grads
 from corerl.types import ForwardResult, LossSpec, Metric, Output, PackedBatch, TrainResult
 from corerl_fsdp.build import reshard
 from corerl_fsdp.scale import LossScale

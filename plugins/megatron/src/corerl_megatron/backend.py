@@ -19,10 +19,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from corerl.backend import Backend, StateKey
-from corerl.config.schema import RoleConfig
+from corerl.config import RoleConfig
 from corerl.errors import ModelError, Unsupported
-from corerl.models.config import hf_config
-from corerl.plugin.context import Context
+from corerl.models import hf_config
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     LossSpec,
@@ -35,7 +35,7 @@ from corerl.types import (
     Step,
     TrainResult,
 )
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 from corerl_megatron import native
 from corerl_megatron.build import Source, Table, build
 from corerl_megatron.families import architecture, unsupported_by

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from corerl.backend.batches import unpadded
+from corerl.backend import unpadded
 from corerl.types import BoolArray, Metric, MicroBatch
 from corerl_megatron.parallel import Groups
 

@@ -24,13 +24,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from corerl.config.schema import RoleConfig
+from corerl.config import RoleConfig
 from corerl.errors import ModelError, PluginError
 from corerl.messages import listed, one_line
-from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
-from corerl.models.files import look_at
-from corerl.models.names import shapes_of
-from corerl.weights.plain import gather_plain
+from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, look_at, shapes_of, stored_buffers
+from corerl.weights import gather_plain
 from corerl_megatron.boxes import Traced, trace
 from corerl_megatron.chunks import Held, Piece, vocabulary_pieces
 from corerl_megatron.families import BRIDGE_INSTALL

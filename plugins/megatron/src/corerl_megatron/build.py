@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, set_t
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from corerl.config.schema import RoleConfig
+from corerl.config import RoleConfig
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.chunks import Held, held_buffers, held_parameters
 from corerl_megatron.config import MegatronConfig

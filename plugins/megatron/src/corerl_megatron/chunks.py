@@ -12,8 +12,8 @@ from attrs import frozen
 from megatron.core.transformer import TransformerConfig
 
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
-from corerl.weights.chunks import Box, Chunk, flat_range_views, intersect, within
+from corerl.models import VALUE_HEAD_WEIGHT, stored_buffers
+from corerl.weights import Box, Chunk, flat_range_views, intersect, within
 from corerl_megatron.families import Architecture, Part
 from corerl_megatron.model import EMBEDDING, HEAD, PackedModel
 from corerl_megatron.parallel import Groups

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
-from corerl.models.experts import experts_of
+from corerl.models import experts_of
 
 Fields: TypeAlias = Mapping[str, Any]  # of a Hugging Face config
 ROPES = ("default", "linear", "llama3", "yarn")

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention
 
-from corerl.ops.attention import packed_attention
+from corerl.ops import packed_attention
 from corerl_megatron.packed import PackedParams, SumOfGather
 
 LATENT_EPS = 1e-6  # of the norms of compressed queries, keys and values: in transformers' code, not in the config

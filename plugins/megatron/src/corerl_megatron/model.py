@@ -20,9 +20,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from corerl.config.schema import RoleConfig
+from corerl.config import RoleConfig
 from corerl.errors import PluginError
-from corerl.models.build import VALUE_HEAD
+from corerl.models import VALUE_HEAD
 from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import SWIGLU_ALPHA, Architecture
 from corerl_megatron.layers import (

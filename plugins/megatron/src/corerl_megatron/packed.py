@@ -15,8 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from corerl.ops.attention import PackedSequences
-from corerl.ops.upload import upload
+from corerl.ops import PackedSequences, upload
 from corerl.types import IntArray
 
 

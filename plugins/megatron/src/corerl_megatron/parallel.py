@@ -17,7 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch.distributed import ProcessGroup
 
-from corerl.memory.communicators import lone_rank_options
+from corerl.memory import lone_rank_options
 from corerl.types import ParallelLayout
 from corerl_megatron.config import MegatronConfig
 

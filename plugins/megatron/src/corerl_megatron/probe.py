@@ -8,8 +8,7 @@ from importlib import metadata
 
 from attrs import evolve
 
-from corerl.plugin.probing import library, nccl
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.plugin import Finding, Level, check_library, check_nccl, ok
 
 OLDEST, END = (0, 16), (0, 20)  # megatron-core's, as in pyproject.toml
 MEND = "python -m pip install 'megatron-core>=0.16,<0.20'"
@@ -20,7 +19,7 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    yield library(
+    yield check_library(
         "megatron-core",
         "megatron-core",
         oldest=OLDEST,
@@ -32,7 +31,7 @@ def probe() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield ok("no GPU: layers are plain torch, and ranks communicate through gloo")
         return
-    yield from nccl(gpus=True, available=dist.is_nccl_available())
+    yield from check_nccl(gpus=True, available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
         yield Finding(
             level=Level.WARNING,
@@ -59,7 +58,7 @@ def _bridge() -> Iterator[Finding]:
     """About Megatron-Bridge, if it is installed: only `bridge=true` uses it."""
     if not list(metadata.distributions(name="megatron-bridge")):
         return
-    found = library(
+    found = check_library(
         "Megatron-Bridge",
         "megatron-bridge",
         oldest=(0, 6),

@@ -16,10 +16,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from corerl.backend.batches import DeviceBatch
-from corerl.backend.routing import COLUMN, free_tokens
-from corerl.ops.upload import upload
-from corerl.types import MicroBatch
+from corerl.backend import DeviceBatch, free_tokens
+from corerl.ops import upload
+from corerl.types import MicroBatch, Output
 from corerl_megatron.balance import Balance, Share, counted
 from corerl_megatron.packed import Split, all_gathered
 from corerl_megatron.parallel import Groups
@@ -145,7 +144,7 @@ class Routing:
         """Within the block, in which a micro-batch passes through this part of the stage, replay the experts in its
         column, if it has one. With `trains` a backward pass follows."""
         share = None if balance is None else self._share(micro, inputs, split, balance)
-        replayed = self._replayed(part, micro, inputs, split) if COLUMN in inputs.columns else {}
+        replayed = self._replayed(part, micro, inputs, split) if Output.ROUTED_EXPERTS in inputs.columns else {}
         for chooser in self.choosers[part]:
             experts, free = replayed.get(chooser.layer, (None, None))
             chooser.told = Told(experts=experts, free=free, share=share)
@@ -188,7 +187,7 @@ class Routing:
         """By layer, the experts of this rank's tokens, and which tokens are free. Raises ModelError if the column does
         not fit this model."""
         free = free_tokens(micro, layers=self.layers, topk=self.topk, experts=self.experts)
-        experts = self._local(inputs.columns[COLUMN], split).long()
+        experts = self._local(inputs.columns[Output.ROUTED_EXPERTS], split).long()
         alone = None if free is None else self._local(upload(free, experts.device), split)
         return {
             chooser.layer: (experts[:, chooser.layer], None if alone is None else alone[:, chooser.layer])

@@ -6,10 +6,9 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from corerl.config.schema import ClusterInfo
-from corerl.models.experts import experts_of
-from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl.config import ClusterInfo
+from corerl.models import experts_of
+from corerl.plugin import BackendSpec, Capability, Environment, Problem, not_implemented, unsupported
 from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory

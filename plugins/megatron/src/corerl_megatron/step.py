@@ -13,11 +13,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from corerl.backend import MetricSum, resolve_loss
-from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
+from corerl.backend import DeviceBatch, MetricSum, OutputCollector, resolve_loss, to_device
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD
-from corerl.ops.logprobs import token_logprobs
+from corerl.models import VALUE_HEAD
+from corerl.ops import token_logprobs
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
 from corerl_megatron import optimizer
 from corerl_megatron.balance import Balance

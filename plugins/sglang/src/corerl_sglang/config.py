@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from corerl.config.schema import above, at_least, between, option
+from corerl.config import above, at_least, between, option
 
 # Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing.
 CALLS = 16

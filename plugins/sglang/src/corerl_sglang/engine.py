@@ -17,29 +17,24 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
+from corerl.config import ModelConfig
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
-from corerl.models.build import build_on_meta
-from corerl.models.config import hf_config
-from corerl.models.export import write_config
-from corerl.models.names import hf_boxes
-from corerl.rollout.engine import (
+from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
+from corerl.rollout import (
     Engine,
     EngineContext,
     GenerateRequest,
     Generation,
     Received,
+    Receiving,
     SamplingParams,
+    Serving,
     Told,
+    misfit,
     unheard,
 )
-from corerl.rollout.offered import misfit
-from corerl.rollout.receiving import Receiving
-from corerl.rollout.serving import Serving
-from corerl.weights.manifest import Manifest
-from corerl.weights.quantize import as_sent, is_quantized
-from corerl.weights.transport import Address
+from corerl.weights import Address, Manifest, as_sent, is_quantized
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization

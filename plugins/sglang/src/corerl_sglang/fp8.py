@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from corerl.errors import ConfigError
-from corerl.models.experts import experts_of
-from corerl.plugin.spec import Problem
+from corerl.models import experts_of
+from corerl.plugin import Problem
 
 if TYPE_CHECKING:
-    from corerl.config.schema import ClusterInfo
+    from corerl.config import ClusterInfo
     from corerl_sglang.config import SglangConfig
 
 BLOCK = 128  # as in corerl.weights.quantize, which needs torch

@@ -17,9 +17,7 @@ from attrs import frozen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corerl.errors import EngineFailed
-from corerl.weights.manifest import Bucket
-from corerl.weights.quantize import FP8, SCALE
-from corerl.weights.verify import bit_sums
+from corerl.weights import FP8, SCALE, Bucket, bit_sums
 
 COPY = torch.ops.aten.copy_
 # What a loader may do to a part before copying it: make it contiguous, move it to a device. The last two are the names

@@ -18,8 +18,7 @@ from typing import Any
 
 from attrs import asdict, field, frozen
 
-from corerl.weights.manifest import Manifest
-from corerl.weights.transport import Address
+from corerl.weights import Address, Manifest
 from corerl_sglang.held import Region, Sum
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from corerl.messages import message_of
-from corerl.rollout.receiving import Receiving
+from corerl.rollout import Receiving
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
-from corerl.plugin.probing import library
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level, check_library
 
 OLDEST, END = (0, 5, 15), (0, 6)  # SGLang versions, as in pyproject.toml
 MEND = "python -m pip install 'corerl[sglang]'"
@@ -15,7 +14,7 @@ MEND = "python -m pip install 'corerl[sglang]'"
 def probe() -> Iterator[Finding]:
     import torch
 
-    found = library(
+    found = check_library(
         "SGLang",
         "sglang",
         oldest=OLDEST,

@@ -12,8 +12,8 @@ import numpy as np
 from attrs import evolve, frozen
 
 from corerl.errors import EngineFailed
-from corerl.models.routing import routers
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.models import routers
+from corerl.rollout import GenerateRequest, Generation, SamplingParams
 from corerl.types import Array, offsets_of
 from corerl_sglang.generated import Sample, read_samples
 

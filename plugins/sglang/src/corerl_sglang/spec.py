@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from corerl.config.schema import ClusterInfo
-from corerl.models.experts import experts_of
-from corerl.plugin.spec import EngineSpec, Environment, Problem
+from corerl.config import ClusterInfo
+from corerl.models import experts_of
+from corerl.plugin import EngineSpec, Environment, Problem
 from corerl_sglang import fp8
 from corerl_sglang.arguments import contradictions
 from corerl_sglang.config import CALLS, SglangConfig

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from corerl.backend import Backend, StateKey
-from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
-from corerl.backend.passes import StepLosses, forward_outputs
-from corerl.config.schema import RoleConfig
-from corerl.models.build import materialize
-from corerl.models.config import hf_config
-from corerl.models.layout import make_policy
-from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
-from corerl.plugin.context import Context
+from corerl.backend import (
+    Backend,
+    StateKey,
+    StepLosses,
+    adamw,
+    forward_outputs,
+    moments,
+    set_adam_step,
+    set_lr,
+)
+from corerl.config import RoleConfig
+from corerl.models import buffer_chunks, hf_boxes, hf_config, local_chunks, make_policy, materialize
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     LossSpec,
@@ -29,7 +33,7 @@ from corerl.types import (
     Step,
     TrainResult,
 )
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 
 
 class MineBackend(Backend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from corerl.config.schema import at_least, option
+from corerl.config import at_least, option
 
 
 @frozen(kw_only=True)

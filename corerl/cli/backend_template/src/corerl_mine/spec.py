@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from corerl.plugin.capabilities import Capability, not_implemented
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin import BackendSpec, Capability, not_implemented
 from corerl_mine.config import MineConfig
 
 SPEC = BackendSpec(

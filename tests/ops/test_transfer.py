@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.ops.upload import upload
+from corerl.ops.transfer import upload
 from corerl.types import Array
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]

@@ -33,6 +33,7 @@ def adamw(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

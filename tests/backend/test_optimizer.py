@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
+from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
 from corerl.config.schema import OptimizerConfig
 from corerl.types import Array
 
