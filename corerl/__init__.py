@@ -1,6 +1,22 @@
 """Plugin-based training backends for reinforcement-learning post-training of language models."""
 
-from corerl.plugin.api import hookimpl
+from typing import TYPE_CHECKING
 
-__all__ = ["__version__", "hookimpl"]
+if TYPE_CHECKING:
+    from corerl.cluster.objects import share as share
+    from corerl.config.load import load_config as load_config
+    from corerl.config.schema import Config as Config
+    from corerl.driver.run import Summary as Summary
+    from corerl.loop import train as train
+    from corerl.plugin.api import hookimpl as hookimpl
+    from corerl.trainer.group import TrainGroup as TrainGroup
+    from corerl.types import LossSpec as LossSpec
+    from corerl.types import Output as Output
+    from corerl.types import SampleBatch as SampleBatch
+    from corerl.types import Step as Step
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)
+
 __version__ = "0.1.0"

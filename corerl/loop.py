@@ -15,7 +15,7 @@ from corerl.driver.run import Run, Summary
 from corerl.plan.make import make_plan
 
 
-def train(run: Run) -> None:
+def training(run: Run) -> None:
     with run.training():
         run.push_weights()
     run.check_logprobs()
@@ -33,7 +33,7 @@ def train(run: Run) -> None:
             break
 
 
-def collect(run: Run) -> None:
+def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
     with run.training():
         run.push_weights()
@@ -48,7 +48,7 @@ def collect(run: Run) -> None:
         run.progress.begin("rollout")
 
 
-def evaluate(run: Run) -> None:
+def scoring(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
     with run.training():
         run.push_weights()
@@ -56,15 +56,15 @@ def evaluate(run: Run) -> None:
 
 
 LOOPS: Mapping[str, Callable[[Run], None]] = {
-    "train": train,
-    "train-only": train,
-    "rollout-only": collect,
-    "eval": evaluate,
+    "train": training,
+    "train-only": training,
+    "rollout-only": sampling,
+    "eval": scoring,
 }
 
 
-def execute(config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Summary:
-    """Do what `run.mode` of a config selects, from its start to its end: `corerl.train`. A mapping has the tables of a
+def train(config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Summary:
+    """Do what `run.mode` of a config selects, from its start to its end. A mapping has the tables of a
     TOML file, a path names one; `overrides` are as on the command line, such as "run.steps=10".
 
     Raises CorerlError with the first failure's cause; earlier checkpoints stay."""

@@ -130,19 +130,19 @@ def _set_alarms(cpu: float, wall: float) -> None:
 def surroundings() -> Iterator[None]:
     """What a process that tries cases needs around all of them: runs in the process itself, an alarm, errors that are
     remembered, and a limit on memory that a case cannot leave."""
-    own = corerl.loop.execute, CorerlError.message
+    own = corerl.loop.train, CorerlError.message
     free = [number for which, number in _alarms.items() if not any(signal.getitimer(which))]  # not pytest's
     handlers = {number: signal.signal(number, _raise) for number in free}
     path, modules = list(sys.path), set(sys.modules)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    corerl.loop.execute = execute_here  # type: ignore[assignment]
+    corerl.loop.train = execute_here  # type: ignore[assignment]
     CorerlError.message = property(_remember)  # type: ignore[method-assign, assignment]
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY + GIB, limits[1]))
     try:
         yield
     finally:
-        corerl.loop.execute, CorerlError.message = own  # type: ignore[method-assign]
+        corerl.loop.train, CorerlError.message = own  # type: ignore[method-assign]
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.path[:] = path

@@ -20,7 +20,7 @@ from corerl.config.schema import Config
 from corerl.driver import launch, run
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
-from corerl.loop import execute
+from corerl.loop import train
 from corerl.trainer import group
 from tests.end_to_end.command import write_small
 
@@ -131,7 +131,7 @@ def execute_here(config: Config) -> Summary:
         patch.setattr(group, "RayGroup", Objects)
         patch.setattr(run, "share", lambda value: value)
         try:
-            return execute(config)
+            return train(config)
         finally:
             if dist.is_initialized():  # by a rank of a run that failed: a process would have ended
                 dist.destroy_process_group()

@@ -33,7 +33,7 @@ def names_of(init: Path) -> dict[str, str]:
 
 
 PUBLIC = {f"corerl.{init.parent.name}": names for init in CORE.glob("*/__init__.py") if (names := names_of(init))}
-PUBLIC["corerl"] = dict.fromkeys(corerl.__all__, "corerl")
+PUBLIC["corerl"] = {**names_of(CORE / "__init__.py"), "__version__": "corerl"}
 
 
 def imports_of(source: str) -> Iterator[tuple[str, str]]:

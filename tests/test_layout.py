@@ -25,7 +25,7 @@ ALGORITHM_NAMES = re.compile(
     r"\b(ppo|(dr[ ._-]*)?grpo|dapo|gspo|cispo|rloo|reinforce\+\+|reinforce_plus_plus)\b", re.IGNORECASE
 )
 DEFAULT = 'default="grpo",'  # of algorithm.name
-DOORS = ["loop.py:execute"]  # where users come in with a config
+DOORS = ["loop.py:train", "trainer/group.py:start"]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 

@@ -25,7 +25,7 @@ ONE_SCREEN = 40  # lines
 def test_the_loop_reads_on_one_screen() -> None:
     source = inspect.getsource(loop)
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    function = next(node for node in functions if node.name == "train")
+    function = next(node for node in functions if node.name == "training")
     assert function.end_lineno is not None
     assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
     assert max(len(line) for line in source.splitlines()) <= 120
@@ -90,7 +90,7 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
         run.log.append("end")
 
     monkeypatch.setattr(loop, "launch", launch)
-    return loop.execute(Config(backend=BackendChoice(name="any")))
+    return loop.train(Config(backend=BackendChoice(name="any")))
 
 
 # Ranks and engines take turns from the beginning: nothing is sampled while the ranks are resident. Whether the engines

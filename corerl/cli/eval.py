@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary
-        from corerl.loop import execute
+        from corerl.loop import train
 
     def score(checkpoint: Path) -> Summary:
         """Score a checkpoint's weights, or those that the config starts from."""
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         imports = imports_of(own)
         beside(imports.modules, imports.plugins)()
         # A separate directory, so that the run's own files stay as they are.
-        return execute(evolve(own, run=evolve(own.run, dir=str(Path(own.run.dir) / "eval"))))
+        return train(evolve(own, run=evolve(own.run, dir=str(Path(own.run.dir) / "eval"))))
 
     if config is None:
         summary = with_checkpoint(what, score)

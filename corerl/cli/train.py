@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     imports = imports_of(config)
     tried = beside(imports.modules, imports.plugins)
     with uncollected():
-        from corerl.loop import execute
+        from corerl.loop import train
 
     tried()
-    execute(config)
+    train(config)
     return 0

@@ -368,14 +368,12 @@ def start_all(
 
 
 def make_role(plan: Plan, name: str, group: TrainGroup, init: InitResult) -> Role:
-    objective, train = plan.algorithm.objectives[name], plan.processes.roles[name].train
+    objective, train = group.plan.objective, group.plan.train
     return Role(
         name=name,
         group=group,
         loss=objective.loss,
         train=train,
-        aggregation=objective.aggregation,
-        max_tokens=plan.rollout.settings.max_tokens,
         seed=plan.run.seed,
         first_step=objective.first_step,
         rollout_steps=train.schedule.steps or plan.run.steps,

@@ -13,7 +13,7 @@ from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.plan import StepPlan
 from corerl.errors import ConfigError
 from corerl.trainer.group import TrainGroup
 from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
@@ -27,8 +27,6 @@ class Role:
     group: TrainGroup
     loss: LossSpec
     train: TrainConfig
-    aggregation: str  # how tokens are weighted
-    max_tokens: int  # per response
     seed: int
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
@@ -56,16 +54,7 @@ class Role:
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
-        return plan_steps(
-            samples,
-            self.group.layouts[0],
-            tokens_per_micro_batch=self.train.tokens_per_micro_batch,
-            mini_batches=self.train.mini_batches,
-            epochs=self.train.epochs,
-            aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
-            seed=self.seed * 1_000_003 + rollout_step,
-        )
+        return self.group.plan_steps(samples, seed=self.seed * 1_000_003 + rollout_step)
 
     def start(
         self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
@@ -91,8 +80,6 @@ class Role:
     ) -> Future[dict[Output, Array]]:
         """Start one forward pass over all tokens. The result maps outputs to columns, which are 0 outside loss tokens,
         except that experts are given for every token."""
-        layout, tokens = self.group.layouts[0], self.train.tokens_per_micro_batch
-        plan = plan_forward(samples, layout, tokens_per_micro_batch=tokens)
 
         def masked(found: Mapping[Output, Array]) -> dict[Output, Array]:
             mask = samples.columns["loss_mask"]
@@ -101,7 +88,7 @@ class Role:
                 for output, column in found.items()
             }
 
-        return self.group.forward(shared, plan, outputs, of=samples, weights=weights, replay=replay).then(masked)
+        return self.group.forward(samples, outputs, shared=shared, weights=weights, replay=replay).then(masked)
 
 
 def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]:

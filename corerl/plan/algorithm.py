@@ -13,9 +13,10 @@ from corerl.config.schema import AlgorithmConfig, Config
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import algorithm_spec, check_spec
+from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+from corerl.types import FloatArray, Output, SampleBatch
 
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
@@ -45,7 +46,7 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
             estimate=_never,
             postprocess=None,
             passes=(),
-            objectives={ACTOR: Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")},
+            objectives={ACTOR: CLIPPED},
             compares=False,
         )
     loaded = load(Kind.ALGORITHMS, config.algorithm.name)

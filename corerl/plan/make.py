@@ -106,9 +106,10 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         run_dir=start.run_dir,
         resume=start.resume if problems.none_in("checkpoint") else None,
         context_length=context,
+        objectives=algorithm.objectives if algorithm is not None else {},
     )
     processes: ProcessPlan | None = None
-    if problems.none_in("plugins", "cluster.device"):
+    if problems.none_in("plugins", "cluster.device") and algorithm is not None:
         config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
         processes = planned(config, problems)
     problems.raise_all()

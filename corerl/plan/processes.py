@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from corerl.algorithms.base import Objective
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
@@ -69,10 +70,11 @@ def plan_processes(
     run_dir: Path,
     resume: Path | None,
     context_length: int,
+    objectives: Mapping[str, Objective],
 ) -> ProcessPlan | None:
     """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
-    models on meta, `layouts` the ways through them, `context_length` the most tokens of a sample (0: unlimited). None
-    if there is any problem, new or found before."""
+    models on meta, `layouts` the ways through them, `context_length` the most tokens of a sample (0: unlimited),
+    `objectives` how each role is trained. None if there is any problem, new or found before."""
     from corerl.models.build import stored_buffers  # slow to import: takes seconds
 
     fields = {role: hf.to_dict() for role, hf in models.items()}
@@ -117,7 +119,8 @@ def plan_processes(
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)
     with problems.stage("environment"):
         for role, plan in plans.items():
-            plans[role] = evolve(plan, environment=environment(plan.backend.name, plan.environment))
+            own = environment(plan.backend.name, plan.environment)
+            plans[role] = evolve(plan, environment=own, objective=objectives[role])
     resources = [plan.resources for plan in plans.values()]
     engine_plan: EnginePlan | None = None
     if config.run.samples:

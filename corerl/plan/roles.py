@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
@@ -21,7 +22,10 @@ from corerl.plugin.observers import extensions_for
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, Process, Resources
+from corerl.types import LossSpec
 from corerl.weights.transports import TRANSPORTS
+
+CLIPPED = Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")
 
 
 @frozen(kw_only=True)
@@ -34,6 +38,8 @@ class RolePlan:
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
     resources: Resources  # per rank
+    objective: Objective = CLIPPED  # as the run's algorithm says
+    max_tokens: int  # of a response, for objectives that divide by it
 
     @property
     def train(self) -> TrainConfig:
@@ -106,6 +112,7 @@ def plan_role(
         data_parallel=backend.spec.data_parallel(options, cluster),
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
+        max_tokens=config.rollout.max_tokens,
     )
 
 

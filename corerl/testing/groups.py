@@ -18,7 +18,6 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
-from corerl.data.plan import plan_forward, plan_steps
 from corerl.driver.updates import meeting_at
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
@@ -95,20 +94,12 @@ def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
 
 def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | None = None) -> TrainResult:
     batch = samples or samples_at(number)
-    (plan,) = plan_steps(
-        batch,
-        group.layouts[0],
-        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
-        aggregation="token-mean",
-        max_tokens=32,
-        seed=0,
-    )
+    (plan,) = group.plan_steps(batch, seed=0)
     return group.train(share(batch), plan, LOSS, step_at(number)).result()
 
 
 def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
-    plan = plan_forward(batch, group.layouts[0], tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
-    columns = group.forward(share(batch), plan, (Output.LOGPROBS,), of=batch).result()
+    columns = group.forward(batch, (Output.LOGPROBS,), shared=share(batch)).result()
     return columns[Output.LOGPROBS]
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from attrs import evolve, frozen
 
 from corerl.calls import Calls, Future
 from corerl.cluster.group import Pending, RayGroup, Watching
-from corerl.cluster.placement import Seat
-from corerl.data.plan import StepPlan
+from corerl.cluster.placement import Seat, seated
+from corerl.cluster.runtime import ray_session
+from corerl.config.load import as_config
+from corerl.config.schema import Config
+from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
 from corerl.plan.roles import RolePlan
+from corerl.plugin.spec import ACTOR
 from corerl.types import (
     Array,
     ForwardResult,
@@ -34,9 +40,11 @@ from corerl.types import (
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
+SEATED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
+
 
 class TrainGroup:
-    """The ranks of one role: `TrainGroup.launch(plan, seats)`, then `init`, then the other verbs.
+    """The ranks of one role: `TrainGroup.start(config)`, or `launch` and `init`, then the other verbs.
 
     Ranks run the verbs in the order they were started; start them in one thread. A failing rank ends the group with its
     error, which the results of that verb and of all that were started after it raise. Once the group has ended, verbs
@@ -53,13 +61,40 @@ class TrainGroup:
         self._meeting: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
     @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls, config: Config | Mapping[str, Any] | Path | str, *, role: str = ACTOR, resume: str = ""
+    ) -> Iterator[Self]:
+        """Start the ranks of a config's role alone, for a loop of one's own, and let them build and load: from the
+        directory `resume` of a `save`, or the model. Read are `[model]`, `[backend]`, `[backends]`, `[roles]`,
+        `[train]`, `[cluster]`, and of `[algorithm]` the role's loss. The block's end ends them, and Ray if it was
+        started for them.
+
+        Raises UserError with a line for each problem that can be known before a process starts.
+        """
+        from corerl.plan.group import plan_group  # slow to import: takes seconds
+
+        plan = plan_group(as_config(config), role, resume=resume)
+        with (
+            ray_session(address=plan.address, cpus=plan.seating.cpus),
+            seated(plan.seating, timeout=SEATED_WITHIN) as seats,
+        ):
+            group = cls.launch(plan.role, seats[role])
+            try:
+                group.init().result()
+                yield group
+                group.shutdown()
+            finally:
+                group.processes.kill()
+
+    @classmethod
     def launch(
         cls,
         plan: RolePlan,
         seats: Sequence[Seat],
         *,
         watching: Watching | None = None,
-    ) -> TrainGroup:
+    ) -> Self:
         """Start a process for each rank; returns at once."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
         processes = RayGroup(names, "corerl.trainer.worker:Worker", seats, plan.environment, watching=watching)
@@ -146,20 +181,38 @@ class TrainGroup:
             tokens=sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs),
         )
 
+    def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:
+        """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
+        `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
+        another."""
+        train, objective = self.plan.train, self.plan.objective
+        return plan_steps(
+            samples,
+            self.layouts[0],
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            mini_batches=train.mini_batches,
+            epochs=train.epochs,
+            aggregation=objective.aggregation,
+            max_tokens=self.plan.max_tokens,
+            seed=seed,
+        )
+
     def forward(
         self,
-        samples: Any,
-        plan: StepPlan,
+        samples: SampleBatch,
         outputs: tuple[Output, ...],
         *,
-        of: SampleBatch,
+        shared: Any = None,
         weights: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
-        """Compute columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With
-        `replay`, tokens are routed through the experts in its column `routed_experts`."""
-        pending = self._start("forward", samples, plan, outputs, weights, replay)
-        return self._calls.add(pending, lambda results: scatter(results, outputs, of, role=self.role))
+        """Pass the samples through the model without gradients, under the snapshot `weights` ("": the weights as they
+        are); returns columns [N, ...] aligned with their tokens. `shared` refers to the samples in the object store, if
+        they are there. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
+        plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
+        given = samples if shared is None else shared
+        pending = self._start("forward", given, plan, outputs, weights, replay)
+        return self._calls.add(pending, lambda results: scatter(results, outputs, samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         configs.append(config)
         return Summary(reason="finished", run_dir=Path(config.run.dir), steps_done=4, evaluation={"reward": 0.5})
 
-    monkeypatch.setattr(loop, "execute", evaluate)
+    monkeypatch.setattr(loop, "train", evaluate)
     return configs
 
 

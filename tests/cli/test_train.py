@@ -19,7 +19,7 @@ SOUND = 'backend.name = "plain"\nrun.steps = 5\n'
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that the loop was started with."""
     configs: list[Config] = []
-    monkeypatch.setattr(loop, "execute", configs.append)
+    monkeypatch.setattr(loop, "train", configs.append)
     return configs
 
 
@@ -57,7 +57,7 @@ def test_a_failure_of_the_run_is_one_line_and_status_1(
     def train(config: Config) -> None:
         raise WorkerDied("actor rank 1: its process died during train")
 
-    monkeypatch.setattr(loop, "execute", train)
+    monkeypatch.setattr(loop, "train", train)
     (tmp_path / "run.toml").write_text(SOUND)
     assert main(["train", str(tmp_path / "run.toml")]) == 1
     assert capsys.readouterr() == ("", "corerl: error: actor rank 1: its process died during train\n")

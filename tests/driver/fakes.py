@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -23,11 +24,13 @@ from corerl.plan.algorithm import REFERENCE, plan_algorithm
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.resolve import resolve_tables
+from corerl.plan.roles import CLIPPED
 from corerl.plan.start import Start
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
 from corerl.rollout.engine import Received
+from corerl.trainer.group import TrainGroup
 from corerl.types import (
     LossSpec,
     MemoryKind,
@@ -66,6 +69,7 @@ class Group:
         self.verified: list[bool] = []  # update by update
         self.sums: dict[str, Any] = {}  # by engine
 
+        self.plan: Any = None
         self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
 
     def weight_sums(self, dtype: str) -> dict[str, Any]:
@@ -131,12 +135,14 @@ class Group:
             raise self.failure
 
     def forward(
-        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str, replay: bool
+        self, samples: SampleBatch, outputs: tuple[Output, ...], *, shared: Any, weights: str, replay: bool
     ) -> Future[dict[Output, Any]]:
         self.passes.append((outputs, weights, replay))
         value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
-        columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+        columns: dict[Output, Any] = {output: np.full(len(samples.tokens), value, np.float32) for output in outputs}
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
+
+    plan_steps: Any = TrainGroup.plan_steps
 
     def train(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
@@ -168,14 +174,13 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 
 
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
-    config = config or make_config()
+    config, group = config or make_config(), group or Group()
+    group.plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
     given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
-        group=group or Group(),  # type: ignore[arg-type]  # the part of a TrainGroup that is used
+        group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
         train=config.train,
-        aggregation="token-mean",
-        max_tokens=7,
         seed=0,
         **given,
     )

@@ -17,7 +17,7 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.plan import StepPlan, plan_steps
 from corerl.errors import ContractError, CorerlError, HookFailed, SaveFailed, WorkerDied
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
@@ -290,13 +290,13 @@ def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layout
     shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
     results = [result_of(batch, *shares[at.dp_rank]) if at.outputs else NOTHING for at in layouts]
     group, _ = group_with(*layouts, forward=results)
-    columns = group.forward(None, PLAN, LOGPROBS, of=batch).result()  # type: ignore[arg-type]
+    columns = group.forward(batch, LOGPROBS).result()
     assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
     group, _ = group_with(*layouts, forward=results)
     with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
-        group.forward(None, PLAN, LOGPROBS, of=batch).result()  # type: ignore[arg-type]
+        group.forward(batch, LOGPROBS).result()
 
 
 def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:
@@ -566,12 +566,11 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     assert trained.metrics["tokens"].total == trained.tokens
     assert trained.tokens >= 18  # fillers cost tokens too
 
-    passing = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=2), tokens_per_micro_batch=8)
-    assert group.forward(shared, passing, LOGPROBS, of=batch).result()[Output.LOGPROBS].tolist() == list(range(18))
+    assert group.forward(batch, LOGPROBS, shared=shared).result()[Output.LOGPROBS].tolist() == list(range(18))
     group.snapshot("reference").load("500").result()
     group.snapshot("old").create().result()
     for weights, offset in (("reference", 500), ("old", 1000), ("", 0)):
-        columns = group.forward(shared, passing, LOGPROBS, of=batch, weights=weights).result()
+        columns = group.forward(batch, LOGPROBS, shared=shared, weights=weights).result()
         assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
 
     assert group.manifest().result() == MANIFEST
@@ -587,7 +586,7 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
         return [group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
 
     async def awaited() -> list[Any]:
-        return await asyncio.gather(*steps(3, 4), group.forward(shared, passing, LOGPROBS, of=batch))
+        return await asyncio.gather(*steps(3, 4), group.forward(batch, LOGPROBS, shared=shared))
 
     cancelled(group.clear_memory())  # which does not end the group
     *results, columns = asyncio.run(awaited())
