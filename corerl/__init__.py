@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.calls import Future as Future
+    from corerl.calls import wait_all as wait_all
     from corerl.cluster.objects import share as share
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config

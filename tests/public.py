@@ -33,7 +33,7 @@ def names_of(init: Path) -> dict[str, str]:
 
 
 PUBLIC = {f"corerl.{init.parent.name}": names for init in CORE.glob("*/__init__.py") if (names := names_of(init))}
-PUBLIC["corerl"] = {**names_of(CORE / "__init__.py"), "__version__": "corerl"}
+PUBLIC["corerl"] = names_of(CORE / "__init__.py")
 
 
 def imports_of(source: str) -> Iterator[tuple[str, str]]:
@@ -50,4 +50,4 @@ def is_core(module: str) -> bool:
 
 
 def is_public(module: str, name: str) -> bool:
-    return module in WHOLE or name in PUBLIC.get(module, ())
+    return module in WHOLE or name in PUBLIC.get(module, ()) or (module == "corerl" and name in ("", "__version__"))

@@ -109,7 +109,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         objectives=algorithm.objectives if algorithm is not None else {},
     )
     processes: ProcessPlan | None = None
-    if problems.none_in("plugins", "cluster.device") and algorithm is not None:
+    if problems.none_in("plugins", "cluster.device"):
         config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
         processes = planned(config, problems)
     problems.raise_all()
