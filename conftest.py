@@ -27,7 +27,7 @@ server.fork_fork_servers()
 pytest.register_assert_rewrite("tests.bare_loop")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
-STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "seats", "shared_ray", "uninterrupted"}
+STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [

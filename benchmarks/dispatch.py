@@ -15,7 +15,7 @@ from benchmarks.empty_backend import empty_result
 from benchmarks.report import ENVIRONMENT, Comparison, Number, Report, finish, in_turns, parser
 from benchmarks.samples import make_batch, plan_one_step
 from corerl.cluster.objects import share
-from corerl.cluster.placement import arrange, seated
+from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
 from corerl.plan.algorithm import plan_algorithm
@@ -61,13 +61,13 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)
     step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)
-    seating = arrange({"actor": RANKS, "bare": RANKS})
-    with ray_session(address="", cpus=seating.cpus), seated(seating, timeout=60.0) as seats:
-        group = TrainGroup.launch(evolve(plan, environment=ENVIRONMENT), seats["actor"])
+    placement = arrange({"actor": RANKS, "bare": RANKS})
+    with ray_session(address="", cpus=placement.cpus), reserved(placement, timeout=60.0) as slots:
+        group = TrainGroup.launch(evolve(plan, environment=ENVIRONMENT), slots["actor"])
         group.init().result()
         environment = {"env_vars": ENVIRONMENT}
         actors: list[Any] = [
-            ray.remote(Bare).options(runtime_env=environment, **seat.options()).remote() for seat in seats["bare"]
+            ray.remote(Bare).options(runtime_env=environment, **slot.options()).remote() for slot in slots["bare"]
         ]
         shared = share(samples)
 

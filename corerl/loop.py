@@ -42,7 +42,7 @@ def sampling(run: Run) -> None:
     for scored in run.source:  # writes each batch to disk
         run.progress.step += 1
         run.report(scored, None, {})
-        run.mend_engines()
+        run.ensure_serving()
         if run.stopping:
             break
         run.progress.begin("rollout")

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from attrs import frozen
 
-from corerl.cluster.placement import Seat, Seating
+from corerl.cluster.placement import Placement, Slot
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.driver import launch, run
@@ -120,13 +120,13 @@ def execute_here(config: Config) -> Summary:
         yield
 
     @contextlib.contextmanager
-    def seated(seating: Seating, **_: Any) -> Iterator[dict[str, list[Any]]]:
+    def reserved(placement: Placement, **_: Any) -> Iterator[dict[str, list[Any]]]:
         nowhere: Any = None  # these processes are no processes
-        yield {name: [Seat(nowhere, place, 0.0, 0.0) for place in places] for name, places in seating.places.items()}
+        yield {name: [Slot(nowhere, place, 0.0, 0.0) for place in places] for name, places in placement.places.items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "ray_session", nothing)
-        patch.setattr(launch, "seated", seated)
+        patch.setattr(launch, "reserved", reserved)
         patch.setattr(launch, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
         patch.setattr(run, "share", lambda value: value)

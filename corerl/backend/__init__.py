@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from corerl.backend.passes import StepLosses as StepLosses
     from corerl.backend.passes import forward_outputs as forward_outputs
     from corerl.backend.routing import free_tokens as free_tokens
-    from corerl.backend.routing import told_experts as told_experts
+    from corerl.backend.routing import replayed_experts as replayed_experts
 else:
     from corerl.imports import on_demand
 

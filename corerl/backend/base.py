@@ -378,7 +378,7 @@ class Backend(BackendBase, ABC):
     def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
         """Memory for a bucket of `manifest`, [bucket.numel]: the sender's, or this rank's if the sender has none."""
         with self.span("wait for room"):
-            room = sender.room(bucket.numel, getattr(torch, manifest.dtype))
+            room = sender.acquire_buffer(bucket.numel, getattr(torch, manifest.dtype))
         return self._memory(bucket, manifest) if room is None else room
 
     def _memory(self, bucket: Bucket, manifest: Manifest) -> torch.Tensor:

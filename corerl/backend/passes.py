@@ -11,7 +11,7 @@ from torch import Tensor
 from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
-from corerl.backend.routing import told_experts
+from corerl.backend.routing import replayed_experts
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch
 
@@ -80,7 +80,7 @@ def forward_outputs(
 def _replayed(
     routers: Routers | None, micro: MicroBatch, device: torch.device, *, keep: bool = False
 ) -> AbstractContextManager[None]:
-    return nullcontext() if routers is None else routers.told(told_experts(routers, micro, device), keep=keep)
+    return nullcontext() if routers is None else routers.replaying(replayed_experts(routers, micro, device), keep=keep)
 
 
 def _outputs(

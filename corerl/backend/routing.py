@@ -35,9 +35,9 @@ def free_tokens(micro: MicroBatch, *, layers: int, topk: int, experts: int) -> B
     return free if free.any() else None
 
 
-def told_experts(routers: Routers, micro: MicroBatch, device: torch.device) -> Tensor | None:
-    """[T, layers, k] experts on `device`, as `Routers.told` takes them; None if the micro-batch has no such column.
-    Raises ModelError if the model's routers are not known, or the column does not fit the model."""
+def replayed_experts(routers: Routers, micro: MicroBatch, device: torch.device) -> Tensor | None:
+    """[T, layers, k] experts on `device`, as `Routers.replaying` takes them; None if the micro-batch has no such
+    column. Raises ModelError if the model's routers are not known, or the column does not fit the model."""
     if COLUMN not in micro.columns:
         return None
     if not routers.layers:

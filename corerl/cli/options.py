@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import require_plugins
     from corerl.errors import PluginConflict
     from corerl.plugin.registry import Kind, kinds_of, load, unknown
-    from corerl.plugin.tables import table_of
+    from corerl.plugin.toml_help import table_of
 
     require_plugins([(kind, args.name) for kind in Kind])
     kinds = [kind for kind in Kind if kind.noun == args.kind] if args.kind else kinds_of(args.name)

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from ray.exceptions import RayError
 
 from corerl.cluster.deaths import LONGEST, death
-from corerl.cluster.placement import Seat
+from corerl.cluster.placement import Slot
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
@@ -57,7 +57,7 @@ class RayGroup:
         self,
         names: Sequence[str],
         target: str,
-        seats: Sequence[Seat],
+        slots: Sequence[Slot],
         environment: Mapping[str, str],
         *,
         failure: type[CorerlError] = HookFailed,
@@ -66,12 +66,12 @@ class RayGroup:
     ) -> None:
         """`failure` is the type that foreign exceptions of the processes become. With one thread, calls run in the
         order they were started; with more, that many run at once."""
-        if len(names) != len(seats):
-            raise CorerlError(f"got {len(names)} processes and {len(seats)} seats; each process needs one seat")
+        if len(names) != len(slots):
+            raise CorerlError(f"got {len(names)} processes and {len(slots)} slots; each process needs one slot")
         self.names = list(names)
         self.target = target
         self._environment = dict(environment)
-        self._seats = list(seats)
+        self._seats = list(slots)
         self._failure = failure
         self._threads = threads
         self._watching = watching or Watching()

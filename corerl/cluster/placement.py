@@ -19,7 +19,7 @@ PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
 @frozen(eq=False)
-class Seat:
+class Slot:
     """The place of one process: a share of one bundle, or of several adjacent ones."""
 
     group: PlacementGroup
@@ -38,7 +38,7 @@ class Seat:
 
 
 @frozen(kw_only=True)
-class Seating:
+class Placement:
     """The placement of a run's processes, as plain numbers computed before Ray starts."""
 
     places: Mapping[str, tuple[int, ...]]  # group of processes -> each one's (first) bundle
@@ -68,7 +68,7 @@ def arrange(
     cpus: float = 1.0,
     gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
-) -> Seating:
+) -> Placement:
     """Assign bundles to `groups` (name -> number of processes). Groups in `apart` get their own; all others share as
     many bundles as the largest of them needs, each spread evenly over these.
 
@@ -87,49 +87,50 @@ def arrange(
             # A wide process starts at a multiple of its width, so that it stays on one machine and none overlap.
             places[name] = tuple(index * (shared // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
-    return Seating(places=places, bundles=bundles, bundle=bundle, widths=widths)
+    return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths)
 
 
 @contextlib.contextmanager
-def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]]]:
-    """Reserve the bundles and yield the seats of each group; releases the bundles at the end.
+def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list[Slot]]]:
+    """Reserve the bundles and yield the slots of each group; releases the bundles at the end.
 
     Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
     CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
     machines.
     """
-    bundle = dict(seating.bundle)
+    bundle = dict(placement.bundle)
     gpus = bundle.get("GPU", 0.0)
-    group = placement_group([bundle] * seating.bundles, strategy="PACK")
+    group = placement_group([bundle] * placement.bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=timeout):
             there, free = ray.cluster_resources(), ray.available_resources()
+            needed = {name: amount * placement.bundles for name, amount in bundle.items()}
             listed = ", ".join(
-                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount * seating.bundles:g} needed"
-                for name, amount in bundle.items()
+                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount:g} needed"
+                for name, amount in needed.items()
             )
             raise CorerlError(
-                f"the cluster has no room for {seating.bundles} bundles of {bundle}: {listed}; "
+                f"the cluster has no room for {placement.bundles} bundles of {bundle}: {listed}; "
                 "use fewer ranks or engines, or a larger cluster"
             )
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         numbers = gpus_of_bundles(group, nodes) if gpus else {}
         order = physical_order(nodes, numbers)
         neighbors = Counter(nodes.values())
-        seats: dict[str, list[Seat]] = {name: [] for name in seating.places}
-        for name, places in seating.places.items():
+        slots: dict[str, list[Slot]] = {name: [] for name in placement.places}
+        for name, places in placement.places.items():
             for place in places:
-                taken = [order[index] for index in seating.taken(name, place)]
+                taken = [order[index] for index in placement.taken(name, place)]
                 if len({nodes[index] for index in taken}) > 1:
                     raise CorerlError(
                         f"{name}: one process takes {len(taken)} bundles, but Ray placed them on several machines; use "
                         "machines whose device count is a multiple of that, or fewer devices per process"
                     )
-                share = seating.share(place)
+                share = placement.share(place)
                 devices = tuple(numbers[index] for index in taken) if numbers else ()
                 beside = neighbors[nodes[taken[0]]]
-                seats[name].append(Seat(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
-        yield seats
+                slots[name].append(Slot(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
+        yield slots
     finally:
         remove_placement_group(group)
 
@@ -142,7 +143,7 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[in
 def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, int]:
     """Bundle -> GPU index on its machine, as seen by a probe process on the bundle; `nodes` has each bundle's node.
     Raises CorerlError if a probe fails, or does not answer in time."""
-    probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in nodes}
+    probes = {index: _gpu_of_bundle.options(**Slot(group, index, 0.0, 1.0).options()).remote() for index in nodes}
     found: dict[int, int] = {}
     for index, probe in probes.items():
         try:

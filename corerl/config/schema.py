@@ -724,7 +724,7 @@ class Config:
         return roles
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def own_devices(self) -> tuple[str, ...]:
         """The roles that have their own devices."""
         return tuple(
             name

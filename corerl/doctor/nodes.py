@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import asdict
 
-from corerl.plugin.origins import look_for
+from corerl.plugin.fingerprint import look_for
 from corerl.plugin.registry import Kind
 
 

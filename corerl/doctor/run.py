@@ -14,7 +14,7 @@ from corerl.errors import CorerlError, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Selection, ignored_tables, selected
-from corerl.plugin.origins import Origin, look_for
+from corerl.plugin.fingerprint import Origin, look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import ACTOR, Finding, Level, ok
 

@@ -41,7 +41,7 @@ class EqualRewards:
         self._dull: deque[tuple[int, int]] = deque(maxlen=STEPS)  # of the steps in a row: equal groups, all groups
         self._told = False
 
-    def hear(self, rewards: FloatArray, groups: IntArray) -> str:
+    def update(self, rewards: FloatArray, groups: IntArray) -> str:
         """A notice about the latest steps, "" if there is none. The one about samples is due again once they have
         differed; the one about groups, whose share goes up and down, comes once."""
         self._constant = self._constant + 1 if len(rewards) > 1 and (rewards == rewards[0]).all() else 0

@@ -14,7 +14,7 @@ from attrs import evolve
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster.group import Pending, RayGroup, Watching
-from corerl.cluster.placement import Seat, seated
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.data.prompts import PromptStream
@@ -36,7 +36,7 @@ from corerl.plan.processes import ENGINES, EnginePlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.run_dir import skipping
 from corerl.plugin import hooktrace
-from corerl.plugin.events import RunFinished, RunStarted, Worked
+from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
@@ -47,7 +47,7 @@ from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
 
-SEATED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
+RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 
 @contextlib.contextmanager
@@ -275,10 +275,10 @@ def _start_processes(
     `beside`. `stack` ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
-    session = ray_session(address=plan.cluster.address, cpus=processes.seating.cpus, forward=hooktrace.wanted())
+    session = ray_session(address=plan.cluster.address, cpus=processes.placement.cpus, forward=hooktrace.wanted())
     stack.enter_context(session)
-    seats = stack.enter_context(seated(processes.seating, timeout=SEATED_WITHIN))
-    progress.begin(f"starting {_counted(seats)}")
+    slots = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN))
+    progress.begin(f"starting {_counted(slots)}")
     watching = Watching(
         notify=progress.notice,
         seconds=plan.cluster.watchdog,
@@ -286,11 +286,11 @@ def _start_processes(
     )
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
-        groups[name] = TrainGroup.launch(role, seats[name], watching=watching)
+        groups[name] = TrainGroup.launch(role, slots[name], watching=watching)
         stack.callback(groups[name].processes.kill)
     fleet: EngineFleet | None = None
     if engine is not None:
-        fleet = make_fleet(engine, seats[ENGINES], watching, restarts=plan.rollout.settings.restarts)
+        fleet = make_fleet(engine, slots[ENGINES], watching, restarts=plan.rollout.settings.restarts)
         stack.callback(fleet.processes.kill)
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
 
@@ -314,7 +314,7 @@ def address_of(plan: Plan, fleet: EngineFleet) -> Address:
 def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
     """Report a call that `process` has answered."""
     progress.tell(
-        Worked(
+        CallFinished(
             process=process,
             verb=outcome.method,
             call=pending.method,
@@ -329,11 +329,11 @@ def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome
     )
 
 
-def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
+def _counted(slots: Mapping[str, Sequence[Slot]]) -> str:
     """For instance "2 actor ranks, 1 critic rank and 2 engines"."""
     counts = [
         f"{len(group)} {'engine' if name == ENGINES else f'{name} rank'}{'s' * (len(group) != 1)}"
-        for name, group in seats.items()
+        for name, group in slots.items()
     ]
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
@@ -391,16 +391,16 @@ def _notices(plan: Plan) -> Iterator[str]:
         yield from plan.memory.lines(fullest=True)
 
 
-def make_fleet(plan: EnginePlan, seats: Sequence[Seat], watching: Watching, *, restarts: int) -> EngineFleet:
-    """Start a process for each replica, on the devices of its seat; returns at once."""
+def make_fleet(plan: EnginePlan, slots: Sequence[Slot], watching: Watching, *, restarts: int) -> EngineFleet:
+    """Start a process for each replica, on the devices of its slot; returns at once."""
     assignments = [
-        evolve(assignment, context=evolve(assignment.context, devices=seat.devices))
-        for assignment, seat in zip(plan.assignments, seats, strict=True)
+        evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
+        for assignment, slot in zip(plan.assignments, slots, strict=True)
     ]
     processes = RayGroup(
         [assignment.context.name for assignment in assignments],
         "corerl.rollout.service:EngineService",
-        seats,
+        slots,
         plan.environment,
         failure=EngineFailed,
         threads=plan.calls + 2,  # besides sampling for training: an evaluation, and `pause`

@@ -42,7 +42,7 @@ from corerl.plan.run_dir import EXPORT
 from corerl.plugin.events import (
     Evaluated,
     RunFinished,
-    Shown,
+    SampleShown,
     StepFinished,
 )
 from corerl.plugin.spec import ACTOR
@@ -53,12 +53,12 @@ from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
 
-def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
+def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
     """The first evaluation's answers, from a checkpoint's state."""
-    return tuple(Shown(**shown) for shown in state.get("before", []))
+    return tuple(SampleShown(**shown) for shown in state.get("before", []))
 
 
-def _questions(answers: Sequence[Shown]) -> list[tuple[str, str]]:
+def _questions(answers: Sequence[SampleShown]) -> list[tuple[str, str]]:
     return [(shown.prompt, shown.answer) for shown in answers]
 
 
@@ -94,8 +94,8 @@ class Run:
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
-    _after: tuple[Shown, ...] = ()
+    _before: tuple[SampleShown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
+    _after: tuple[SampleShown, ...] = ()
     _equal: EqualRewards = Factory(
         lambda self: EqualRewards(
             self.plan.algorithm.settings, compares=self.plan.algorithm.compares, samples=self.plan.run.samples
@@ -258,7 +258,7 @@ class Run:
             self.gate.pushed(self.updates.version - 1, new=self._pushed_at != self.actor.optimizer_step)
         self._pushed_at = self.actor.optimizer_step
 
-    def mend_engines(self) -> None:
+    def ensure_serving(self) -> None:
         """Replace dead engines, if there are any, and update the weights."""
         if self.updates is not None and self.updates.fleet.dead:
             self.bring_weights()
@@ -315,7 +315,7 @@ class Run:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
-        if notice := self._equal.hear(scored.rewards, scored.rollout.batch.rows["group"]):
+        if notice := self._equal.update(scored.rewards, scored.rollout.batch.rows["group"]):
             self.progress.notice(notice)
         if batch and batch.metrics.get("correction/weight") == 0.0:
             algorithm = self.plan.algorithm.settings

@@ -13,17 +13,17 @@ from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.asynchronous import Asynchronous
+from corerl.rollout.chat_server import ChatServer
 from corerl.rollout.episodes import EpisodeScorer
 from corerl.rollout.fleet import Counted, EngineFleet
-from corerl.rollout.front import Front
 from corerl.rollout.one_step_off import OneStepOff
 from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.recorded import ROLLOUTS, RecordingSource, SavedRollouts
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import InTurn, Scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
-from corerl.rollout.sources import Draws, Refill, Source, Synchronous
+from corerl.rollout.sources import BatchSampler, DynamicSampling, Source, Synchronous
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
@@ -49,16 +49,16 @@ def start_source(
     if fleet is None or engine is None:
         source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
     else:
-        front: Front | None = None
+        front: ChatServer | None = None
         if rollout.function is not None:
             settings = rollout.settings
-            front = Front(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+            front = ChatServer(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
             stack.callback(front.close)
         sampler = make_sampler(rollout, fleet, front, told, calls=engine.calls)
         aside = make_sampler(rollout, fleet, front, told, calls=engine.calls, aside=True)
         source = make_source(rollout, fleet, sampler, aside, reward, told, calls=engine.calls, steps=plan.run.steps)
     if rollout.settings.save or plan.run.mode == "rollout-only":
-        source = Kept(source, start.run_dir / ROLLOUTS)
+        source = RecordingSource(source, start.run_dir / ROLLOUTS)
     if rollout.postprocess is not None:
         source = Postprocessed(source, rollout.postprocess, rollout.settings.postprocess)
     stack.callback(source.close)
@@ -68,7 +68,7 @@ def start_source(
 
 
 def make_sampler(
-    plan: RolloutPlan, fleet: EngineFleet, front: Front | None, told: Counted, *, calls: int, aside: bool = False
+    plan: RolloutPlan, fleet: EngineFleet, front: ChatServer | None, told: Counted, *, calls: int, aside: bool = False
 ) -> Sampler:
     """A sampler of single responses, or of the episodes that the run's function plays through `front`, with at most
     `calls` at a time in each engine. `told` hears how many samples are drawn. `aside`: for a thread that does not
@@ -112,14 +112,14 @@ def make_source(
     """The source that samples; `aside` is the sampler for background threads. `told` hears how many samples are drawn
     by a source that has no need of samplers for that."""
     settings = plan.settings
-    draws = Draws(
+    draws = BatchSampler(
         stream=PromptStream(plan.prompts, plan.seed),
         sampler=sampler,
         reward=reward,
         params=plan.params,
         prompts=settings.prompts,
         samples=settings.samples,
-        refill=Refill(useful=spread, attempts=plan.attempts) if plan.attempts else None,
+        refill=DynamicSampling(useful=spread, attempts=plan.attempts) if plan.attempts else None,
     )
     match settings.source:
         case "synchronous":

@@ -48,7 +48,7 @@ class Routers:
             module.forward = self._asking(layer, module.forward)
 
     @contextmanager
-    def told(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
+    def replaying(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
         """Within the block, send tokens through `experts` [T, layers, k]; where that is -1, or None as a whole, the
         routers choose. A backward pass that recomputes layers must be inside the block. With `keep`, `chosen` has the
         experts of the block's one pass."""

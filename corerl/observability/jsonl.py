@@ -13,7 +13,7 @@ from attrs import asdict
 from corerl.observability.files import reopen
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import Evaluated, Event, RunStarted, Shown, StepFinished
+from corerl.plugin.events import Evaluated, Event, RunStarted, SampleShown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
 SAMPLES_FILE = "samples.jsonl"
@@ -53,10 +53,10 @@ class Jsonl:
                 file.close()
         self._metrics = self._samples = None
 
-    def _chosen(self, event: StepFinished | Evaluated) -> Sequence[Shown]:
+    def _chosen(self, event: StepFinished | Evaluated) -> Sequence[SampleShown]:
         return event.samples if self._options.samples == "all" else event.shown
 
-    def _write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Shown], *, kind: str) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float], answers: Sequence[SampleShown], *, kind: str) -> None:
         if self._metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
             # JSON has neither NaN nor infinity; other readers understand null.

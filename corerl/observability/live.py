@@ -18,9 +18,9 @@ from rich.text import Text
 from corerl.messages import printable
 from corerl.observability.braille import Line, draw
 from corerl.observability.history import phases
-from corerl.observability.story import NUMBERS, Story
+from corerl.observability.run_state import NUMBERS, RunState
 from corerl.observability.text import duration, number
-from corerl.plugin.events import Event, Notice, RunFinished, Shown
+from corerl.plugin.events import Event, Notice, RunFinished, SampleShown
 
 REWARD, EXACT = "cyan", "magenta"
 
@@ -44,7 +44,7 @@ RECENT = 20  # steps that the phases' bars are averaged over
 class LiveView:
     """A display that rich's own thread redraws four times a second; a lock guards everything it reads."""
 
-    def __init__(self, story: Story, console: Console) -> None:
+    def __init__(self, story: RunState, console: Console) -> None:
         self._story = story
         self._console = console
         self._lock = Lock()
@@ -52,9 +52,9 @@ class LiveView:
         self._spinner = Spinner("dots", style="green")
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
 
-    def hear(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         with self._lock:
-            self._story.hear(event)
+            self._story.update(event)
         match event:
             case RunFinished():
                 self.close()
@@ -109,7 +109,7 @@ class LiveView:
         return row
 
 
-def _header(story: Story) -> RenderableType:
+def _header(story: RunState) -> RenderableType:
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
     row.add_column(no_wrap=True, overflow="ellipsis", justify="right", ratio=1)
@@ -117,7 +117,7 @@ def _header(story: Story) -> RenderableType:
     return row
 
 
-def _numbers(story: Story) -> RenderableType:
+def _numbers(story: RunState) -> RenderableType:
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in range(3):
         table.add_column(no_wrap=True, ratio=3)
@@ -130,7 +130,7 @@ def _numbers(story: Story) -> RenderableType:
     return table
 
 
-def _pictures(story: Story, width: int) -> RenderableType:
+def _pictures(story: RunState, width: int) -> RenderableType:
     """The plot on the left, the seconds of each phase on the right; only the latter if there is no room for both."""
     side = 32
     if width < side + NARROWEST:
@@ -142,7 +142,7 @@ def _pictures(story: Story, width: int) -> RenderableType:
     return grid
 
 
-def _plot(story: Story, width: int) -> RenderableType:
+def _plot(story: RunState, width: int) -> RenderableType:
     lines = [
         Line(*story.history.series("rollout/reward"), REWARD),
         Line(*story.history.series("eval/exact_match"), EXACT),
@@ -158,7 +158,7 @@ def _plot(story: Story, width: int) -> RenderableType:
     return text
 
 
-def _phases(story: Story, width: int) -> RenderableType:
+def _phases(story: RunState, width: int) -> RenderableType:
     seconds = {name: story.history.recent(f"time/{name}", RECENT) for name in phases(story.history)}
     longest = max(seconds.values(), default=0.0)
     text = Text(f"seconds a step, last {RECENT}", no_wrap=True)
@@ -169,7 +169,7 @@ def _phases(story: Story, width: int) -> RenderableType:
     return text
 
 
-def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
+def _answers(shown: Sequence[SampleShown], title: str) -> RenderableType:
     table = _table("prompt", "response", "expected", title=title)
     table.add_column("reward", justify="right", no_wrap=True)
     for answer in shown:
@@ -177,7 +177,7 @@ def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
     return table
 
 
-def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
+def summary(story: RunState, event: RunFinished, *, width: int) -> RenderableType:
     """How metrics began and ended, the same prompts before and after training, and the paths of all outputs. A path
     that does not fit into `width` columns after its name goes below it, unbroken."""
     color = "green" if event.reason == "finished" else "red"

@@ -12,9 +12,9 @@ import torch
 from attrs import evolve
 
 from corerl.config.schema import RoleConfig
-from corerl.observability.chosen import steps_chosen
 from corerl.observability.files import beside
 from corerl.observability.specs import MemoryOptions
+from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
 from corerl.types import Metric, Reduction, Step, TrainResult
@@ -67,7 +67,7 @@ class MemoryRecorder:
 
     def __init__(self, *, options: MemoryOptions, run_dir: str) -> None:
         self._options = options
-        self._snapshots = steps_chosen(options.snapshots)
+        self._snapshots = step_ranges(options.snapshots)
         self._directory = Path(run_dir) / MEMORY_DIR
         self._name = ""
         self._meter: CudaMeter | ResidentMeter | None = None  # None on ranks that are not chosen

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from corerl.observability.specs import MlflowOptions
 from corerl.observability.tensorboard import markdown
 from corerl.observability.tracking import CONFIG_FILE, Identity, Tracker, flat, read_config
-from corerl.plugin.events import RunStarted, Shown
+from corerl.plugin.events import RunStarted, SampleShown
 
 IDENTITY_FILE = "mlflow.json"
 STORE = "mlruns"
@@ -59,7 +59,7 @@ class Mlflow(Tracker):
             client.log_artifact(self._run, str(self._run_dir / CONFIG_FILE))  # a resumed run may have a different one
         self._library = client
 
-    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[SampleShown]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.history import PHASES
-from corerl.observability.story import NUMBERS, Story
+from corerl.observability.run_state import NUMBERS, RunState
 from corerl.observability.text import duration, number, rough_duration
 from corerl.plugin.events import (
     CheckpointSaved,
@@ -41,16 +41,16 @@ class PlainView:
     """Prints a line every `every` steps, or for a step that ends `QUIET_SECONDS` after the last line, at the first and
     the last step, and at each evaluation; and where the run is, if no line has been printed for that long."""
 
-    def __init__(self, story: Story, stream: TextIO, *, every: int) -> None:
+    def __init__(self, story: RunState, stream: TextIO, *, every: int) -> None:
         self._story = story
         self._stream = stream
         self._every = every
         self._headed = False
         self._row_at = self._said_at = story.clock()  # times of the last row and the last line
 
-    def hear(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         story = self._story
-        story.hear(event)
+        story.update(event)
         match event:
             case RunStarted():
                 self._say(event.title)
@@ -111,7 +111,7 @@ def _far(event: PhaseProgress) -> str:
     return f"{step}{event.name} for {event.seconds:.0f} s{count}"
 
 
-def summary(story: Story, event: RunFinished) -> Iterator[str]:
+def summary(story: RunState, event: RunFinished) -> Iterator[str]:
     """How metrics began and ended, the same prompts before and after training, and the paths of all outputs."""
     yield ""
     yield story.outcome(event)

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from corerl.config.schema import RoleConfig
-from corerl.observability.chosen import steps_chosen
 from corerl.observability.specs import ProfilerOptions
+from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
 from corerl.types import InitResult, Step, TrainResult
@@ -24,7 +24,7 @@ class Profiler:
 
     def __init__(self, *, options: ProfilerOptions, run_dir: str) -> None:
         self._options = options
-        self._steps = steps_chosen(options.steps)
+        self._steps = step_ranges(options.steps)
         self._directory = Path(run_dir) / PROFILE_DIR
         self._name = ""  # of the files: role-rank
         self._activities = [ProfilerActivity.CPU]

@@ -11,7 +11,7 @@ from attrs import Attribute, frozen
 from attrs.validators import min_len
 
 from corerl.config.schema import ClusterInfo, at_least, option
-from corerl.observability.chosen import steps_chosen
+from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.spec import ExtensionSpec, Problem, Process
 
 
@@ -51,7 +51,7 @@ class TraceOptions:
 
 
 def _steps(_: Any, attribute: Attribute[Any], value: str) -> None:
-    steps_chosen(value)  # raises ValueError if it is not a list of steps
+    step_ranges(value)  # raises ValueError if it is not a list of steps
 
 
 @frozen(kw_only=True)

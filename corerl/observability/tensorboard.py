@@ -10,7 +10,7 @@ from corerl.messages import printable
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.text import number
 from corerl.observability.tracking import Tracker
-from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunStarted, Shown
+from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunStarted, SampleShown
 from corerl.plugin.hookspecs import hookimpl
 
 EVENTS_DIR = "tensorboard"
@@ -35,7 +35,7 @@ class Tensorboard(Tracker):
         if self._library is not None and isinstance(event, CheckpointSaved | RunFinished):
             self._library.flush()
 
-    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[SampleShown]) -> None:
         for name, value in metrics.items():
             self._library.add_scalar(name, float(value), step)
         if shown:
@@ -45,7 +45,7 @@ class Tensorboard(Tracker):
         library.close()
 
 
-def markdown(shown: Sequence[Shown]) -> str:
+def markdown(shown: Sequence[SampleShown]) -> str:
     """The answers as a table, with texts as code so that none of them is interpreted as markup."""
     rows = ["| prompt | response | expected | reward |", "|---|---|---|---|"]
     for answer in shown:

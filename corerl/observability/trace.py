@@ -16,7 +16,7 @@ from typing import IO, Any, TypeAlias
 from corerl.messages import printable
 from corerl.observability.files import keep
 from corerl.observability.specs import TraceOptions
-from corerl.plugin.events import Evaluated, Event, Notice, PhaseStarted, RunFinished, Span, StepFinished, Worked
+from corerl.plugin.events import CallFinished, Evaluated, Event, Notice, PhaseStarted, RunFinished, Span, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
 TRACE_FILE = "trace.json"
@@ -57,7 +57,7 @@ class Trace:
             case Notice():
                 text = printable(event.text)
                 self._put(self._record(DRIVER, "phases", "i", self._clock(), name=text, s="t"))
-            case Worked():
+            case CallFinished():
                 self._draw(event)
 
     @hookimpl
@@ -73,7 +73,7 @@ class Trace:
             self._put(self._record(DRIVER, "phases", "E", self._clock(), name=self._phase))
         self._phase = ""
 
-    def _draw(self, work: Worked) -> None:
+    def _draw(self, work: CallFinished) -> None:
         whole = Span(name=work.verb, started=work.started, ended=work.ended)
         track = f"calls {work.lane + 1}" if work.lane else "calls"
         details = {"call": work.call} | ({"error": printable(work.error)} if work.error else {})
@@ -89,7 +89,7 @@ class Trace:
             *[self._slice(work.process, "collectives", span, "collective") for span in work.waits],
         )
 
-    def _call(self, work: Worked) -> list[Record]:
+    def _call(self, work: CallFinished) -> list[Record]:
         """The start of an arrow: the call on the driver's row, drawn once however many processes it went to."""
         call = (work.call, work.asked)
         if call in self._asked:

@@ -12,7 +12,7 @@ from typing import Any
 
 from corerl.errors import DataError
 from corerl.plain_json import read_json_file
-from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
+from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, SampleShown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
 CONFIG_FILE = "config.toml"  # written by the driver before a run starts
@@ -34,7 +34,7 @@ class Tracker(ABC):
         """Open the library and assign it to `_library`; leave that None not to track this run."""
 
     @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[SampleShown]) -> None:
         """Send the metrics and answers of a step. `kind` says what `shown` are: rollout or held-out."""
 
     @abstractmethod

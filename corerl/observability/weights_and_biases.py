@@ -8,7 +8,7 @@ from typing import Any
 
 from corerl.observability.specs import WandbOptions
 from corerl.observability.tracking import Identity, Tracker, read_config
-from corerl.plugin.events import RunStarted, Shown
+from corerl.plugin.events import RunStarted, SampleShown
 
 IDENTITY_FILE = "wandb.json"
 STEP = "rollout_step"  # the x axis of every curve: W&B's own step cannot go back, as a resumed run's does
@@ -44,7 +44,7 @@ class WeightsAndBiases(Tracker):
         self._library.define_metric(STEP)
         self._library.define_metric("*", step_metric=STEP)
 
-    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[SampleShown]) -> None:
         import wandb
 
         row: dict[str, Any] = {STEP: step, **{key: float(value) for key, value in metrics.items()}}

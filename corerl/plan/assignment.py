@@ -6,7 +6,7 @@ from attrs import frozen
 
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.plugin.context import Context
-from corerl.plugin.origins import Origin
+from corerl.plugin.fingerprint import Origin
 
 
 @frozen(kw_only=True)

@@ -184,13 +184,15 @@ class Forecaster:
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
         """What others hold on the device meanwhile: nothing but their processes, if they take turns. An engine's caches
         are not known here."""
-        together = [each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.apart)]
+        together = [
+            each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.own_devices)
+        ]
         engine = self.config.run.samples and self.config.cluster.placement == "colocated"
         parts = {}
         if role not in self.plan.sharing:
             others = [each for each in together if each != role and each in known]
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
-            if engine and role not in self.config.apart:
+            if engine and role not in self.config.own_devices:
                 parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
 
@@ -204,7 +206,7 @@ class Forecaster:
     @property
     def _engine(self) -> int:
         """Bytes of them on a device."""
-        return self._sent // self.plan.seating.widths.get(ENGINES, 1)
+        return self._sent // self.plan.placement.widths.get(ENGINES, 1)
 
 
 def _between_steps(memory: RoleMemory) -> dict[MemoryKind, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
-from corerl.cluster.placement import Seating, arrange
+from corerl.cluster.placement import Placement, arrange
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.models.build import stored_buffers
@@ -23,7 +23,7 @@ from corerl.plan.settle import with_absolute_paths, with_precisions, with_recomp
 @frozen(kw_only=True)
 class GroupPlan:
     role: RolePlan
-    seating: Seating
+    placement: Placement
     address: str  # of a running Ray cluster; empty starts one
 
 
@@ -56,7 +56,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     environment = environment_of(plan.backend.name, plan.environment, cluster=config.cluster, common=common)
     return GroupPlan(
         role=evolve(plan, environment=environment, objective=plan_algorithm(config).objectives[role]),
-        seating=arrange(
+        placement=arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,
             gpus=plan.resources.gpus,

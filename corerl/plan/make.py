@@ -39,7 +39,7 @@ from corerl.plan.start import find_start
 from corerl.plugin.registry import load
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.saved import SavedRollouts
+from corerl.rollout.recorded import SavedRollouts
 from corerl.weights.transports import AUTO, transport_named
 
 if TYPE_CHECKING:

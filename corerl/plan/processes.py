@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.algorithms.base import Objective
-from corerl.cluster.placement import Seating, arrange
+from corerl.cluster.placement import Placement, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
@@ -23,7 +23,7 @@ from corerl.plan.resolve import backend_name, check_spec
 from corerl.plan.roles import RolePlan, cluster_of, offloaded, plan_role
 from corerl.plan.transports import choose_transport, senders
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.origins import origins_of
+from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.engine import EngineContext
@@ -40,7 +40,7 @@ class EnginePlan:
     """Everything needed to launch the engines."""
 
     name: str
-    assignments: tuple[EngineAssignment, ...]  # one per replica; its devices are known once it has its seat
+    assignments: tuple[EngineAssignment, ...]  # one per replica; its devices are known once it has its slot
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets
     calls: int  # `generate` calls that one replica answers concurrently
 
@@ -53,7 +53,7 @@ class ProcessPlan:
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
-    seating: Seating
+    placement: Placement
     transport: str  # for weight updates
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
@@ -82,7 +82,7 @@ def plan_processes(
     engine = load(Kind.ENGINES, config.rollout.engine)
     engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    apart = list(config.apart)
+    apart = list(config.own_devices)
     widths: dict[str, int] = {}
     transport: str = config.weights.transport
     sending: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ def plan_processes(
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     if problems:
         return None
-    seating = arrange(
+    placement = arrange(
         groups,
         apart=apart,
         widths=widths,
@@ -152,7 +152,7 @@ def plan_processes(
         roles=plans,
         engine=engine_plan,
         sharing=offloaded(config, device),
-        seating=seating,
+        placement=placement,
         transport=transport,
         senders=sending,
         common=common,
@@ -206,11 +206,11 @@ def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
         )
 
 
-def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:
+def transport_of(config: Config, placement: Placement, device: str) -> tuple[str, tuple[int, ...]]:
     """The transport, and for each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
     one_machine = device == "cpu" and not config.cluster.address
-    places = seats.places
-    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]
+    places = placement.places
+    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in placement.taken(ENGINES, place)]
     sending = senders(receivers, places[ACTOR], one_machine=one_machine)
     support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.support(Capability.UPDATE_IPC)
     return choose_transport(config, places, sending, by_handle=support.full), sending

@@ -18,8 +18,8 @@ from corerl.plan.resolve import backend_name, check_spec, has_value_head, role_o
 from corerl.plugin.capabilities import Capability, asked_by_role
 from corerl.plugin.check import check_capabilities
 from corerl.plugin.context import Context
+from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.observers import extensions_for
-from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec
@@ -173,4 +173,4 @@ def offloaded(config: Config, device: str) -> tuple[str, ...]:
     apart = config.cluster.placement != "colocated" or not config.run.samples
     if apart or offload == "never" or (offload == "auto" and device != "cuda"):
         return ()
-    return tuple(role for role in config.chosen_roles if role not in config.apart)
+    return tuple(role for role in config.chosen_roles if role not in config.own_devices)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported
     from corerl.plugin.context import Context as Context
+    from corerl.plugin.events import CallFinished as CallFinished
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated
     from corerl.plugin.events import Event as Event
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
     from corerl.plugin.events import PhaseStarted as PhaseStarted
     from corerl.plugin.events import RunFinished as RunFinished
     from corerl.plugin.events import RunStarted as RunStarted
-    from corerl.plugin.events import Shown as Shown
+    from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span
     from corerl.plugin.events import StepFinished as StepFinished
-    from corerl.plugin.events import Worked as Worked
     from corerl.plugin.probing import REINSTALL_TORCH as REINSTALL_TORCH
     from corerl.plugin.probing import check_library as check_library
     from corerl.plugin.probing import check_nccl as check_nccl

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 
 @frozen(kw_only=True)
-class Shown:
+class SampleShown:
     """One sampled answer as text, for display."""
 
     prompt: str  # of a chat: its only message, or all messages as lines `role: content`
@@ -70,8 +70,8 @@ class StepFinished:
 
     step: int
     metrics: Mapping[str, float]
-    shown: Sequence[Shown] = field(factory=tuple)  # a few of the samples
-    samples: Sequence[Shown] = field(factory=tuple)  # all, those of one prompt adjacent
+    shown: Sequence[SampleShown] = field(factory=tuple)  # a few of the samples
+    samples: Sequence[SampleShown] = field(factory=tuple)  # all, those of one prompt adjacent
 
 
 @frozen(kw_only=True)
@@ -80,8 +80,8 @@ class Evaluated:
 
     step: int
     metrics: Mapping[str, float]  # eval/reward, eval/exact_match
-    shown: Sequence[Shown] = field(factory=tuple)  # those of the first held-out prompts
-    samples: Sequence[Shown] = field(factory=tuple)  # those of all
+    shown: Sequence[SampleShown] = field(factory=tuple)  # those of the first held-out prompts
+    samples: Sequence[SampleShown] = field(factory=tuple)  # those of all
 
 
 @frozen(kw_only=True)
@@ -106,8 +106,8 @@ class RunFinished:
     reason: str  # finished, interrupted, failed
     steps_done: int
     seconds: float  # since the run was launched: its checks and the start of its processes included
-    before: Sequence[Shown] = field(factory=tuple)  # the same prompts before and after training
-    after: Sequence[Shown] = field(factory=tuple)
+    before: Sequence[SampleShown] = field(factory=tuple)  # the same prompts before and after training
+    after: Sequence[SampleShown] = field(factory=tuple)
     artifacts: Mapping[str, str] = field(factory=dict)  # what -> path
 
 
@@ -121,7 +121,7 @@ class Span:
 
 
 @frozen(kw_only=True)
-class Worked:
+class CallFinished:
     """A process has answered a call. Emitted only if an extension's spec says `traces=True`."""
 
     process: str  # actor rank 0, engine-0, ...
@@ -144,6 +144,6 @@ Event: TypeAlias = (
     | Evaluated
     | CheckpointSaved
     | Notice
-    | Worked
+    | CallFinished
     | RunFinished
 )

@@ -70,7 +70,7 @@ def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list
 
 
 def traced(choices: Sequence[ExtensionChoice]) -> bool:
-    """Whether an extension on the driver wants a `Worked` event for every call."""
+    """Whether an extension on the driver wants a `CallFinished` event for every call."""
     return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
 
 

@@ -184,7 +184,7 @@ class ExtensionSpec:
     summary: str
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
-    traces: bool = False  # on the driver: receives `Worked` for every call, so that all processes keep records
+    traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
 
 
 ACTOR = "actor"  # the role whose policy samples

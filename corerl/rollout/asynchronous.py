@@ -16,12 +16,12 @@ from attrs import define, evolve, field, frozen
 
 from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
+from corerl.rollout.continuation import append, continued, split
 from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.fleet import Counted
-from corerl.rollout.partial import continued, joined, split
 from corerl.rollout.rewards import PartSums, Scores, added
-from corerl.rollout.sampler import Errand, Rollout
-from corerl.rollout.sources import Draws, Refill, Scored, Source, exact_share
+from corerl.rollout.sampler import PromptTask, Rollout
+from corerl.rollout.sources import BatchSampler, DynamicSampling, Scored, Source, exact_share
 from corerl.types import BoolArray, FloatArray
 
 
@@ -33,7 +33,7 @@ class Engines(Protocol):
     def serves(self, replica: int) -> bool: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def mend(self) -> None: ...
+    def ensure_serving(self) -> None: ...
 
 
 @define(kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class Part:
 
     def followed_by(self, more: Generation) -> Part:
         self.group.drew(more)
-        return evolve(self, drawn=joined(self.request, self.drawn, more))
+        return evolve(self, drawn=append(self.request, self.drawn, more))
 
     @property
     def finished(self) -> bool:
@@ -87,7 +87,7 @@ class Tally:
 
     stale_samples: int = 0  # discarded
     stale_tokens: int = 0
-    dull: int = 0  # groups without spread in their rewards
+    zero_variance: int = 0  # groups without spread in their rewards
     failures: Counter[str] = field(factory=Counter)  # failed samples by kind, among those scored since then
     first_failure: str = ""
     parts: PartSums = field(factory=dict)
@@ -101,7 +101,7 @@ class Tally:
         self.first_failure = self.first_failure or scores.first
         self.parts = added(self.parts, scores.parts)
 
-    def batch(self, step: int, groups: Sequence[PromptGroup], refill: Refill | None) -> Scored:
+    def batch(self, step: int, groups: Sequence[PromptGroup], refill: DynamicSampling | None) -> Scored:
         """Make `groups` the batch of rollout step `step`. Raises RewardError if every sample failed to score."""
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
@@ -112,7 +112,7 @@ class Tally:
         counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}
         if refill is not None:
             missing = len(groups) - int(refill.useful(rewards, rollout.batch.rows["group"]).sum())
-            counts |= {"groups_set_aside": self.dull, "groups_missing": missing}
+            counts |= {"groups_set_aside": self.zero_variance, "groups_missing": missing}
         return Scored(
             step=step,
             rollout=rollout,
@@ -146,7 +146,7 @@ class Asynchronous(Source):
 
     def __init__(
         self,
-        draws: Draws,
+        draws: BatchSampler,
         engines: Engines,
         *,
         steps: int,
@@ -199,7 +199,7 @@ class Asynchronous(Source):
         if not self._threads:
             self._start()
         while (groups := self._finished()) is None:
-            self._engines.mend()  # updates the weights, and so calls `updating`
+            self._engines.ensure_serving()  # updates the weights, and so calls `updating`
         with self._state:
             tally, self._tally = self._tally, Tally()
         scored = tally.batch(self._step, groups, self._draws.refill)
@@ -227,7 +227,7 @@ class Asynchronous(Source):
     def _enough(self) -> bool:
         """Whether a batch is ready. Groups without spread count once the allowed number of replacements is used up."""
         ready, refill = len(self._ready), self._draws.refill
-        if refill is not None and self._tally.dull + ready >= (1 + refill.attempts) * self._draws.prompts:
+        if refill is not None and self._tally.zero_variance + ready >= (1 + refill.attempts) * self._draws.prompts:
             ready += len(self._dull)
         return ready >= self._draws.prompts
 
@@ -259,7 +259,7 @@ class Asynchronous(Source):
             self._groups[group.number] = group
             self._begun += 1
             self._background.begin(
-                Errand(
+                PromptTask(
                     number=group.number,
                     prompt=prompt,
                     request=request,
@@ -446,7 +446,7 @@ class Asynchronous(Source):
             self._ready.append(group)
             return
         self._dull.append(group)
-        self._tally.dull += 1
+        self._tally.zero_variance += 1
         del self._groups[group.number]
 
     def _to_score(self) -> list[tuple[PromptGroup, Callable[[], Rollout]]]:

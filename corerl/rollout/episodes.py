@@ -17,7 +17,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import short_repr
 from corerl.rollout import loop
-from corerl.rollout.front import API_KEY, MODEL, Client
+from corerl.rollout.chat_server import API_KEY, MODEL, Client
 from corerl.rollout.rewards import Failure, Judged, Scorer, Scores, gathered, number, short, told
 from corerl.rollout.sampler import Rollout
 from corerl.types import IntArray

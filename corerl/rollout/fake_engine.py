@@ -10,7 +10,7 @@ from corerl.config.schema import ModelConfig
 from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, Told, unheard
 from corerl.rollout.engines import FakeConfig
-from corerl.rollout.serving import Serving
+from corerl.rollout.lifecycle import EngineLifecycle
 from corerl.types import offsets_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
@@ -25,7 +25,7 @@ class FakeEngine(Engine):
 
     def __init__(self, model: ModelConfig, options: FakeConfig, context: EngineContext) -> None:
         self._vocab = options.vocab_size
-        self._serving = Serving(context.name, context.index)
+        self._serving = EngineLifecycle(context.name, context.index)
         self._sums: dict[str, int] = {}
 
     def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:

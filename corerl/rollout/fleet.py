@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from corerl.calls import Future
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
+from corerl.rollout.prefix_router import PrefixRouter, in_order
 from corerl.rollout.service import EngineAssignment
-from corerl.rollout.sharing import Shares, in_order
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -54,7 +54,7 @@ class EngineFleet:
         self.on_lost: Callable[[], None] | None = None
         self._allowed = restarts
         self._changing = threading.Lock()
-        self._shares = Shares()
+        self._shares = PrefixRouter()
         self._started = [1] * len(self.assignments)  # processes started so far, per replica
         self._restarts: dict[int, int] = {}  # per replica, since the last completed step
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
@@ -86,12 +86,12 @@ class EngineFleet:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
-        """Complete the rows, in the request's order, spread over the replicas by `Shares`. Call it in the thread that
-        updates weights: if no replica is left, it starts new ones. `told` hears every few seconds how many rows have
-        ended, and how many there are. Raises a replica's own error, or the cause of its death once restarts are used
-        up."""
+        """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`. Call it in the thread
+        that updates weights: if no replica is left, it starts new ones. `told` hears every few seconds how many rows
+        have ended, and how many there are. Raises a replica's own error, or the cause of its death once restarts are
+        used up."""
         while not (serving := self._serving):
-            self.mend()
+            self.ensure_serving()
         return self._generate(request, serving, self.generate, told)
 
     def generate_aside(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
@@ -149,7 +149,7 @@ class EngineFleet:
         """Whether any dead replica is not replaced yet."""
         return bool(self._dead)
 
-    def mend(self) -> None:
+    def ensure_serving(self) -> None:
         """Start new replicas after all have died. Call it in the thread that updates weights."""
         if self.on_lost is None:
             raise self._loss

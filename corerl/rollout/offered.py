@@ -7,7 +7,7 @@ from collections.abc import Mapping
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def misfit(offered: Shapes, wanted: Shapes) -> str:
+def shape_mismatch(offered: Shapes, wanted: Shapes) -> str:
     """Why `offered` cannot be loaded into a model that holds `wanted`, both by HF name; "" if it can."""
     if missing := sorted(wanted.keys() - offered.keys()):
         return f"the trainer does not send {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}"

@@ -14,8 +14,8 @@ from typing import Any
 from attrs import evolve
 
 from corerl.rollout.fleet import NoneLeft
-from corerl.rollout.saved import file_of, read_rollout, write_rollout
-from corerl.rollout.sources import Draws, Scored, Source
+from corerl.rollout.recorded import file_of, read_rollout, write_rollout
+from corerl.rollout.sources import BatchSampler, Scored, Source
 
 
 class OneStepOff(Source):
@@ -26,7 +26,7 @@ class OneStepOff(Source):
     because they lack the weights that sampled it: a resumed run continues bit for bit like an uninterrupted one.
     """
 
-    def __init__(self, draws: Draws, ahead: Draws, *, steps: int) -> None:
+    def __init__(self, draws: BatchSampler, ahead: BatchSampler, *, steps: int) -> None:
         """`ahead` is `draws` in a form that another thread may use while weights are trained."""
         self._draws = draws
         self._ahead = ahead

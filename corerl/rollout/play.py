@@ -12,14 +12,14 @@ import numpy as np
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
+from corerl.rollout.chat_server import ChatServer
+from corerl.rollout.continuation import split
 from corerl.rollout.conversation import Conversation
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.rollout.episode_runner import EpisodeRunner, EpisodeState, Turns
 from corerl.rollout.episodes import EpisodeFunction
 from corerl.rollout.fleet import Counted, NoneLeft
-from corerl.rollout.front import Front
-from corerl.rollout.partial import split
-from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
-from corerl.rollout.table import Player, Table, Turns
+from corerl.rollout.sampler import Background, PromptTask, Rollout, Sampler, require_finished, rows_of
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class EpisodeSampler(Sampler):
         generate: Callable[[GenerateRequest], Generation],
         seed: int,
         function: EpisodeFunction,
-        front: Front,
+        front: ChatServer,
         config: EpisodesConfig,
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
@@ -92,8 +92,8 @@ class EpisodeSampler(Sampler):
     def background(self, params: SamplingParams, state: threading.Condition) -> Background:
         return Episodes(self._table(params, state), state)
 
-    def _table(self, params: SamplingParams, state: threading.Condition) -> Table:
-        return Table(
+    def _table(self, params: SamplingParams, state: threading.Condition) -> EpisodeRunner:
+        return EpisodeRunner(
             front=self._front,
             tokenizer=self._tokenizer,
             params=params,
@@ -115,7 +115,7 @@ class Play:
 
     def __init__(
         self,
-        table: Table,
+        table: EpisodeRunner,
         state: threading.Condition,
         *,
         generate: Callable[[GenerateRequest], Generation],
@@ -190,12 +190,12 @@ class Play:
 class Episodes:
     """Plays episodes in the background as prompts arrive, for a source that calls the engines itself."""
 
-    def __init__(self, table: Table, state: threading.Condition) -> None:
+    def __init__(self, table: EpisodeRunner, state: threading.Condition) -> None:
         self._table = table
         self._state = state
-        self._open: dict[int, tuple[Errand, list[Player]]] = {}  # by the errand's number
+        self._open: dict[int, tuple[PromptTask, list[EpisodeState]]] = {}  # by the errand's number
 
-    def begin(self, errand: Errand) -> None:
+    def begin(self, errand: PromptTask) -> None:
         with self._state:
             players = players_of([errand.prompt], errand.request, first=errand.number)
             self._open[errand.number] = errand, players
@@ -228,16 +228,16 @@ class Episodes:
                 errand.done(functools.partial(played, [errand.prompt], errand.request, players))
 
 
-def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Player]:
+def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[EpisodeState]:
     """One player for each sample of `request`, with groups numbered from `first`."""
     group, _ = rows_of(len(prompts), samples := len(request) // len(prompts))
     return [
-        Player(number=number, group=first + index, prompt=prompts[index], key=int(key))
+        EpisodeState(number=number, group=first + index, prompt=prompts[index], key=int(key))
         for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True), first * samples)
     ]
 
 
-def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequence[Player]) -> Rollout:
+def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequence[EpisodeState]) -> Rollout:
     """The rollout of these players, all of which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return Rollout(
@@ -248,7 +248,7 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequenc
     )
 
 
-def _batch(players: Sequence[Player], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
+def _batch(players: Sequence[EpisodeState], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
     """All conversations as one batch; an episode that requested nothing has only its prompt [L]."""
     played = [
         player.conversation if player.conversation.turns else Conversation.unanswered(prompt)

@@ -72,7 +72,7 @@ class Rollout:
 
 
 @frozen(kw_only=True, eq=False)
-class Errand:
+class PromptTask:
     """The samples of one prompt, to be drawn in the background. None of its callbacks blocks."""
 
     number: int  # in starting order
@@ -86,7 +86,7 @@ class Errand:
 class Background(Protocol):
     """Draws samples of prompts in the background."""
 
-    def begin(self, errand: Errand) -> None: ...
+    def begin(self, errand: PromptTask) -> None: ...
 
     def give_up(self, number: int) -> None:
         """Discard this errand's samples; harmless if it is done or was never started."""
@@ -101,7 +101,7 @@ class Singles:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def begin(self, errand: Errand) -> None:
+    def begin(self, errand: PromptTask) -> None:
         def drawn(generation: Generation) -> None:
             errand.done(functools.partial(self._sampler.rollout, [errand.prompt], errand.request, generation))
 

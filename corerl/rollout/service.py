@@ -11,7 +11,7 @@ from attrs import frozen
 
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
-from corerl.plugin.origins import Origin, require_same
+from corerl.plugin.fingerprint import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.requirements import require_met
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from corerl.data.chat import readable
 from corerl.data.prompts import Prompt, PromptStream
-from corerl.plugin.events import Shown
+from corerl.plugin.events import SampleShown
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.reward_lookup import exact_match
 from corerl.rollout.rewards import PartSums, Scorer, added
@@ -37,11 +37,11 @@ class Scored:
     counts: Mapping[str, int] = field(factory=dict)  # of other samples drawn for this step, by name
     parts: PartSums = field(factory=dict)  # of rewards that have several, over all samples scored for this step
 
-    def shown(self, count: int = 3) -> tuple[Shown, ...]:
+    def shown(self, count: int = 3) -> tuple[SampleShown, ...]:
         """The first sample of each of the first `count` prompts, for display."""
         return shown(self.rollout, self.rewards, first_samples(self.rollout, count))
 
-    def samples(self) -> tuple[Shown, ...]:
+    def samples(self) -> tuple[SampleShown, ...]:
         """[B] all samples as texts."""
         return shown(self.rollout, self.rewards)
 
@@ -73,7 +73,7 @@ def _position(groups: IntArray) -> IntArray:
 
 
 @frozen(kw_only=True)
-class Refill:
+class DynamicSampling:
     """Drop groups that teach nothing, and sample other prompts in their place."""
 
     useful: Callable[[FloatArray, IntArray], BoolArray]  # rewards [B], groups [B] -> [P]
@@ -144,7 +144,7 @@ class Wrapped(Source):
 
 
 @frozen(kw_only=True)
-class Draws:
+class BatchSampler:
     """Turns the next prompts into a scored batch. Raises what sampler and reward raise."""
 
     stream: PromptStream
@@ -153,7 +153,7 @@ class Draws:
     params: SamplingParams
     prompts: int  # per step
     samples: int  # per prompt
-    refill: Refill | None = None
+    refill: DynamicSampling | None = None
 
     def batch(self, step: int) -> Scored:
         """The batch of rollout step `step`."""
@@ -187,13 +187,13 @@ class Draws:
             parts=scores.parts,
         )
 
-    def _refilled(self, first: Scored, refill: Refill) -> Scored:
-        attempts, useful, dull = [first], [], []
+    def _refilled(self, first: Scored, refill: DynamicSampling) -> Scored:
+        attempts, useful, zero_variance = [first], [], []
         while True:
             scored = attempts[-1]
             teaches = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
             useful.append(scored.take(np.flatnonzero(teaches)))
-            dull.append(scored.take(np.flatnonzero(~teaches)))
+            zero_variance.append(scored.take(np.flatnonzero(~teaches)))
             found = sum(len(part.rollout.prompts) for part in useful)
             if found >= self.prompts or len(attempts) > refill.attempts:
                 break
@@ -203,7 +203,7 @@ class Draws:
         for scored in attempts:
             failures.update(scored.failures)
             seconds.update(scored.seconds)
-        kept = Scored.concatenate([*useful, *dull]).take(np.arange(self.prompts))
+        kept = Scored.concatenate([*useful, *zero_variance]).take(np.arange(self.prompts))
         return evolve(
             kept,
             seconds=dict(seconds),
@@ -212,7 +212,7 @@ class Draws:
             parts=added(*(scored.parts for scored in attempts)),
             counts={
                 "attempts": len(attempts),
-                "groups_set_aside": sum(len(part.rollout.prompts) for part in dull),
+                "groups_set_aside": sum(len(part.rollout.prompts) for part in zero_variance),
                 "groups_unused": max(found - self.prompts, 0),
                 "groups_missing": max(self.prompts - found, 0),
             },
@@ -223,7 +223,7 @@ class Synchronous(Source):
     """Sample each step on demand, with the weights the engines hold at that time. A resumed run draws the same samples
     as an uninterrupted one."""
 
-    def __init__(self, draws: Draws, *, steps: int) -> None:
+    def __init__(self, draws: BatchSampler, *, steps: int) -> None:
         self._draws = draws
         self._steps = steps  # rollout steps in total, including those before a resume
         self._step = 0  # the next step
@@ -251,8 +251,8 @@ class Synchronous(Source):
 @frozen(kw_only=True)
 class Evaluation:
     metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
-    shown: tuple[Shown, ...]  # samples of the first prompts, the same ones every time
-    samples: tuple[Shown, ...] = ()  # of all prompts
+    shown: tuple[SampleShown, ...]  # samples of the first prompts, the same ones every time
+    samples: tuple[SampleShown, ...] = ()  # of all prompts
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
 
@@ -308,7 +308,7 @@ def first_samples(rollout: Rollout, count: int) -> IntArray:
     return np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
 
 
-def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[Shown, ...]:
+def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[SampleShown, ...]:
     """The samples in these rows as texts; by default all. Of a chat, the prompt is all that the model was given, and
     so has the config's system message too."""
     rows = np.arange(len(rollout.batch)) if rows is None else rows
@@ -316,7 +316,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
     prompts = {group: rollout.prompts[group] for group in groups}
     texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}
     return tuple(
-        Shown(
+        SampleShown(
             prompt=texts[group],
             response=rollout.texts[row],
             answer=prompts[group].answer,

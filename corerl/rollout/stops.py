@@ -9,9 +9,9 @@ import numpy as np
 from attrs import evolve
 
 from corerl.models.tokenizer import special_tokens
+from corerl.rollout.continuation import append, continued
 from corerl.rollout.encoding import plain
 from corerl.rollout.engine import GenerateRequest, Generation, Told, unheard
-from corerl.rollout.partial import continued, joined
 from corerl.types import IntArray, offsets_of
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def until_stop(
         part = np.maximum(PART, rest.answered // GROWTH)
         drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
         interrupted = bool(drawn.unfinished.any())  # the engine was paused
-        done = joined(request, done, _ended(rest, drawn, stops))
+        done = append(request, done, _ended(rest, drawn, stops))
         told(len(rest) - int(done.unfinished.sum()))
         if interrupted or not done.unfinished.any():
             return done

@@ -43,8 +43,8 @@ from corerl.rollout.engine import (
     unheard,
 )
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.offered import misfit
-from corerl.rollout.serving import Serving
+from corerl.rollout.lifecycle import EngineLifecycle
+from corerl.rollout.offered import shape_mismatch
 from corerl.types import Array, BoolArray, offsets_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
@@ -79,7 +79,7 @@ class TransformersEngine(Engine):
         self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
         self._routers = routers(self._model)
         self._asleep = False
-        self._serving = Serving(context.name, context.index)
+        self._serving = EngineLifecycle(context.name, context.index)
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class TransformersEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights are asleep; wake it up first"
-        return misfit(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
+        return shape_mismatch(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
 
     @torch.no_grad()
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generatio
 class Halt(StoppingCriteria):
     """Ends a row at its token limit, and all rows once the engine is paused; tells of rows that have ended."""
 
-    def __init__(self, ends: torch.Tensor, stops: Sequence[int], serving: Serving, told: Told) -> None:
+    def __init__(self, ends: torch.Tensor, stops: Sequence[int], serving: EngineLifecycle, told: Told) -> None:
         self._ends = ends  # [R] maximum length of prompt and response
         self._stops = torch.tensor(stops, dtype=torch.int64, device=ends.device)
         self._serving = serving

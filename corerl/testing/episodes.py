@@ -21,14 +21,14 @@ from corerl.errors import ModelError
 from corerl.models.config import context_length, hf_config
 from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
+from corerl.rollout.chat_server import ChatRequest, ChatServer
 from corerl.rollout.conversation import Refused
 from corerl.rollout.encoding import behind
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation
+from corerl.rollout.episode_runner import EpisodeRunner, EpisodeState, Turn
 from corerl.rollout.episodes import Episode, EpisodeFunction
-from corerl.rollout.front import ChatRequest, Front
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.stops import Stops
-from corerl.rollout.table import Player, Table, Turn
 
 END = "<|end|>"
 # Teaches the format that `rollout.episodes.tool_calls = "auto"` finds in it.
@@ -46,7 +46,7 @@ class Scripted:
     """An episode to pass to a rollout function, and the requests of the function that were not refused."""
 
     episode: Episode
-    player: Player
+    player: EpisodeState
     requests: list[ChatRequest] = field(factory=list)
 
     @property
@@ -82,7 +82,7 @@ def scripted(
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
-    front = Front(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    front = ChatServer(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 
@@ -91,7 +91,7 @@ def scripted(
         over.wait()
 
     state = threading.Condition()
-    table = Table(
+    table = EpisodeRunner(
         front=front,
         tokenizer=tokenizer,
         params=params,
@@ -102,7 +102,7 @@ def scripted(
         template_options=template_options,
         special_tokens=special_tokens,
     )
-    player = Player(number=0, group=0, prompt=prompt, key=0)
+    player = EpisodeState(number=0, group=0, prompt=prompt, key=0)
     table.admit([player])
     requests: list[ChatRequest] = []
     policy = _Policy(table, state, over, tokenizer=tokenizer, answers=answers, requests=requests)
@@ -130,7 +130,7 @@ class _Policy:
 
     def __init__(
         self,
-        table: Table,
+        table: EpisodeRunner,
         state: threading.Condition,
         over: threading.Event,
         *,
@@ -157,7 +157,7 @@ class _Policy:
         finally:
             self._table.close()
 
-    def _answer(self, player: Player, turn: Turn) -> None:
+    def _answer(self, player: EpisodeState, turn: Turn) -> None:
         number = len(self._requests)
         self._requests.append(turn.chat)
         if number < len(self._answers):

@@ -170,12 +170,12 @@ def subject(
 
 
 @pytest.fixture(scope="module")
-def seats() -> Iterator[Mapping[str, Any]]:
+def slots() -> Iterator[Mapping[str, Any]]:
     """Ray, started by the first check that needs it; these checks come last, so that no other finds it running."""
     from corerl.testing import groups
 
-    with groups.seats() as seats:
-        yield seats
+    with groups.slots() as slots:
+        yield slots
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +184,12 @@ def _wrapped() -> dict[str, Any]:
 
 
 @pytest.fixture
-def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[str, Any]) -> Any:
+def wrapped(subject: Subject, slots: Mapping[str, Any], _wrapped: dict[str, Any]) -> Any:
     """A group with three wrappers around its backend, after it has run and lost a rank; shared by several checks."""
     from corerl.testing import groups
 
     setup = subject.setup("qwen3")
     key = repr((setup, subject.world_size))
     if key not in _wrapped:
-        _wrapped[key] = groups.wrapped(setup, subject.world_size, seats["actor"], subject.directory / "wrapped")
+        _wrapped[key] = groups.wrapped(setup, subject.world_size, slots["actor"], subject.directory / "wrapped")
     return _wrapped[key]

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from corerl.cluster.group import RayGroup
 from corerl.cluster.objects import share
-from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
 from corerl.driver.updates import meeting_at
@@ -23,7 +23,7 @@ from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
-from corerl.plugin.origins import origins_of
+from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
@@ -45,15 +45,15 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }
-SEATED_WITHIN = 60.0  # seconds
+RESERVED_WITHIN = 60.0  # seconds
 
 
 @contextlib.contextmanager
-def seats() -> Iterator[Mapping[str, list[Seat]]]:
-    """Start Ray on this machine, with seats for two ranks and an engine."""
+def slots() -> Iterator[Mapping[str, list[Slot]]]:
+    """Start Ray on this machine, with slots for two ranks and an engine."""
     with ray_session(address="", cpus=3):
-        with seated(arrange({ACTOR: 2, "engines": 1}, apart=("engines",)), timeout=SEATED_WITHIN) as all_seats:
-            yield all_seats
+        with reserved(arrange({ACTOR: 2, "engines": 1}, apart=("engines",)), timeout=RESERVED_WITHIN) as all_slots:
+            yield all_slots
 
 
 def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] = ()) -> RolePlan:
@@ -81,10 +81,10 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
 
 
 @contextlib.contextmanager
-def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
+def launched(plan: RolePlan, slots: Sequence[Slot]) -> Iterator[TrainGroup]:
     """A group that is started but not initialized."""
     group = TrainGroup.launch(
-        evolve(plan, environment={**ENVIRONMENT, **plan.environment}), seats[: len(plan.assignments)]
+        evolve(plan, environment={**ENVIRONMENT, **plan.environment}), slots[: len(plan.assignments)]
     )
     try:
         yield group
@@ -107,7 +107,7 @@ def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
 
 
 @contextlib.contextmanager
-def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
+def engine(setup: Setup, slots: Sequence[Slot]) -> Iterator[EngineFleet]:
     """One engine replica with the model's architecture, waiting for weights."""
     loaded = load(Kind.ENGINES, ENGINE)
     assignment = EngineAssignment(
@@ -119,7 +119,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
     )
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     processes = RayGroup(
-        ["engine-0"], "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2
+        ["engine-0"], "corerl.rollout.service:EngineService", slots, environment, failure=EngineFailed, threads=2
     )
     try:
         fleet = EngineFleet(processes, [assignment])
@@ -195,10 +195,10 @@ class Wrapped:
     then: str  # the error of the next call
 
 
-def wrapped(setup: Setup, ranks: int, seats: Sequence[Seat], run_dir: Path) -> Wrapped:
+def wrapped(setup: Setup, ranks: int, slots: Sequence[Slot], run_dir: Path) -> Wrapped:
     run_dir.mkdir(parents=True)
     names = [f"{wrappers.__name__}:{name}" for name in wrappers.NAMES]
-    with launched(plan_of(setup, ranks, run_dir, names), seats) as group:
+    with launched(plan_of(setup, ranks, run_dir, names), slots) as group:
         group.init().result()
         results = [train(group, setup, number) for number in range(3)]
         column = logprobs(group, setup, samples_at(3))

@@ -20,7 +20,7 @@ from corerl.data.plan import plan_forward, plan_steps
 from corerl.errors import CorerlError
 from corerl.plan.assignment import Assignment
 from corerl.plugin.context import Context
-from corerl.plugin.origins import origins_of
+from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

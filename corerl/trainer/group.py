@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from corerl.calls import Calls, Future
 from corerl.cluster.group import Pending, RayGroup, Watching
-from corerl.cluster.placement import Seat, seated
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
@@ -40,7 +40,7 @@ from corerl.types import (
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-SEATED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
+RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
 class TrainGroup:
@@ -76,10 +76,10 @@ class TrainGroup:
 
         plan = plan_group(as_config(config), role, resume=resume)
         with (
-            ray_session(address=plan.address, cpus=plan.seating.cpus),
-            seated(plan.seating, timeout=SEATED_WITHIN) as seats,
+            ray_session(address=plan.address, cpus=plan.placement.cpus),
+            reserved(plan.placement, timeout=RESERVED_WITHIN) as slots,
         ):
-            group = cls.launch(plan.role, seats[role])
+            group = cls.launch(plan.role, slots[role])
             try:
                 group.init().result()
                 yield group
@@ -91,13 +91,13 @@ class TrainGroup:
     def launch(
         cls,
         plan: RolePlan,
-        seats: Sequence[Seat],
+        slots: Sequence[Slot],
         *,
         watching: Watching | None = None,
     ) -> Self:
         """Start a process for each rank; returns at once."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = RayGroup(names, "corerl.trainer.worker:Worker", seats, plan.environment, watching=watching)
+        processes = RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
         return cls(processes, plan)
 
     # ---- training ---------------------------------------------------------------------------------------------------

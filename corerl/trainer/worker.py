@@ -21,9 +21,9 @@ from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
 from corerl.plan.assignment import Assignment
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.fingerprint import require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
-from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.requirements import require_met
 from corerl.trainer.collectives import collectives_begun

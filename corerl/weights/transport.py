@@ -1,8 +1,8 @@
 """The transport interface: a sender in the trainer and a receiver in each engine, connected by an address.
 
 driver:   an Address, plain data, for both sides
-trainer:  sender.begin(manifest, version); for each bucket gather into sender.room(...), sender.send(bucket, flat);
-          sender.commit()
+trainer:  sender.begin(manifest, version); for each bucket gather into sender.acquire_buffer(...) and
+          sender.send(bucket, flat); sender.commit()
 engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
 """
 
@@ -80,14 +80,14 @@ class WeightSender(ABC):
     def begin(self, manifest: Manifest, version: int) -> None:
         """Called once per update, on every sending rank, before its first bucket."""
 
-    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory [numel] to gather the next bucket into, if the transport sends from its own memory; waits until that
         is free again. None: gather anywhere, since `send` is done with the bucket when it returns."""
         return None
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Send a full bucket [bucket.numel]; its memory is free on return, unless it is the sender's `room`."""
+        """Send a full bucket [bucket.numel]; its memory is free on return, unless it is one of the sender's buffers."""
 
     @abstractmethod
     def commit(self) -> Mapping[str, str]:

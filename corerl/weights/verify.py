@@ -65,8 +65,8 @@ class SummingSender(WeightSender):
     def begin(self, manifest: Manifest, version: int) -> None:
         self._sender.begin(manifest, version)
 
-    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._sender.room(numel, dtype)
+    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._sender.acquire_buffer(numel, dtype)
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if (self.sender_of(bucket) or 0) == self._rank:

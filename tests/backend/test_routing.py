@@ -9,7 +9,7 @@ from attrs import evolve
 from numpy.typing import ArrayLike
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.backend.routing import COLUMN, free_tokens, told_experts
+from corerl.backend.routing import COLUMN, free_tokens, replayed_experts
 from corerl.errors import ModelError
 from corerl.models.routing import Routers
 from corerl.testing.models import tiny_fields
@@ -72,12 +72,12 @@ def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_
     routers = Routers(model)
     named = np.random.default_rng(0).permuted(np.tile(np.arange(8), (6, 4, 1)), axis=2)[..., :2]
     named[1, 2, 0] = -1
-    told = told_experts(routers, micro_of(named), CPU)
+    told = replayed_experts(routers, micro_of(named), CPU)
     assert told is not None and told.dtype == torch.int16
     wanted = named.copy()
     wanted[1, 2] = wanted[3] = wanted[5] = -1
     assert told.tolist() == wanted.tolist()
-    assert told_experts(routers, micro_batch([0], [3], multiple=1), CPU) is None
+    assert replayed_experts(routers, micro_batch([0], [3], multiple=1), CPU) is None
 
 
 def test_a_model_whose_routers_are_not_known_is_refused() -> None:
@@ -87,4 +87,4 @@ def test_a_model_whose_routers_are_not_known_is_refused() -> None:
     with pytest.raises(
         ModelError, match=r"^Qwen3MoeForCausalLM does not report the experts it chooses; .*set algorithm\.routing"
     ):
-        told_experts(Routers(model), micro_of(column()), CPU)
+        replayed_experts(Routers(model), micro_of(column()), CPU)

@@ -12,7 +12,7 @@ from corerl.cli.main import main
 from corerl.config.load import load_config
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, installed_names, load
-from corerl.plugin.tables import SELECTED_BY
+from corerl.plugin.toml_help import SELECTED_BY
 
 RUN = """
 [backend]

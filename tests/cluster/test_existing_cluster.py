@@ -17,7 +17,7 @@ import ray
 from corerl.cluster.group import RayGroup
 from corerl.cluster.nodes import interface_of
 from corerl.cluster.objects import share
-from corerl.cluster.placement import arrange, seated
+from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
 from tests.cluster.nodes import cluster, session
@@ -45,9 +45,9 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
     environment = {"OMP_NUM_THREADS": "1"}
     with ray_session(address=address, cpus=4.0):
         there = ray.cluster_resources()["CPU"]
-        with seated(arrange({"ranks": 4}), timeout=paced(60.0)) as seats:
+        with reserved(arrange({"ranks": 4}), timeout=paced(60.0)) as slots:
             names = [f"actor rank {rank}" for rank in range(4)]
-            group = RayGroup(names, RANK, seats["ranks"], environment)
+            group = RayGroup(names, RANK, slots["ranks"], environment)
             host, port, listening = group.listen(0)
             group.wait(group.construct([(rank, 4) for rank in range(4)]))
             group.wait(
@@ -72,8 +72,8 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
 def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
     with ray_session(address=address, cpus=2.0):
         having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
-        with seated(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=paced(60.0)) as seats:
-            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+        with reserved(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=paced(60.0)) as slots:
+            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             assert group.call("node") == having * 2
             group.kill()
@@ -82,7 +82,7 @@ def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
 def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_asked(address: str) -> None:
     with ray_session(address=address, cpus=3.0):
         with pytest.raises(CorerlError) as caught:
-            with seated(arrange({"ranks": 3}, resources={"h200": 1.0}), timeout=1.0):
+            with reserved(arrange({"ranks": 3}, resources={"h200": 1.0}), timeout=1.0):
                 pass
     assert "\n" not in caught.value.message
     assert "the cluster has no room for 3 bundles of {'CPU': 1.0, 'h200': 1.0}" in caught.value.message
@@ -130,8 +130,8 @@ def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) 
 def drive(address: str) -> None:
     """A driver whose two processes work for longer than it lives."""
     with ray_session(address=address, cpus=2.0):
-        with seated(arrange({"ranks": 2}), timeout=paced(60.0)) as seats:
-            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+        with reserved(arrange({"ranks": 2}), timeout=paced(60.0)) as slots:
+            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             print(*group.call("pid"), flush=True)
             group.call("sleep")

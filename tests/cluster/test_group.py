@@ -19,7 +19,7 @@ from ray.exceptions import OutOfMemoryError
 from corerl.cluster import group as group_module
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
-from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.runtime import ray_session
 from corerl.config.variables import READ_AT_START
@@ -34,22 +34,22 @@ Start = Callable[..., RayGroup]
 
 
 @pytest.fixture(scope="module")
-def seats() -> Iterator[list[Seat]]:
+def slots() -> Iterator[list[Slot]]:
     """Three, of one CPU each, of a Ray that has no more than one to spare."""
     fork_workers()
     with ray_session(address="", cpus=4):
-        with seated(arrange({"actor": 3}), timeout=paced(60.0)) as seats:
-            yield seats["actor"]
+        with reserved(arrange({"actor": 3}), timeout=paced(60.0)) as slots:
+            yield slots["actor"]
 
 
 @pytest.fixture
-def start(seats: list[Seat]) -> Iterator[Start]:
+def start(slots: list[Slot]) -> Iterator[Start]:
     """start(size) gives a group that has not constructed its objects yet; it ends with the test."""
     groups = []
 
     def start(size: int, target: str = MEMBER, **options: Any) -> RayGroup:
         names = [f"actor rank {rank}" for rank in range(size)]
-        groups.append(RayGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}, **options))
+        groups.append(RayGroup(names, target, slots[:size], {"CORERL_TEST_WORD": "set before import"}, **options))
         return groups[-1]
 
     yield start
@@ -230,22 +230,22 @@ def test_an_object_that_cannot_be_made_is_an_error_of_its_start(start: Start) ->
     )
 
 
-def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
-    with pytest.raises(CorerlError, match=r"^got 1 processes and 3 seats; each process needs one seat$"):
-        RayGroup(["actor rank 0"], MEMBER, seats, {})
+def test_each_process_needs_a_seat(slots: list[Slot]) -> None:
+    with pytest.raises(CorerlError, match=r"^got 1 processes and 3 slots; each process needs one slot$"):
+        RayGroup(["actor rank 0"], MEMBER, slots, {})
 
 
-def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
-    assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
-    assert [(seat.bundle, seat.neighbors) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
+def test_seats_are_shares_of_their_bundles(slots: list[Slot]) -> None:
+    assert [(slot.cpus, slot.gpus) for slot in slots] == [(1.0, 0.0)] * 3
+    assert [(slot.bundle, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
-    with seated(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
-        assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
+    with reserved(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
+        assert [(slot.bundle, slot.cpus) for slot in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
 
 
-def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat], tmp_path: Path) -> None:
+def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_path: Path) -> None:
     given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "TMPDIR": str(tmp_path)}
-    group = RayGroup(["actor rank 0"], MEMBER, seats[:1], {**given, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
+    group = RayGroup(["actor rank 0"], MEMBER, slots[:1], {**given, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
     try:
         group.wait(group.construct([(0,)]))
         assert (group.call("word"), group.call("threads")) == (["s3cr3t"], ["2"])
@@ -270,9 +270,9 @@ def test_only_what_is_read_as_a_process_starts_goes_through_ray(name: str, early
     assert bool(READ_AT_START.match(name)) is early
 
 
-def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(seats: list[Seat]) -> None:
+def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(slots: list[Slot]) -> None:
     def threads(**environment: str) -> list[str]:
-        group = RayGroup(["actor rank 0"], MEMBER, seats[:1], environment)
+        group = RayGroup(["actor rank 0"], MEMBER, slots[:1], environment)
         try:
             group.wait(group.construct([(0,)]))
             return group.call("threads")
@@ -284,9 +284,9 @@ def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(seats:
     assert threads() == [os.environ.get("OMP_NUM_THREADS", fair)]
 
 
-def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: list[Seat]) -> None:
+def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(slots: list[Slot]) -> None:
     with pytest.raises(CorerlError) as caught:
-        with seated(arrange({"actor": 50, "engines": 2}, apart=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
+        with reserved(arrange({"actor": 50, "engines": 2}, apart=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
             pass
     # Ray counts what an earlier test gave back a moment later.
     assert caught.value.message.replace("CPU 0 free", "CPU 1 free") == (
@@ -295,7 +295,7 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: l
     )
 
 
-def test_ray_that_cannot_start_is_one_line(seats: list[Seat]) -> None:
+def test_ray_that_cannot_start_is_one_line(slots: list[Slot]) -> None:
     with pytest.raises(CorerlError, match=r"^cannot start Ray on this machine: ") as caught:
         with ray_session(address="", cpus=1):
             pass

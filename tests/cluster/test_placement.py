@@ -27,19 +27,19 @@ from corerl.errors import CorerlError
 def test_groups_share_bundles_and_are_spread_evenly_over_them(
     ranks: int, engines: int, bundles: int, rank_places: tuple[int, ...], engine_places: tuple[int, ...]
 ) -> None:
-    seating = arrange({"actor": ranks, "engines": engines})
-    assert seating.places == {"actor": rank_places, "engines": engine_places}
-    assert seating.bundles == bundles
+    placement = arrange({"actor": ranks, "engines": engines})
+    assert placement.places == {"actor": rank_places, "engines": engine_places}
+    assert placement.bundles == bundles
 
 
 def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
-    seating = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"])
-    assert seating.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
-    assert [seating.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
+    placement = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"])
+    assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
+    assert [placement.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
 
-    seating = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"])
-    assert seating.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
-    assert seating.bundles == 4
+    placement = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"])
+    assert placement.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
+    assert placement.bundles == 4
 
 
 @pytest.mark.parametrize(
@@ -57,21 +57,21 @@ def test_a_process_of_several_bundles_has_them_side_by_side_and_shares_each(
     ranks: int, engines: int, apart: list[str], engine_places: tuple[int, ...], bundles: int
 ) -> None:
     groups = {"actor": ranks, "engines": engines}
-    seating = arrange(groups, apart=apart, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
-    assert (seating.places["engines"], seating.bundles) == (engine_places, bundles)
+    placement = arrange(groups, apart=apart, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
+    assert (placement.places["engines"], placement.bundles) == (engine_places, bundles)
     taken = [0.0] * bundles
-    for name, places in seating.places.items():
+    for name, places in placement.places.items():
         for place in places:
-            assert len(seating.taken(name, place)) == (2 if name == "engines" else 1)
-            for bundle in seating.taken(name, place):
-                taken[bundle] += seating.share(bundle)
+            assert len(placement.taken(name, place)) == (2 if name == "engines" else 1)
+            for bundle in placement.taken(name, place):
+                taken[bundle] += placement.share(bundle)
     assert taken == pytest.approx([1.0] * bundles)
 
 
 def test_a_bundle_is_what_one_process_takes() -> None:
-    seating = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
-    assert seating.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}
-    assert seating.cpus == 12.0
+    placement = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
+    assert placement.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}
+    assert placement.cpus == 12.0
     assert arrange({"actor": 1}).bundle == {"CPU": 1.0}
 
 
@@ -79,12 +79,12 @@ def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None
     for actor, critic, engines in itertools.product(range(1, 6), repeat=3):
         for apart in ([], ["engines"], ["critic", "engines"]):
             groups = {"actor": actor, "critic": critic, "engines": engines}
-            seating = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
-            taken = [0.0] * seating.bundles
-            for places in seating.places.values():
+            placement = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
+            taken = [0.0] * placement.bundles
+            for places in placement.places.values():
                 for bundle in places:
-                    taken[bundle] += seating.share(bundle)
-            assert taken == pytest.approx([1.0] * seating.bundles)
+                    taken[bundle] += placement.share(bundle)
+            assert taken == pytest.approx([1.0] * placement.bundles)
 
 
 def test_ranks_follow_machines_and_devices_not_the_order_in_which_bundles_were_granted() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from corerl.cluster.group import RayGroup, Watching
-from corerl.cluster.placement import arrange, seated
+from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
 from tests.cluster.ranks import RAYS_OWN
@@ -110,8 +110,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def ranks(told: Told, shared_ray: None) -> Iterator[RayGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=paced(60.0)) as seats:
-        group = RayGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
+    with ray_session(address="", cpus=4), reserved(arrange({"ranks": 4}), timeout=paced(60.0)) as slots:
+        group = RayGroup(NAMES[:4], RANK, slots["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
         host, port, listening = group.listen(0)
         group.wait(group.construct([(rank, 4) for rank in range(4)]))
         meeting = [(host, port, listening if rank == 0 else None, told.gate if rank == 3 else "") for rank in range(4)]

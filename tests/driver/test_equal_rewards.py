@@ -31,7 +31,7 @@ FEWER = step("12", "12", *["11", "22"] * 4)  # 8 of 10
 
 def told(*steps: tuple[Any, Any], compares: bool = True, samples: bool = True, **algorithm: Any) -> list[str]:
     equal = EqualRewards(AlgorithmConfig(**algorithm), compares=compares, samples=samples)
-    return [equal.hear(*each) for each in steps]
+    return [equal.update(*each) for each in steps]
 
 
 def test_groups_are_counted_by_their_numbers_of_which_some_may_be_gone() -> None:

@@ -13,7 +13,7 @@ from attrs import evolve
 from corerl import hookimpl, loop
 from corerl.calls import Future, wait_all
 from corerl.cluster.group import Pending, Watching
-from corerl.cluster.placement import Seat
+from corerl.cluster.placement import Slot
 from corerl.cluster.process import Outcome
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
@@ -33,7 +33,7 @@ from corerl.errors import (
     WorkerDied,
 )
 from corerl.plan.make import make_plan
-from corerl.plugin.events import Event, Notice, PhaseStarted, RunFinished, RunStarted, Span, Worked
+from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
@@ -68,12 +68,12 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)
-    seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
+    slot = Slot(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
     for backend, precision in (("plain", "float32"), ("fsdp", "bfloat16")):
         train = {"precision": precision}
         plan = make_plan(config_in(tmp_path / "run", backend={"name": backend}, roles={"actor": {"train": train}}))
         assert plan.processes.engine is not None
-        (engine,) = make_fleet(plan.processes.engine, [seat], Watching(), restarts=0).assignments
+        (engine,) = make_fleet(plan.processes.engine, [slot], Watching(), restarts=0).assignments
         assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
         assert engine.context.run_dir == str(tmp_path / "run")
 
@@ -100,7 +100,7 @@ def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did()
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
     done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
     tell_of(telling, "actor rank 0", pending, done)
-    whole = Worked(
+    whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
         lane=1, spans=spans, waits=waits,
     )  # fmt: skip

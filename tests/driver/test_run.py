@@ -19,7 +19,7 @@ from corerl.errors import DataError
 from corerl.plan.algorithm import REFERENCE, plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
-from corerl.plugin.events import Shown
+from corerl.plugin.events import SampleShown
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.types import Metric, Output, SampleBatch, TrainResult
@@ -419,10 +419,10 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
     run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
-    run.mend_engines()
+    run.ensure_serving()
     assert fleet.log == []
     fleet.dead = True
-    run.mend_engines()
+    run.ensure_serving()
     assert fleet.log == ["replace", "receive 1"]
 
 
@@ -574,8 +574,8 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
 def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(response: str, prompt: str = "a") -> tuple[Shown, ...]:
-        return (Shown(prompt=prompt, response=response, answer="b", reward=0.5),)
+    def answers(response: str, prompt: str = "a") -> tuple[SampleShown, ...]:
+        return (SampleShown(prompt=prompt, response=response, answer="b", reward=0.5),)
 
     def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
         monkeypatch.setattr(driver, "evaluate", lambda *_, **__: Evaluation(metrics={}, shown=answers(response)))

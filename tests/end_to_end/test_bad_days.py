@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from corerl.checkpoint.commit import latest, read_state
 from corerl.cli.main import main
 from corerl.plan.run_dir import occupied
-from corerl.rollout.saved import read_rollout, saved_rollouts
+from corerl.rollout.recorded import read_rollout, saved_rollouts
 from tests.cluster.nodes import cluster
 from tests.cluster.test_runtime import closed_port
 from tests.driver.saved import make_config, make_model, save
@@ -282,7 +282,7 @@ def address() -> Iterator[str]:
 
 
 def test_too_few_resources_are_said_with_what_is_there_and_what_is_asked(address: str, earlier: Path) -> None:
-    hurry = "from corerl.driver import launch; launch.SEATED_WITHIN = 2.0"
+    hurry = "from corerl.driver import launch; launch.RESERVED_WITHIN = 2.0"
     line = go_on(earlier, 1, f"cluster.address={address}", before=hurry)
     assert line == (
         "the cluster has no room for 2 bundles of {'CPU': 1.0}: CPU 1 free of 1, 2 needed; "

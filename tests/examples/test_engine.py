@@ -14,9 +14,9 @@ from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
 from corerl.ops.noise import hash_keys
 from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.rollout.continuation import append, continued
 from corerl.rollout.engine import Engine, GenerateRequest, SamplingParams
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine
 from tests.rollout.models import TIED, UNTIED, context, hf_tensors, pause_after, random_model, update
 
@@ -111,7 +111,7 @@ def test_what_it_is_interrupted_in_it_continues_as_if_nothing_had_been(
         pause_after(patch, 8)  # tokens and rows' ends: in the middle of the second row
         drawn = engine.generate(asked)
     assert drawn.unfinished.any() and not drawn.unfinished.all()
-    together = joined(asked, drawn, engine.generate(continued(asked, drawn)))
+    together = append(asked, drawn, engine.generate(continued(asked, drawn)))
     for column in ("tokens", "offsets", "versions", "truncated", "unfinished"):
         assert getattr(together, column).tolist() == getattr(whole, column).tolist(), column
     np.testing.assert_allclose(together.logprobs, whole.logprobs, atol=1e-5, rtol=0)

@@ -83,7 +83,7 @@ def test_routers_weigh_the_experts_that_they_are_told_as_they_would_their_own(fa
     told, heard = others(), listened(model)
     taken = Routers(model)
     assert (taken.layers, taken.experts, taken.topk) == (3, EXPERTS, TOPK)
-    with taken.told(told):
+    with taken.replaying(told):
         model(input_ids=TOKENS, use_cache=False)
     for layer, (logits, scores, index) in enumerate(heard):
         own = logits.topk(TOPK).indices
@@ -105,18 +105,18 @@ def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_noth
         before = model(input_ids=TOKENS, use_cache=False).logits
         taken = Routers(model)
         heard = listened(model)
-        with taken.told(None):
+        with taken.replaying(None):
             assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
             with pytest.raises(ModelError, match="does not report"):
                 _ = taken.chosen
-        with taken.told(None, keep=True):
+        with taken.replaying(None, keep=True):
             model(input_ids=TOKENS, use_cache=False)
             chosen = taken.chosen
         assert torch.equal(chosen, torch.stack([logits.topk(TOPK).indices for logits, _, _ in heard[-3:]], 1).short())
-        with taken.told(chosen, keep=True):
+        with taken.replaying(chosen, keep=True):
             assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
             assert torch.equal(taken.chosen, chosen)
-        with taken.told(others()):
+        with taken.replaying(others()):
             assert not torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
         assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
 
@@ -157,14 +157,14 @@ def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
     taken = Routers(model)
     if not taken.layers:
         pytest.skip("this transformers does not say which modules are this family's routers")
-    with torch.no_grad(), taken.told(None, keep=True):
+    with torch.no_grad(), taken.replaying(None, keep=True):
         model(input_ids=TOKENS, use_cache=False)
         with pytest.raises(
             ModelError, match=r"LM does not report the experts it chooses; .* set algorithm\.routing_replay"
         ):
             _ = taken.chosen
     with (
-        taken.told(others()),
+        taken.replaying(others()),
         pytest.raises(ModelError, match="LM does not choose its experts with a single top-k; "),
     ):
         model(input_ids=TOKENS, use_cache=False)
@@ -189,7 +189,7 @@ def test_layers_compile_as_one_graph_until_somebody_listens_and_go_around_router
         found = []
         for experts, keep in ways:
             calls.append(0)
-            with torch.no_grad(), controlled.told(experts, keep=keep):
+            with torch.no_grad(), controlled.replaying(experts, keep=keep):
                 found.append(model(TOKENS, use_cache=False).logits)
         return found
 

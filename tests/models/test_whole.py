@@ -96,7 +96,7 @@ def test_experts_are_reported_and_replayed_token_by_token_whatever_the_padding()
     rows, packed, sequences = policy_of(model, "whole"), policy_of(model, "packed"), drawn(*LENGTHS)
     chosen = []
     for policy in (rows, packed):
-        with torch.no_grad(), policy.routers.told(None, keep=True):
+        with torch.no_grad(), policy.routers.replaying(None, keep=True):
             passed(policy, sequences)
             chosen.append(policy.routers.chosen)
     assert torch.equal(*chosen)
@@ -104,7 +104,7 @@ def test_experts_are_reported_and_replayed_token_by_token_whatever_the_padding()
     others[::3] = -1  # where the router chooses
     found = []
     for policy in (rows, packed):
-        with policy.routers.told(others):
+        with policy.routers.replaying(others):
             got = passed(policy, sequences, (Output.LOGPROBS,))[Output.LOGPROBS]
             got.sum().backward()
         found.append(got)

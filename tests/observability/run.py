@@ -12,7 +12,7 @@ from corerl.plugin.events import (
     PhaseStarted,
     RunFinished,
     RunStarted,
-    Shown,
+    SampleShown,
     StepFinished,
 )
 
@@ -29,8 +29,8 @@ class Clock:
         return self.now
 
 
-def shown(response: str, reward: float) -> tuple[Shown, ...]:
-    return (Shown(prompt="35018>", response=response, answer="01358", reward=reward),)
+def shown(response: str, reward: float) -> tuple[SampleShown, ...]:
+    return (SampleShown(prompt="35018>", response=response, answer="01358", reward=reward),)
 
 
 def metrics(step: int) -> dict[str, float]:

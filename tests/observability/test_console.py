@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 from corerl.observability.console import choose_view
 from corerl.observability.live import LiveView
 from corerl.observability.plain import PlainView
-from corerl.observability.story import Story
+from corerl.observability.run_state import RunState
 from tests.observability.run import Clock
 
 
@@ -34,7 +34,7 @@ class Tty(io.StringIO):
 def test_only_an_able_terminal_gets_the_live_display(
     file: io.StringIO, environment: dict[str, str], view: type
 ) -> None:
-    assert type(choose_view(Story(Clock()), Terminal(file=file, _environ=environment), every=1)) is view
+    assert type(choose_view(RunState(Clock()), Terminal(file=file, _environ=environment), every=1)) is view
 
 
 @pytest.mark.processes

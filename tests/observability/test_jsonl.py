@@ -10,7 +10,7 @@ from attrs import asdict, evolve
 
 from corerl.observability.jsonl import Jsonl
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import Evaluated, Shown, StepFinished
+from corerl.plugin.events import Evaluated, SampleShown, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 
 
 def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path: Path) -> None:
-    samples = [Shown(prompt=f"{n // 2}+1=", response=str(n), answer="", reward=float(n)) for n in range(8)]
+    samples = [SampleShown(prompt=f"{n // 2}+1=", response=str(n), answer="", reward=float(n)) for n in range(8)]
     jsonl = extension(tmp_path, samples="all")
     jsonl.observe(started(str(tmp_path)))
     jsonl.observe(StepFinished(step=0, metrics={}, shown=samples[:2], samples=samples[:6]))

@@ -7,8 +7,8 @@ from attrs import evolve
 from rich.console import Console
 
 from corerl.observability.live import LiveView, summary
-from corerl.observability.story import Story
-from corerl.plugin.events import CheckpointSaved, PhaseProgress, PhaseStarted, Shown, StepFinished
+from corerl.observability.run_state import RunState
+from corerl.plugin.events import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
 
 
@@ -16,20 +16,20 @@ def terminal(width: int) -> Console:
     return Console(record=True, force_terminal=True, width=width, height=24, file=io.StringIO(), _environ={})
 
 
-def screen(story: Story, width: int = 100) -> list[str]:
+def screen(story: RunState, width: int = 100) -> list[str]:
     console = terminal(width)
     console.print(LiveView(story, console).render())
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def middle(story: Story) -> None:
+def middle(story: RunState) -> None:
     for event in [started("runs/small"), *steps(0, 3)]:
         story.clock.now += 2.0  # type: ignore[attr-defined]
-        story.hear(event)
+        story.update(event)
 
 
 def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
-    story = Story(Clock())
+    story = RunState(Clock())
     middle(story)
     lines = screen(story)
     text = "\n".join(lines)
@@ -45,11 +45,11 @@ def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
 
 @pytest.mark.parametrize("width", [80, 132])
 def test_it_fits_a_terminal(width: int) -> None:
-    story = Story(Clock())
+    story = RunState(Clock())
     middle(story)
     every_phase = {f"time/{name}": 1.0 for name in ("reward", "forward", "update_weights", "save")}
-    long = [Shown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
-    story.hear(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
+    long = [SampleShown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
+    story.update(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
     lines = screen(story, width)
     assert len(lines) <= 23
     assert max(len(line) for line in lines) <= width
@@ -58,7 +58,7 @@ def test_it_fits_a_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
 def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
-    story = Story(Clock())
+    story = RunState(Clock())
     middle(story)
     text = "\n".join(screen(story, width))
     assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
@@ -67,10 +67,10 @@ def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) ->
 
 def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
     clock = Clock()
-    story = Story(clock)
-    story.hear(PhaseStarted(name="starting ray", step=0))
+    story = RunState(clock)
+    story.update(PhaseStarted(name="starting ray", step=0))
     clock.now = 3.25
-    story.hear(PhaseStarted(name="loading model", step=0))
+    story.update(PhaseStarted(name="loading model", step=0))
     clock.now = 4.25
     lines = screen(story)
     assert lines[1].endswith("loading model 1.0 s")
@@ -79,19 +79,19 @@ def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
 
 def test_the_display_counts_what_the_phase_counts() -> None:
     clock = Clock()
-    story = Story(clock)
-    story.hear(started("runs/small"))
+    story = RunState(clock)
+    story.update(started("runs/small"))
     for name in ("rollout", "eval"):
-        story.hear(PhaseStarted(name=name, step=0))
+        story.update(PhaseStarted(name=name, step=0))
         clock.now += 2.0
-        story.hear(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
+        story.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
         assert screen(story)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
 
 
 def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
-    story = Story(Clock())
+    story = RunState(Clock())
     middle(story)
-    story.hear(evaluated(STEPS))
+    story.update(evaluated(STEPS))
     console = terminal(80)
     console.print(summary(story, finished("runs/small"), width=80))
     rows = [line.split() for line in console.export_text().splitlines()]
@@ -103,11 +103,11 @@ def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are()
 
 
 def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
-    story, console = Story(Clock()), terminal(80)
+    story, console = RunState(Clock()), terminal(80)
     view = LiveView(story, console)
     for event in [started("runs/small"), *steps(0, STEPS), finished("runs/small")]:
-        view.hear(event)
-    view.hear(CheckpointSaved(step=STEPS, path="late"))  # does not bring the display back
+        view.update(event)
+    view.update(CheckpointSaved(step=STEPS, path="late"))  # does not bring the display back
     view.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden once and is back
@@ -115,17 +115,17 @@ def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
 
 
 def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
-    story, console = Story(Clock()), terminal(80)
+    story, console = RunState(Clock()), terminal(80)
     view = LiveView(story, console)
     long = f"/{'a directory of mine/' * 5}run"
     for event in [started(long), *steps(0, STEPS), finished(long)]:
-        view.hear(event)
+        view.update(event)
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert lines[-4:] == ["metrics", f"{long}/metrics.jsonl", "export", f"{long}/export"]
 
 
 def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
-    story, console = Story(Clock()), terminal(80)
+    story, console = RunState(Clock()), terminal(80)
     middle(story)
     console.print(
         summary(story, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
@@ -137,16 +137,16 @@ def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_al
 
 def test_an_evaluation_has_no_steps() -> None:
     clock = Clock()
-    story = Story(clock)
+    story = RunState(clock)
     for event in [started("runs/small", mode="eval"), PhaseStarted(name="starting ray", step=0)]:
-        story.hear(event)
+        story.update(event)
     clock.now = 3.0
-    story.hear(PhaseStarted(name="eval", step=0))
+    story.update(PhaseStarted(name="eval", step=0))
     clock.now = 5.0
     lines = screen(story)
     assert lines[1].split("  ")[0] == "scoring held-out prompts" and lines[1].endswith("eval 2.0 s")
     assert lines[2:] == ["  done  starting ray  3.0 s"]
-    story.hear(evaluated(0))
+    story.update(evaluated(0))
     console = terminal(80)
     console.print(summary(story, evolve(finished("runs/small"), steps_done=0), width=80))
     assert "finished after 1:15\n" in console.export_text()
@@ -154,11 +154,11 @@ def test_an_evaluation_has_no_steps() -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
-    story = Story(Clock())
+    story = RunState(Clock())
     middle(story)
     chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
-    story.hear(
-        StepFinished(step=3, metrics=metrics(3), shown=[Shown(prompt=chat, response="7", answer="", reward=1.0)])
+    story.update(
+        StepFinished(step=3, metrics=metrics(3), shown=[SampleShown(prompt=chat, response="7", answer="", reward=1.0)])
     )
     (row,) = [line for line in screen(story, width) if "3+4?" in line]
     prompt, response, reward = row.split("  ")[0], *row.split()[-2:]

@@ -6,18 +6,18 @@ from pathlib import Path
 from attrs import evolve
 
 from corerl.observability.plain import PlainView
-from corerl.observability.story import Story
-from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished, Shown, StepFinished
+from corerl.observability.run_state import RunState
+from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
 def lines(events: list[Event], *, every: int, seconds: float = 3.0) -> list[str]:
     """What is printed when every step takes `seconds`, and every other event one second."""
     clock, stream = Clock(), io.StringIO()
-    view = PlainView(Story(clock), stream, every=every)
+    view = PlainView(RunState(clock), stream, every=every)
     for event in events:
         clock.now += seconds if isinstance(event, StepFinished) else 1.0
-        view.hear(event)
+        view.update(event)
     view.close()
     return stream.getvalue().splitlines()
 
@@ -79,20 +79,20 @@ def test_hours_that_are_left_do_not_run_into_the_column_before() -> None:
 
 def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
     clock, stream = Clock(), io.StringIO()
-    view = PlainView(Story(clock), stream, every=1)
+    view = PlainView(RunState(clock), stream, every=1)
 
     def phase(name: str, seconds: int, *, step: int = 0, unit: str = "", of: int = 0) -> None:
-        view.hear(PhaseStarted(name=name, step=step))
+        view.update(PhaseStarted(name=name, step=step))
         for second in range(1, seconds + 1):
             clock.now += 1.0
             done = min(second, of)
-            view.hear(PhaseProgress(name=name, step=step, seconds=second, unit=unit, done=done, of=of))
+            view.update(PhaseProgress(name=name, step=step, seconds=second, unit=unit, done=done, of=of))
 
     phase("starting Ray", 45)
     phase("eval", 25, unit="prompts answered", of=50)
     phase("rollout", 41, unit="samples drawn", of=64)
     phase("train", 19)
-    view.hear(StepFinished(step=0, metrics=metrics(0)))
+    view.update(StepFinished(step=0, metrics=metrics(0)))
     phase("train", 21, step=1)
     assert [line for line in stream.getvalue().splitlines() if line.startswith("[")] == [
         "[ 0:00] starting Ray",
@@ -179,7 +179,7 @@ def test_an_evaluation_has_no_steps() -> None:
 
 def test_the_end_of_a_chat_is_shown_and_the_means_of_several_steps_are_compared() -> None:
     chat = "system: Add.\nuser: 1+1?\nassistant: 2\nuser: 3+4?"
-    answers = (Shown(prompt=chat, response="7", answer="7", reward=1.0),)
+    answers = (SampleShown(prompt=chat, response="7", answer="7", reward=1.0),)
     many = [StepFinished(step=step, metrics={"rollout/reward": float(step % 2)}) for step in range(40)]
     end = RunFinished(reason="finished", steps_done=40, seconds=5.0, before=answers, after=answers)
     printed = lines([evolve(started("runs/small"), steps=40), *many, end], every=100)

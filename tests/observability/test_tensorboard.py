@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.tensorboard import Tensorboard, markdown
-from corerl.plugin.events import Event, Shown
+from corerl.plugin.events import Event, SampleShown
 from tests.observability.run import evaluated, metrics, started, steps, whole
 
 
@@ -48,5 +48,5 @@ def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_markup_in_an_answer_does_not_break_the_table() -> None:
-    table = markdown([Shown(prompt="a|b", response="`x`\n", answer="", reward=0.0)])
+    table = markdown([SampleShown(prompt="a|b", response="`x`\n", answer="", reward=0.0)])
     assert table.splitlines()[2] == r"| `a\|b` | `'x'\n` |  | 0.000 |"

@@ -10,7 +10,7 @@ import pytest
 
 from corerl.observability.specs import TraceOptions
 from corerl.observability.trace import Trace
-from corerl.plugin.events import Notice, PhaseStarted, RunFinished, Span, Worked
+from corerl.plugin.events import CallFinished, Notice, PhaseStarted, RunFinished, Span
 from tests.observability.run import Clock, started, whole
 from tests.observability.traces import Slice, arrows, check, names, read, slices
 
@@ -25,9 +25,11 @@ def span(name: str, begin: float, end: float) -> Span:
     return Span(name=name, started=at(begin), ended=at(end))
 
 
-def worked(process: str, verb: str, asked: float, begin: float, end: float, **more: Any) -> Worked:
+def worked(process: str, verb: str, asked: float, begin: float, end: float, **more: Any) -> CallFinished:
     call = more.pop("call", verb)
-    return Worked(process=process, verb=verb, call=call, asked=at(asked), started=at(begin), ended=at(end), **more)
+    return CallFinished(
+        process=process, verb=verb, call=call, asked=at(asked), started=at(begin), ended=at(end), **more
+    )
 
 
 @pytest.fixture

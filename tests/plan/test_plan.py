@@ -23,7 +23,7 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
     assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
     assert plan.processes.device == "cpu"
-    assert plan.processes.seating.places == {"actor": (0,), "engines": (1, 2)}
+    assert plan.processes.placement.places == {"actor": (0,), "engines": (1, 2)}
     assert plan.rollout.tokenizer("0>")["input_ids"] == [1, 4, 14]
     assert plan.rollout.params.stop_tokens == (2,)
     assert len(plan.rollout.prompts.held_out) == 16

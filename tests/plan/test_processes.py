@@ -39,11 +39,11 @@ def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
     assert list(plan.processes.roles) == ["actor", "critic"]
     actor, critic = (role.assignments[0].config for role in plan.processes.roles.values())
     assert (actor.value_head, critic.value_head, critic.model) == (False, True, actor.model)
-    assert plan.processes.seating.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
+    assert plan.processes.placement.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
     assert "1 plain rank, 1 plain rank for the critic, 1 fake engine" in plan.title
     own = {**CRITIC, "roles": {"critic": {"ranks": 1, "devices": "own"}}}
     apart = make_plan(config_in(tmp_path / "run", **own))
-    assert apart.processes.seating.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
+    assert apart.processes.placement.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
 
 
 def test_samples_are_split_over_the_groups_that_the_backend_makes_of_its_ranks(tmp_path: Path) -> None:

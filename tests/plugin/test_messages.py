@@ -13,7 +13,7 @@ from attrs import frozen
 
 from corerl.cli.main import main
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import arrange, seated
+from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.plan.roles import plan_role
 from corerl.plugin.registry import Kind, installed, installed_names, load
@@ -191,8 +191,8 @@ def refusals(amiss: Path, stale: Path, good: Path, shared_ray: None) -> dict[str
             (assignments[name],) = plan.assignments
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):
-            with seated(arrange({"ranks": 1}), timeout=paced(60.0)) as seats:
-                group = RayGroup(["actor rank 0"], "tests.plugin.workers:Refusing", seats["ranks"], environment)
+            with reserved(arrange({"ranks": 1}), timeout=paced(60.0)) as slots:
+                group = RayGroup(["actor rank 0"], "tests.plugin.workers:Refusing", slots["ranks"], environment)
                 group.wait(group.construct([()]))
                 found = {name: group.call("refusal", assignment)[0] for name, assignment in assignments.items()}
                 group.kill()

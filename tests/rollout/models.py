@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
-from corerl.rollout.serving import Serving
+from corerl.rollout.lifecycle import EngineLifecycle
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
@@ -106,7 +106,7 @@ def update(
 def pause_after(monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
     """Have engines find themselves paused once they have asked that often: before a run of rows, before a token."""
     times = itertools.count()
-    monkeypatch.setattr(Serving, "paused", property(lambda serving: next(times) >= asked))
+    monkeypatch.setattr(EngineLifecycle, "paused", property(lambda serving: next(times) >= asked))
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

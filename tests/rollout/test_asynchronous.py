@@ -21,15 +21,15 @@ from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.rollout.asynchronous import Asynchronous, PromptGroup, Tally
+from corerl.rollout.chat_server import ChatServer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
+from corerl.rollout.recorded import RecordingSource
 from corerl.rollout.reward_lookup import resolve_reward
 from corerl.rollout.rewards import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.saved import Kept
-from corerl.rollout.sources import Draws, Refill, Source
+from corerl.rollout.sources import BatchSampler, DynamicSampling, Source
 from corerl.types import FloatArray, IntArray
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
@@ -77,7 +77,7 @@ class Engines:
         with self._changing:
             self._paused = False
 
-    def mend(self) -> None:
+    def ensure_serving(self) -> None:
         self.mended += 1
         self.dead.clear()
 
@@ -141,8 +141,8 @@ def two_turns(episode: Episode) -> float | None:
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
-    made = Front(temperature=1.0, top_p=1.0)
+def front() -> Iterator[ChatServer]:
+    made = ChatServer(temperature=1.0, top_p=1.0)
     yield made
     assert_soon(lambda: all(thread.name != "rollout episode" for thread in threading.enumerate()))  # which may ask
     made.close()
@@ -155,9 +155,9 @@ def asynchronous(
     steps: int = 6,
     calls: int = 12,
     reward: Scorer = REWARD,
-    refill: Refill | None = None,
+    refill: DynamicSampling | None = None,
     function: Callable[..., Any] | None = None,
-    front: Front | None = None,
+    front: ChatServer | None = None,
     told: Callable[[int, int], None] | None = None,
     **config: Any,
 ) -> Asynchronous:
@@ -174,7 +174,7 @@ def asynchronous(
             config=EpisodesConfig(**config),
         )
         params, reward = evolve(PARAMS, max_tokens=10), EpisodeScorer(reward, failed_value=-1.0)
-    draws = Draws(
+    draws = BatchSampler(
         stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
         sampler=sampler,
         reward=reward,
@@ -214,11 +214,11 @@ def upcoming(count: int) -> list[int]:
     ("max_staleness", "function"), [(1, None), (2, None), (3, None), (1, two_turns), (3, two_turns)]
 )
 def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines_are(
-    max_staleness: int, function: Callable[..., Any] | None, front: Front, tmp_path: Path
+    max_staleness: int, function: Callable[..., Any] | None, front: ChatServer, tmp_path: Path
 ) -> None:
     engines = Engines(until=10, max_staleness=max_staleness)
     source = asynchronous(engines, max_staleness=max_staleness, steps=14, function=function, front=front)
-    counts = [scored.counts for scored in trained_on(Kept(source, tmp_path), engines)]
+    counts = [scored.counts for scored in trained_on(RecordingSource(source, tmp_path), engines)]
 
     # Counted again from what was written down: the batch of step n was trained on under version n.
     oldest, continued, trained = [], 0, []
@@ -284,7 +284,7 @@ def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_
 
 @pytest.mark.parametrize("function", [None, two_turns])
 def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
-    function: Callable[..., Any] | None, front: Front
+    function: Callable[..., Any] | None, front: ChatServer
 ) -> None:
     engines = Engines(until=9, max_staleness=2)
     source = asynchronous(engines, max_staleness=2, function=function, front=front)
@@ -320,13 +320,13 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
 
     engines = Engines()
     odd = Reward(name="odd", function=by_index)
-    source = asynchronous(engines, reward=odd, refill=Refill(useful=spread, attempts=9))
+    source = asynchronous(engines, reward=odd, refill=DynamicSampling(useful=spread, attempts=9))
     steps = list(trained_on(source, engines))
     assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
     assert all(scored.counts["groups_missing"] == 0 for scored in steps)
     assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
     one = Reward(name="one", function=lambda prompt, response: 1.0)
-    never = asynchronous(engines, reward=one, refill=Refill(useful=spread, attempts=1))
+    never = asynchronous(engines, reward=one, refill=DynamicSampling(useful=spread, attempts=1))
     for scored in trained_on(never, engines):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
@@ -341,7 +341,7 @@ def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_
 
 
 class OneCallAtFirst(Engines):
-    """Draws one batch, and no more before that is handed out."""
+    """BatchSampler one batch, and no more before that is handed out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_rep
                 rewards[:] = 1.0
             return Scores(rewards=rewards, failures={}, first="")
 
-    source = asynchronous(engines, calls=1, steps=2, reward=Slow(), refill=Refill(useful=spread, attempts=9))
+    source = asynchronous(engines, calls=1, steps=2, reward=Slow(), refill=DynamicSampling(useful=spread, attempts=9))
     assert {prompt.index for prompt in next(source).rollout.prompts} == set(upcoming(PROMPTS))
     engines.handed_out.set()
     assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
@@ -388,7 +388,7 @@ def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough
             rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
             return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
 
-    source = asynchronous(engines, calls=1, steps=2, reward=Equal(), refill=Refill(useful=spread, attempts=1))
+    source = asynchronous(engines, calls=1, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, attempts=1))
     next(source)
     engines.handed_out.set()
     assert_soon(lambda: len(source._dull) == PROMPTS)  # drawn by version 0
@@ -404,7 +404,7 @@ def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough
 # ---- episodes --------------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: Front) -> None:
+def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: ChatServer) -> None:
     asked, updated = threading.Event(), threading.Event()
     first = upcoming(1)[0]
 
@@ -440,7 +440,7 @@ def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: Fron
         )
 
 
-def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(front: Front) -> None:
+def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(front: ChatServer) -> None:
     stale = threading.Event()
     first, told, begun = upcoming(1)[0], [], []
 
@@ -475,7 +475,7 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
     assert all("no running episode" in line or "the episode is over" in line for line in told)
 
 
-def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: Front) -> None:
+def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: ChatServer) -> None:
     over = threading.Event()
     raises, hangs, silent = upcoming(3)
 
@@ -509,7 +509,7 @@ def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: F
     source.close()
 
 
-def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(front: Front) -> None:
+def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(front: ChatServer) -> None:
     for deaths, mended in ((1, 0), (2, 1)):
         engines = Engines(2)
         engines.deaths = deaths
@@ -520,7 +520,7 @@ def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none
         source.close()
 
 
-def test_a_turn_goes_where_the_episode_was_read_before(front: Front) -> None:
+def test_a_turn_goes_where_the_episode_was_read_before(front: ChatServer) -> None:
     engines = Engines(3)
     source = asynchronous(engines, calls=12, function=two_turns, front=front)
     next(source)
@@ -532,7 +532,7 @@ def test_a_turn_goes_where_the_episode_was_read_before(front: Front) -> None:
     assert sum(begun > 0 for _, _, begun in engines.asked) >= PROMPTS * SAMPLES
 
 
-def test_who_has_read_an_episode_is_forgotten_with_the_weights(front: Front) -> None:
+def test_who_has_read_an_episode_is_forgotten_with_the_weights(front: ChatServer) -> None:
     source = asynchronous(Engines(2), steps=1, function=two_turns, front=front)
     next(source)
     assert len(source._homes) == PROMPTS * SAMPLES
@@ -542,7 +542,7 @@ def test_who_has_read_an_episode_is_forgotten_with_the_weights(front: Front) -> 
     assert not source._homes  # or it would grow for as long as the run lasts
 
 
-def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: Front) -> None:
+def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: ChatServer) -> None:
     engines, told = Engines(), []
 
     def asks(episode: Episode) -> None:

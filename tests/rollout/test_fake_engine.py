@@ -7,10 +7,10 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
+from corerl.rollout.continuation import append, continued
 from corerl.rollout.engine import GenerateRequest, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.partial import continued, joined
 from tests.rollout.models import context, pause_after, spread, update
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
@@ -98,6 +98,6 @@ def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkey
         pause_after(patch, 2)
         drawn = served.generate(asked)
     assert set(np.diff(drawn.offsets)) == {1, 2} and drawn.unfinished.any()
-    together = joined(asked, drawn, served.generate(continued(asked, drawn)))
+    together = append(asked, drawn, served.generate(continued(asked, drawn)))
     for column in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
         assert getattr(together, column).tolist() == getattr(whole, column).tolist()

@@ -15,11 +15,11 @@ import torch
 from attrs import evolve
 
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import arrange, seated
+from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
-from corerl.plugin.origins import origins_of
+from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.fleet import EngineFleet
@@ -56,11 +56,11 @@ def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:
 def fleet(shared_ray: None) -> Iterator[EngineFleet]:
     assignments = assigned(2)
     with ray_session(address="", cpus=2):
-        with seated(arrange({"engines": 2}), timeout=paced(60.0)) as seats:
+        with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as slots:
             processes = RayGroup(
                 ["engine-0", "engine-1"],
                 "tests.rollout.services:Mortal",
-                seats["engines"],
+                slots["engines"],
                 {"OMP_NUM_THREADS": "1"},
                 failure=EngineFailed,
                 threads=2,

@@ -26,11 +26,11 @@ from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.one_step_off import OneStepOff
+from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.reward_lookup import resolve_reward
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import SavedRollouts
-from corerl.rollout.sources import Draws, Scored, Synchronous
+from corerl.rollout.sources import BatchSampler, Scored, Synchronous
 from corerl.testing.compare import weights_apart
 from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 from tests import reference
@@ -186,8 +186,8 @@ def push(engine: FakeEngine, version: int, directory: Path) -> None:
     update([engine], {"w": torch.ones(2)}, version=version, path=directory)
 
 
-def draws(generate: Callable[[GenerateRequest], Generation], reward: Reward = REWARD) -> Draws:
-    return Draws(
+def draws(generate: Callable[[GenerateRequest], Generation], reward: Reward = REWARD) -> BatchSampler:
+    return BatchSampler(
         stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
         sampler=Sampler(tokenizer=TOKENIZER, generate=generate, seed=7),
         reward=reward,

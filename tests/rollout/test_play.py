@@ -21,17 +21,17 @@ from corerl.data.prompts import Prompt
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_key
+from corerl.rollout.chat_server import ChatRequest, ChatServer
 from corerl.rollout.conversation import Refused
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
+from corerl.rollout.episode_runner import EpisodeRunner, EpisodeState
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.fleet import NoneLeft
-from corerl.rollout.front import ChatRequest, Front
 from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.rewards import Failure, Reward
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.stops import Stops, until_stop
-from corerl.rollout.table import Player, Table
 from corerl.rollout.transformers_engine import TransformersEngine
 from tests.machine import paced
 from tests.rollout.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
@@ -67,8 +67,8 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def front() -> Iterator[Front]:
-    made = Front(temperature=1.0, top_p=1.0)
+def front() -> Iterator[ChatServer]:
+    made = ChatServer(temperature=1.0, top_p=1.0)
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ Play = Callable[..., Rollout]
 
 
 @pytest.fixture
-def play(front: Front) -> Play:
+def play(front: ChatServer) -> Play:
     def sample(
         function: Callable[..., Any],
         *,
@@ -420,9 +420,9 @@ def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: 
     assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
 
 
-def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_nothing(front: Front) -> None:
+def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_nothing(front: ChatServer) -> None:
     function = EpisodeFunction(name="mine:play", function=single)
-    table = Table(
+    table = EpisodeRunner(
         front=front,
         tokenizer=TOKENIZER,
         params=PARAMS,
@@ -430,7 +430,7 @@ def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_
         config=EpisodesConfig(),
         state=threading.Condition(),
     )
-    player = Player(number=0, group=0, prompt=PROMPTS[0], key=0)
+    player = EpisodeState(number=0, group=0, prompt=PROMPTS[0], key=0)
     table.end([player])
     told: list[str] = []
 
@@ -523,7 +523,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     assert sum(text[-2:] in stop for text in said) > 8
 
 
-def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: Front) -> None:
+def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: ChatServer) -> None:
     tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
     tokenizer.chat_template = (
         '{# <tool_call>{"name" #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}'

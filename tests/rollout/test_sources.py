@@ -16,7 +16,7 @@ from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.reward_lookup import resolve_reward
 from corerl.rollout.rewards import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.sources import Draws, Refill, Scored, Synchronous, evaluate
+from corerl.rollout.sources import BatchSampler, DynamicSampling, Scored, Synchronous, evaluate
 from tests.rollout.models import context, update
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
@@ -32,7 +32,7 @@ def sampler(tmp_path: Path) -> Sampler:
 
 
 def source(sampler: Sampler, *, steps: int = 4, seed: int = 7, reward: Scorer = REWARD) -> Synchronous:
-    draws = Draws(
+    draws = BatchSampler(
         stream=PromptStream(SortDigits(held_out=10, seed=seed), seed=seed),
         sampler=sampler,
         reward=reward,
@@ -190,14 +190,14 @@ class ByIndex:
 
 
 def refilled(sampler: Sampler, attempts: int, *, reward: Scorer | None = None, prompts: int = 4) -> Synchronous:
-    draws = Draws(
+    draws = BatchSampler(
         stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
         sampler=sampler,
         reward=reward or ByIndex(),
         params=PARAMS,
         prompts=prompts,
         samples=2,
-        refill=Refill(useful=spread, attempts=attempts),
+        refill=DynamicSampling(useful=spread, attempts=attempts),
     )
     return Synchronous(draws, steps=3)
 

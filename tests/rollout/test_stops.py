@@ -15,10 +15,10 @@ from corerl.config.schema import ModelConfig
 from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.rollout import stops as module
+from corerl.rollout.continuation import append, continued
 from corerl.rollout.engine import Engine, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig, TransformersConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.partial import continued, joined
 from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.rollout.stops import Stops, stops_of, until_stop
 from corerl.rollout.transformers_engine import TransformersEngine
@@ -183,7 +183,7 @@ def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
         first = until_stop(engine.generate, asked, stops)
     assert first.unfinished.any()
     more = until_stop(engine.generate, continued(asked, first), stops)
-    assert_cut_at(stop, joined(asked, first, more), whole, CHARACTERS)
+    assert_cut_at(stop, append(asked, first, more), whole, CHARACTERS)
 
 
 def test_a_long_response_is_drawn_in_parts_of_an_eighth_of_it() -> None:

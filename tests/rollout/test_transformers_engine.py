@@ -11,9 +11,9 @@ from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
 from corerl.models.smallest import smallest_config
 from corerl.ops.noise import hash_keys
+from corerl.rollout.continuation import append, continued
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_likeliest
 from corerl.testing.models import drawn_model
 from corerl.weights.manifest import build_manifest
@@ -218,7 +218,7 @@ def test_a_sample_ends_with_its_first_stop_token_or_is_truncated_at_max_tokens(
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Cells that expect fewer than 5 are joined into one."""
+    """Cells that expect fewer than 5 are append into one."""
     expected = probabilities * counts.sum()
     rare = expected < 5
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
@@ -442,7 +442,7 @@ def test_what_is_interrupted_and_continued_is_what_would_have_been_drawn_without
     assert not (first.unfinished & first.truncated).any()
     together = parts[-1][1]
     for before, drawn in reversed(parts[:-1]):
-        together = joined(before, drawn, together)
+        together = append(before, drawn, together)
     assert_same_samples(together, whole)
     assert not together.unfinished.any()
     if fields is MOE:
@@ -463,7 +463,7 @@ def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
         pause_after(patch, 3)
         drawn = served.generate(asked)
     push(2)
-    together = joined(asked, drawn, served.generate(continued(asked, drawn)))
+    together = append(asked, drawn, served.generate(continued(asked, drawn)))
     assert set(together.versions) == {1, 2}
     ends = np.split(together.versions, together.offsets[1:-1])
     for (prompt, response, logprobs), versions in zip(sequences(asked, together), ends, strict=True):

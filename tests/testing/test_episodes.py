@@ -10,10 +10,10 @@ import pytest
 from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.models.tokenizer import end_tokens, load_tokenizer
+from corerl.rollout.chat_server import ChatServer
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction
-from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.sampler import Sampler
 from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
@@ -108,7 +108,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
 
     tokenizer, left = byte_tokenizer(), iter(answers)
     in_run: list[Any] = []
-    front = Front(temperature=1.0, top_p=1.0)
+    front = ChatServer(temperature=1.0, top_p=1.0)
     sampler = EpisodeSampler(
         tokenizer=tokenizer,
         generate=lambda request: _drawn(next(left), request, tokenizer),

@@ -44,7 +44,7 @@ def test_checks_build_on_checks_that_exist_of_no_higher_level_and_in_no_circle()
 
 
 def test_checks_take_only_what_the_plugin_gives() -> None:
-    given = {"subject", "loaded", "runs", "backend_name", "options", "tmp_path", "world_size", "seats", "wrapped"}
+    given = {"subject", "loaded", "runs", "backend_name", "options", "tmp_path", "world_size", "slots", "wrapped"}
     for name, function in CHECKS.items():
         parameters = set(inspect.signature(function).parameters)
         own = {

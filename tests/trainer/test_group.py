@@ -14,7 +14,7 @@ from attrs import evolve
 from corerl.calls import Future
 from corerl.cluster.group import Pending
 from corerl.cluster.objects import share
-from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_steps
@@ -527,15 +527,15 @@ def test_a_sample_that_was_never_given_is_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def seats(shared_ray: None) -> Iterator[list[Seat]]:
+def slots(shared_ray: None) -> Iterator[list[Slot]]:
     with ray_session(address="", cpus=2):
-        with seated(arrange({"actor": 2}), timeout=paced(60.0)) as seats:
-            yield seats["actor"]
+        with reserved(arrange({"actor": 2}), timeout=paced(60.0)) as slots:
+            yield slots["actor"]
 
 
-def launched(seats: list[Seat], **options: Any) -> TrainGroup:
+def launched(slots: list[Slot], **options: Any) -> TrainGroup:
     plan = planned(config_for(options=options))
-    return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), seats)
+    return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), slots)
 
 
 def training_plan(batch: SampleBatch) -> StepPlan:
@@ -550,9 +550,9 @@ def training_plan(batch: SampleBatch) -> StepPlan:
     return plan
 
 
-def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(seats: list[Seat]) -> None:
+def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(slots: list[Slot]) -> None:
     batch = batch_of(5, 2, 7, 3, 1)
-    group = launched(seats, optimizer_steps=[3, 3], fails_at=9)
+    group = launched(slots, optimizer_steps=[3, 3], fails_at=9)
     init = group.init().result()
     assert (init.optimizer_step, init.layout.dp_size) == (3, 2)
     assert [each.dp_rank for each in group.layouts] == [0, 1]
@@ -615,8 +615,8 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     group.shutdown()  # as in a `finally`: it does not hide the error
 
 
-def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(seats: list[Seat]) -> None:
-    group = launched(seats, optimizer_steps=[3, 4])
+def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(slots: list[Slot]) -> None:
+    group = launched(slots, optimizer_steps=[3, 4])
     with pytest.raises(
         ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 reports 3, rank 1 reports 4"
     ):

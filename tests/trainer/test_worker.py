@@ -191,7 +191,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
 # ---- what a traced run shows -----------------------------------------------------------------------------------------
 
 
-class Shown:
+class SampleShown:
     """What was begun and ended, in order: '> train', '< train'."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Shown:
 def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_same(
     worker: Worker, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, shown = make_samples(1), Shown()
+    batch, shown = make_samples(1), SampleShown()
     traced = Worker(assignment)
     traced.trace(shown)
     traced.init("127.0.0.1", 0)
@@ -226,7 +226,7 @@ def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_
     assert shown.log == [*one * count, "> results", "< results"]
 
 
-def logged(function: Callable[..., Any], name: str, shown: Shown) -> Callable[..., Any]:
+def logged(function: Callable[..., Any], name: str, shown: SampleShown) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         shown.log.append(name)
         return function(*args, **kwargs)
@@ -235,7 +235,7 @@ def logged(function: Callable[..., Any], name: str, shown: Shown) -> Callable[..
 
 
 def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path: Path) -> None:
-    shown = Shown()
+    shown = SampleShown()
     worker.trace(shown)
     address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
     with ThreadPoolExecutor(1) as engine:

@@ -12,7 +12,7 @@ import torch
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.batches import OutputCollector
 from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
-from corerl.backend.routing import told_experts
+from corerl.backend.routing import replayed_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
@@ -101,12 +101,12 @@ class PlainBackend(Backend):
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
         experts of each token [T, layers, k]."""
         tokens = torch.tensor(micro.tokens, device=self.device)
-        told = told_experts(self.routers, micro, self.device)
+        told = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
-            with self.routers.told(None if told is None else told[rows].flatten(0, 1), keep=routed):
+            with self.routers.replaying(None if told is None else told[rows].flatten(0, 1), keep=routed):
                 found = self.of_sequences(tokens[rows], temperature)
                 if routed:
                     chosen = self.routers.chosen

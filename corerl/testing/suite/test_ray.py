@@ -24,16 +24,16 @@ from corerl.weights.transports import TRANSPORTS
 
 @check("C36", level=4, builds_on=["C21", "C41"])
 def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_update_by_any_transport(
-    subject: Subject, seats: Mapping[str, Any], loaded: Loaded
+    subject: Subject, slots: Mapping[str, Any], loaded: Loaded
 ) -> None:
     from corerl.testing import groups
 
     transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(Capability(each.capability)).full]
     setup = subject.setup("qwen3-tied")
-    with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), seats["actor"]) as group:
+    with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
         init = group.init().result()
         assert (init.optimizer_step, group.dp_size) == (0, group.layouts[0].dp_size)
-        with groups.engine(setup, seats["engines"]) as fleet:
+        with groups.engine(setup, slots["engines"]) as fleet:
             for number in range(3):
                 directory, transport = subject.directory / "weights", transports[number % len(transports)]
                 arrived = groups.push(group, fleet, number + 1, transport=transport, directory=directory)
@@ -52,7 +52,7 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
 
 @check("C37", level=4, builds_on=["C36"], ranks=[1])
 def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says_so(
-    subject: Subject, seats: Mapping[str, Any]
+    subject: Subject, slots: Mapping[str, Any]
 ) -> None:
     from corerl.testing import groups
 
@@ -60,7 +60,7 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
     (assignment,) = plan.assignments
     core, backend = assignment.origins
     other = evolve(assignment, origins=(core, evolve(backend, version="0.0.0.dev0")))
-    with groups.launched(evolve(plan, assignments=(other,)), seats["actor"]) as group:
+    with groups.launched(evolve(plan, assignments=(other,)), slots["actor"]) as group:
         with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, but the driver's is .*0\.0\.0\.dev0"):
             group.init().result()
 

@@ -110,7 +110,7 @@ class CollectiveSender(WeightSender):
         except Exception as error:
             self._break(error)
 
-    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if self._group is None or not self._has_rooms:
             return None
         if not self._rooms:

@@ -128,7 +128,7 @@ class IpcSender(WeightSender):
             if not self._settled(index):
                 self._drop(index, self._address.not_joined(version))
 
-    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not self._taking:
             return None
         try:
@@ -141,13 +141,13 @@ class IpcSender(WeightSender):
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if all(each.shared.bytes.data_ptr() != flat.data_ptr() for each in self._buffers):  # gathered elsewhere
-            room = self.room(flat.numel(), flat.dtype)
+            room = self.acquire_buffer(flat.numel(), flat.dtype)
             if room is None:
                 return
             flat = room.copy_(flat)
         self.sent = (self.sent or 0) + flat.nbytes
         self._hand_over_pending()
-        self._buffers[self._turn].bucket = bucket.index  # the buffer that `room` gave
+        self._buffers[self._turn].bucket = bucket.index  # the buffer that `acquire_buffer` gave
         self._pending = _Pending(bucket, flat, self._turn, Digest(flat))
         self._turn = (self._turn + 1) % BUFFERS
         if self._pending.digest.ready:

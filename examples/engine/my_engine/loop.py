@@ -12,11 +12,11 @@ from corerl.ops import gumbel
 from corerl.rollout import (
     Engine,
     EngineContext,
+    EngineLifecycle,
     GenerateRequest,
     Generation,
     Received,
     SamplingParams,
-    Serving,
     Told,
     unheard,
 )
@@ -32,7 +32,7 @@ class LoopEngine(Engine):
         self._weights = {name: parameter.data for name, parameter in self._model.named_parameters()}
         self._bytes = {name: weight.untyped_storage().nbytes() for name, weight in self._weights.items()}
         self._asleep = False
-        self._serving = Serving(context.name, context.index)
+        self._serving = EngineLifecycle(context.name, context.index)
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 
 from corerl.errors import EngineFailed
 from corerl.rollout import GenerateRequest, SamplingParams
-from corerl.rollout.partial import continued, joined
+from corerl.rollout.continuation import append, continued
 from corerl_sglang.read import Experts, Reader
 
 STOP, LEFT = 7, 8
@@ -48,7 +48,7 @@ def test_tokens_of_a_cut_row_keep_the_experts_of_the_weights_that_drew_them() ->
     assert cut.unfinished.tolist() == [True]
     rest = continued(request, cut)
     more = READER.generation(answer([4, STOP], "stop", expert=2, version=4, read=6), rest, 4, paused=False)
-    whole = joined(request, cut, more)
+    whole = append(request, cut, more)
     assert whole.versions.tolist() == [3, 3, 3, 4, 4]
     # Nothing was known of the cut part's last token, nor is of the whole one's.
     assert whole.routed_experts is not None

@@ -77,7 +77,7 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded_and_no_further(pair
 
     def gather() -> None:
         for bucket in FOUR.buckets:
-            room = sender.room(4, torch.float32)
+            room = sender.acquire_buffer(4, torch.float32)
             room.fill_(float(bucket.index))
             places.append(room.data_ptr())
             filled.release()
@@ -125,7 +125,7 @@ def test_what_is_gathered_is_the_memory_that_the_engine_reads_and_each_buffer_ha
             reader.go.release()
         sender.begin(FOUR, version)
         for bucket in FOUR.buckets:
-            room = sender.room(4, torch.float32)
+            room = sender.acquire_buffer(4, torch.float32)
             room.fill_(float(version))
             sender.send(bucket, room)
         assert sender.commit() == {"e": ""}
@@ -270,7 +270,7 @@ def test_an_engine_hears_why_the_trainer_cannot_go_on_and_takes_the_next_update(
         patch.setattr(ipc, "share", full)
         sender.begin(FOUR, 1)
         for bucket in FOUR.buckets:
-            if sender.room(4, torch.float32) is not None:
+            if sender.acquire_buffer(4, torch.float32) is not None:
                 sender.send(bucket, torch.zeros(4))
         assert sender.commit() == {"e": reason}
     reader.thread.join()

@@ -59,7 +59,7 @@ def push(sender: WeightSender, tensors: Mapping[str, torch.Tensor], version: int
     sender.begin(manifest, version)
     for bucket in manifest.buckets:
         flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
-        room = sender.room(flat.numel(), flat.dtype)
+        room = sender.acquire_buffer(flat.numel(), flat.dtype)
         sender.send(bucket, flat if room is None else room.copy_(flat))
     return sender.commit()
 
@@ -364,7 +364,7 @@ def push_from(senders: Mapping[int, CollectiveSender], tensors: Mapping[str, tor
         for bucket in manifest.buckets:
             if sender.sender_of(bucket) == rank:
                 flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
-                room = sender.room(flat.numel(), flat.dtype)
+                room = sender.acquire_buffer(flat.numel(), flat.dtype)
                 sender.send(bucket, flat if room is None else room.copy_(flat))
         return sender.commit()
 
@@ -651,7 +651,7 @@ def test_memory_that_is_still_read_is_not_given_out_again() -> None:
     (bucket,) = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=64).buckets
     rooms = []
     for number in range(5):
-        room = sender.room(4, torch.float32)
+        room = sender.acquire_buffer(4, torch.float32)
         assert wire.finished == list(range(1, number))  # that of the bucket before may still be under way
         assert room is not None
         rooms.append(room.data_ptr())

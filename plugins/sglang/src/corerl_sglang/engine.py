@@ -24,14 +24,14 @@ from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
 from corerl.rollout import (
     Engine,
     EngineContext,
+    EngineLifecycle,
     GenerateRequest,
     Generation,
     Received,
     Receiving,
     SamplingParams,
-    Serving,
     Told,
-    misfit,
+    shape_mismatch,
     unheard,
 )
 from corerl.weights import Address, Manifest, as_sent, is_quantized
@@ -52,7 +52,7 @@ IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
 class SglangEngine(Engine):
     def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext) -> None:
         self._options, self._context = options, context
-        self._serving = Serving(context.name, context.index, calls=CALLS)
+        self._serving = EngineLifecycle(context.name, context.index, calls=CALLS)
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
@@ -202,7 +202,7 @@ class SglangEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights are asleep; wake it up first"
-        return misfit(manifest.shapes, self._shapes)
+        return shape_mismatch(manifest.shapes, self._shapes)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
         """Have the ranks take the update; returns the bytes received and the error, or ""."""

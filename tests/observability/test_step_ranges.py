@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.observability.chosen import steps_chosen
+from corerl.observability.step_ranges import step_ranges
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,11 @@ from corerl.observability.chosen import steps_chosen
     ],
 )
 def test_the_last_step_of_a_range_is_in_it(text: str, expected: list[int]) -> None:
-    chosen = steps_chosen(text)
+    chosen = step_ranges(text)
     assert [step for step in range(30) if step in chosen] == expected
 
 
 @pytest.mark.parametrize("text", ["x", "1:", "1:2:0", "-1", "1;2"])
 def test_what_is_no_list_of_steps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"must be steps such as '3', '3,20' or '10:100:10', got '{text}'"):
-        steps_chosen(text)
+        step_ranges(text)

@@ -16,10 +16,10 @@ from attrs import define, evolve, field, frozen
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
+from corerl.rollout.chat_server import ChatAnswer, ChatRequest, ChatServer
 from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction
-from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from corerl.rollout.rewards import Failure
 from corerl.rollout.stops import stops_of
 from corerl.rollout.tool_calls import format_of
@@ -43,7 +43,7 @@ class Turn:
 
 
 @define(kw_only=True, eq=False)
-class Player:
+class EpisodeState:
     """One episode and its state."""
 
     number: int  # episodes start, and are batched, in this order
@@ -63,10 +63,10 @@ class Player:
     told_full: bool = False  # the function was told that no room is left
 
 
-Turns = list[tuple[Player, Turn]]
+Turns = list[tuple[EpisodeState, Turn]]
 
 
-class Table:
+class EpisodeRunner:
     """Plays episodes, as many at once as the config allows.
 
     Each function runs in its own thread, each request in one of the server's. The caller, which has engines sample,
@@ -76,7 +76,7 @@ class Table:
     def __init__(
         self,
         *,
-        front: Front,
+        front: ChatServer,
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         function: EpisodeFunction,
@@ -101,14 +101,14 @@ class Table:
         self._state = state
         self._longest_prompt = longest_prompt
         self._stops: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}  # by the texts of a request
-        self._to_begin: deque[Player] = deque()
-        self._playing: dict[int, Player] = {}  # by id(), oldest first
-        self._waiting: list[Player] = []  # players whose turns `look` has not returned yet
+        self._to_begin: deque[EpisodeState] = deque()
+        self._playing: dict[int, EpisodeState] = {}  # by id(), oldest first
+        self._waiting: list[EpisodeState] = []  # players whose turns `look` has not returned yet
         self._first, self._last = 0.0, 0.0  # when the first and the last of these arrived
 
     # ---- for the caller that has engines sample ---------------------------------------------------------------------
 
-    def admit(self, players: Iterable[Player]) -> None:
+    def admit(self, players: Iterable[EpisodeState]) -> None:
         """Queue these players to start as soon as there is room."""
         with self._state:
             self._to_begin.extend(players)
@@ -137,7 +137,7 @@ class Table:
                     until.append(ready)
             return gathered, min(until) - now if until else None
 
-    def tell(self, player: Player, turn: Turn, drawn: Generation) -> None:
+    def tell(self, player: EpisodeState, turn: Turn, drawn: Generation) -> None:
         """Deliver what was drawn: it becomes part of the conversation, unless the episode has ended meanwhile."""
         answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params)
         with self._state:
@@ -148,7 +148,7 @@ class Table:
             player.turn, player.answered, player.refusal = None, turn, ""
         turn.answer.set_result((answer, drawn))
 
-    def end(self, players: Iterable[Player]) -> None:
+    def end(self, players: Iterable[EpisodeState]) -> None:
         """End players that have not ended, whether started or not, without an outcome."""
         with self._state:
             for player in players:
@@ -190,7 +190,7 @@ class Table:
         self._waiting = []
         return list(alike.values())
 
-    def _end(self, player: Player, outcome: float | Failure | None) -> None:
+    def _end(self, player: EpisodeState, outcome: float | Failure | None) -> None:
         """End an episode, once; its further requests are refused."""
         if player.ended:
             return
@@ -204,7 +204,7 @@ class Table:
 
     # ---- in threads of their own -------------------------------------------------------------------------------------
 
-    def _play(self, player: Player) -> None:
+    def _play(self, player: EpisodeState) -> None:
         episode = Episode(prompt=player.prompt, base_url=player.base_url, client=self._front.client)
         outcome = self._function.play(episode, self._config.timeout)
         # A client's own error seldom says more than the status.
@@ -215,7 +215,7 @@ class Table:
                 outcome = self._function.failure("silent", "sent no request to the policy", player.prompt)
             self._end(player, outcome)
 
-    def _answer(self, player: Player, request: ChatRequest) -> ChatAnswer:
+    def _answer(self, player: EpisodeState, request: ChatRequest) -> ChatAnswer:
         with self._state:
             conversation, turn = player.conversation, _turn_of(player, request)
         if turn is not None:
@@ -244,7 +244,7 @@ class Table:
                 self._wait(player, turn)
         return self._told(turn)
 
-    def _wait(self, player: Player, turn: Turn) -> None:
+    def _wait(self, player: EpisodeState, turn: Turn) -> None:
         """Queue the turn. Called under `state`."""
         player.turn = turn
         self._last = time.monotonic()
@@ -267,7 +267,7 @@ class Table:
             logprobs=drawn.logprobs.tolist(),
         )
 
-    def _request(self, player: Player, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+    def _request(self, player: EpisodeState, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
         """The engine request for the next part of the episode's one response."""
         params = self._params
         try:
@@ -299,7 +299,7 @@ class Table:
             self._stops[known] = stops_of(known, self._tokenizer)
         return self._stops[known]
 
-    def _no_room(self, player: Player, prompt_tokens: int) -> ChatAnswer:
+    def _no_room(self, player: EpisodeState, prompt_tokens: int) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function asks once more after it."""
         with self._state:
             if player.told_full:
@@ -312,7 +312,7 @@ class Table:
         return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
 
 
-def _turn_of(player: Player, request: ChatRequest) -> Turn | None:
+def _turn_of(player: EpisodeState, request: ChatRequest) -> Turn | None:
     """The waiting turn, or else the last answered one, if its request is the same: clients resend a request whose
     answer is late, and sampling it again would give the same answer."""
     latest = player.turn or player.answered

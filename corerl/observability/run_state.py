@@ -16,7 +16,7 @@ from corerl.plugin.events import (
     PhaseStarted,
     RunFinished,
     RunStarted,
-    Shown,
+    SampleShown,
     StepFinished,
 )
 
@@ -41,7 +41,7 @@ class Phase:
     began: float  # on the story's clock
 
 
-class Story:
+class RunState:
     """Takes every event, in any order that a driver may send them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class Story:
         self.first_step = 0  # the step at which this process began
         self.done = 0  # rollout steps finished, those before a resume included
         self.history = History()
-        self.shown: Sequence[Shown] = ()
+        self.shown: Sequence[SampleShown] = ()
         self.shown_at = ""  # what those answers are, and of which step
         self.phase: Phase | None = None
         self.progress: PhaseProgress | None = None  # of that phase, if it counts something
@@ -62,7 +62,7 @@ class Story:
         self.prepared: list[tuple[str, float]] = []  # phases before the first step, and their seconds
         self._finishes: deque[float] = deque(maxlen=21)  # end times of the latest steps
 
-    def hear(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         now = self.clock()
         match event:
             case RunStarted():

@@ -26,7 +26,7 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
     )
 
 
-def joined(request: GenerateRequest, generation: Generation, more: Generation) -> Generation:
+def append(request: GenerateRequest, generation: Generation, more: Generation) -> Generation:
     """Append `more`, the answer to `continued`, to the unfinished rows of `generation`, the answer to `request`.
 
     Each token keeps the log-prob, version and experts it was sampled with; experts unknown at that time, such as those

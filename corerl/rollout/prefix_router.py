@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from corerl.rollout.continuation import split
 from corerl.rollout.engine import GenerateRequest, Generation
-from corerl.rollout.partial import split
 from corerl.types import IntArray, offsets_of
 
 SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
@@ -19,7 +19,7 @@ REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights s
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its powers make a row's prefix hashes differ
 
 
-class Shares:
+class PrefixRouter:
     """Decides which replica draws which rows. Thread-safe.
 
     A replica caches the keys and values of what it has read and drawn until its weights change. Hence rows of one

@@ -19,7 +19,7 @@ class Chosen:
         return any(step in each for each in self.ranges)
 
 
-def steps_chosen(text: str) -> Chosen:
+def step_ranges(text: str) -> Chosen:
     """Parse comma-separated steps and ranges FIRST:LAST:EVERY; LAST is included, '' means no steps.
 
     Raises ValueError for anything else.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INTERRUPT_SECONDS = 0.1  # between two calls of `interrupt`
 
 
-class Turns:
+class SharedLock:
     """A lock held by up to `places` threads at once via `one()`, or exclusively via `with` on itself."""
 
     def __init__(self, places: int) -> None:
@@ -62,7 +62,7 @@ class Turns:
             self._changed.notify_all()
 
 
-class Serving:
+class EngineLifecycle:
     """The part of an engine that is independent of how it generates. Thread-safe."""
 
     def __init__(self, name: str, index: int, *, calls: int = 1) -> None:
@@ -72,7 +72,7 @@ class Serving:
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
         self._receiving = Receiving(index)
         self._paused = threading.Event()
-        self._busy = Turns(calls)  # shared while generating, exclusive while weights change
+        self._busy = SharedLock(calls)  # shared while generating, exclusive while weights change
 
     @contextmanager
     def generating(self) -> Iterator[int]:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from corerl.config.schema import ModelConfig
-from corerl.rollout import sharing
+from corerl.rollout import prefix_router
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.sharing import Shares, in_order
+from corerl.rollout.prefix_router import PrefixRouter, in_order
 
 
 def request(rows: Sequence[Sequence[int]]) -> GenerateRequest:
@@ -33,7 +33,7 @@ def answer(rows: Sequence[Sequence[int]]) -> Generation:
     )
 
 
-def shared(shares: Shares, rows: Sequence[Sequence[int]], replicas: Sequence[int]) -> dict[int, list[int]]:
+def shared(shares: PrefixRouter, rows: Sequence[Sequence[int]], replicas: Sequence[int]) -> dict[int, list[int]]:
     return {replica: each.tolist() for replica, each in shares.divide(request(rows), replicas).items()}
 
 
@@ -49,7 +49,7 @@ def shared(shares: Shares, rows: Sequence[Sequence[int]], replicas: Sequence[int
 )
 def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, samples: int, wanted: list[int]) -> None:
     rows = [[3, prompt, 7] for prompt in range(prompts) for _ in range(samples)]
-    found = shared(Shares(), rows, [0, 2, 5])
+    found = shared(PrefixRouter(), rows, [0, 2, 5])
     assert sorted(row for each in found.values() for row in each) == list(range(len(rows)))
     assert [len(each) for each in found.values()] == wanted
     if samples <= len(rows) // 3:
@@ -58,7 +58,7 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
 
 
 def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> None:
-    shares = Shares()
+    shares = PrefixRouter()
     with shares.drawing({0: 3, 1: 1}):
         assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
         assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
@@ -68,7 +68,7 @@ def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> 
 
 
 def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_change() -> None:
-    shares = Shares()
+    shares = PrefixRouter()
     prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
     responses = [[5], [6, 6], [7], [8]]
     shares.drew(0, request([prompts[0], prompts[3]]), answer([responses[0], responses[3]]))
@@ -87,15 +87,15 @@ def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_chan
 
 
 def test_a_row_goes_to_who_has_read_the_longest_beginning_of_it() -> None:
-    shares = Shares()
+    shares = PrefixRouter()
     for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
         shares.drew(replica, request([[9, 1]]), answer([response]))
     assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
 
 
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "REMEMBERED", 4)
-    shares = Shares()
+    monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
+    shares = PrefixRouter()
     shares.drew(1, request([[1, 1], [2, 2]]), answer([[5], [6]]))
     assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {1: [0]}
     shares.drew(0, request([[3, 3]]), answer([[7]]))

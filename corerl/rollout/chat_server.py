@@ -53,7 +53,7 @@ Answering = Callable[[ChatRequest], ChatAnswer]  # called in any thread; raises 
 Refusing = Callable[[str], None]  # called with the message of each refused request
 
 
-class Front:
+class ChatServer:
     """The server. Listens on localhost only, from construction until `close`."""
 
     def __init__(self, *, temperature: float, top_p: float, top_k: int = 0) -> None:
@@ -210,7 +210,7 @@ class Client:
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 1024  # many episodes may start and connect at the same moment
-    front: Front
+    front: ChatServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # the client has gone, say after its episode timed out

@@ -11,7 +11,7 @@ from attrs import evolve
 
 import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.origins import Origin, look_for, origins_of, require_same
+from corerl.plugin.fingerprint import Origin, look_for, origins_of, require_same
 from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from corerl.errors import CheckpointError, DataError
 from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.saved import Kept, SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.recorded import RecordingSource, SavedRollouts, read_rollout, write_rollout
 from tests.rollout.scored import scored
 
 
@@ -106,7 +106,7 @@ def test_what_json_cannot_hold_in_a_row_is_kept_as_text(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_what_came_before_anything_was_made_of_it(tmp_path: Path) -> None:
     write(tmp_path / "given", 0, 1)
-    source = Kept(SavedRollouts(tmp_path / "given", steps=2, vocab_size=200), tmp_path / "kept")
+    source = RecordingSource(SavedRollouts(tmp_path / "given", steps=2, vocab_size=200), tmp_path / "kept")
     halved = Postprocessed(source, lambda each: evolve(each, rewards=each.rewards / 2), "mine:halve")
     assert [each.rewards[0] for each in halved] == [0.5, 0.5]
     assert halved.position == {"rollout_step": 2, "files": 2}

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from corerl.rollout.chat_server import ChatAnswer, ChatRequest, ChatServer
 from corerl.rollout.conversation import Refused
-from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from tests.machine import paced
 
 USER = {"role": "user", "content": "hello"}
@@ -44,8 +44,8 @@ class Desk:
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
-    made = Front(temperature=0.7, top_p=1.0)
+def front() -> Iterator[ChatServer]:
+    made = ChatServer(temperature=0.7, top_p=1.0)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def post(url: str, body: Any) -> tuple[int, Any]:
     return response.status, answer
 
 
-def test_an_answer_has_the_shape_of_a_chat_completion(front: Front) -> None:
+def test_an_answer_has_the_shape_of_a_chat_completion(front: ChatServer) -> None:
     desk = Desk()
     url = front.open(desk) + "/chat/completions"
     asked = {"model": "any", "messages": [USER], "logprobs": True, "temperature": 0.7, "n": 1, "stream": False}
@@ -84,7 +84,7 @@ def test_an_answer_has_the_shape_of_a_chat_completion(front: Front) -> None:
     assert (desk.requests[1].max_tokens, list(desk.requests[1].stop)) == (None, [])
 
 
-def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: Front) -> None:
+def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
     desk = Desk()
     desk.tool_calls = [{"id": "call00100", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
     body = {"messages": [USER], "tools": [{"type": "function"}], "parallel_tool_calls": True, "tool_choice": "auto"}
@@ -115,7 +115,7 @@ def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(
         ({"messages": [USER], "tools": {"a": 1}}, "tools: got {'a': 1}, wanted a list of objects"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(front: Front, body: Any, told: str) -> None:
+def test_what_cannot_be_done_is_refused_in_one_line(front: ChatServer, body: Any, told: str) -> None:
     desk = Desk()
     status, answer = post(front.open(desk) + "/chat/completions", body)
     assert status == 400
@@ -125,7 +125,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(front: Front, body: Any, tol
     assert not desk.requests
 
 
-def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: Front) -> None:
+def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: ChatServer) -> None:
     first, second = Desk(), Desk()
     urls = [front.open(first), front.open(second)]
     assert post(urls[1] + "/chat/completions", {"messages": [USER]})[0] == 200
@@ -141,7 +141,7 @@ def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: Fro
 
 
 def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_to_whoever_runs_it(
-    front: Front, capsys: pytest.CaptureFixture[str]
+    front: ChatServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def breaks(request: ChatRequest) -> ChatAnswer:
         raise KeyError("tool_call_id")
@@ -151,7 +151,7 @@ def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_t
     assert "in breaks\n" in capsys.readouterr().err
 
 
-def test_the_client_asks_over_connections_that_it_keeps(front: Front) -> None:
+def test_the_client_asks_over_connections_that_it_keeps(front: ChatServer) -> None:
     url = urlsplit(front.open(Desk()))
     before = [front.client.post(f"{url.path}/chat/completions", {"messages": [USER]})["id"] for _ in range(2)]
     assert len(set(before)) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from corerl.errors import EngineFailed
-from corerl.rollout.serving import Serving
+from corerl.rollout.lifecycle import EngineLifecycle
 from tests.rollout.models import update
 
 LIMIT = 60.0  # seconds, against hangs
@@ -17,14 +17,14 @@ LIMIT = 60.0  # seconds, against hangs
 class Carrier:
     """As much of an engine as an update asks for."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: EngineLifecycle) -> None:
         self.serving = serving
 
     def receive(self, *given: Any) -> Any:
         return self.serving.receive(*given, check=lambda manifest: "", load=lambda bucket, flat: None)
 
 
-def served(serving: Serving, directory: Path) -> Serving:
+def served(serving: EngineLifecycle, directory: Path) -> EngineLifecycle:
     """With weights of version 7."""
     update([Carrier(serving)], {"w": torch.ones(2)}, version=7, path=directory)  # type: ignore[list-item]
     return serving
@@ -33,7 +33,7 @@ def served(serving: Serving, directory: Path) -> Serving:
 def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_weights_meanwhile(
     tmp_path: Path,
 ) -> None:
-    serving = served(Serving("engine-0", 0, calls=2), tmp_path)
+    serving = served(EngineLifecycle("engine-0", 0, calls=2), tmp_path)
     both = threading.Barrier(3, timeout=LIMIT)
     inside: list[int] = []
 
@@ -63,7 +63,7 @@ def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_
 
 
 def test_it_is_paused_once_nothing_is_generated_and_until_it_is_resumed(tmp_path: Path) -> None:
-    serving = served(Serving("engine-0", 0), tmp_path)
+    serving = served(EngineLifecycle("engine-0", 0), tmp_path)
     begun = threading.Event()
 
     def generate() -> None:

@@ -65,7 +65,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
     return path
 
 
-class Kept(Wrapped):
+class RecordingSource(Wrapped):
     """A source whose batches are written to `directory` as they arrive, before anything uses them."""
 
     def __init__(self, source: Source, directory: Path) -> None:
