@@ -93,7 +93,7 @@ lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(DEV) ## static types of core and plugins
+types: $(DEV) ## static types of core, plugins and what new-backend writes
 	$(BIN)/mypy
 
 docs: $(DEV) ## the documentation into docs/_build/html, every warning an error

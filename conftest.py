@@ -1,5 +1,6 @@
 """What tests of core and of plugins share."""
 
+import functools
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +22,7 @@ from corerl.testing import pool
 from corerl.testing.marks import MARK
 from tests import machine
 from tests.forks import server
+from tests.room import with_room
 
 pytest_plugins = ["corerl.testing.plugin"]
 server.fork_fork_servers()
@@ -28,7 +31,6 @@ pytest.register_assert_rewrite("tests.bare_loop")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
-STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
     "tests/testing/test_broken.py",
@@ -79,17 +81,42 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """What pytest does, with room."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    with_room(lambda: runtestprotocol(item, nextitem=nextitem))
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
 class Unmarked:
-    """Sees processes that start in a test without the mark, which would slow `make test-fast` down."""
+    """Sees processes that start in a test without the mark, which would slow `make test-fast` down.
+
+    No audit hook: where there is one, `id` takes ten times as long, which every hash of a tensor and every copy calls.
+    """
 
     def __init__(self) -> None:
+        from tests.forks import client  # deadlines have their pace by now
+
         self.watching = False
         self.started: list[str] = []
-        sys.addaudithook(self.hear)
+        self.see(subprocess.Popen, "__init__", "subprocess.Popen")
+        self.see(os, "fork", "os.fork")
+        self.see(os, "posix_spawn", "os.posix_spawn")
+        self.see(client, "connect", "tests.forks")
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.watching and event in STARTS:
-            self.started.append(f"{event} {arguments}"[:200])
+    def see(self, owner: Any, name: str, told: str) -> None:
+        starts = getattr(owner, name)
+
+        @functools.wraps(starts)
+        def start(*args: Any, **named: Any) -> Any:
+            if self.watching:
+                given = [each for each in args if not isinstance(each, subprocess.Popen)]  # it has no repr yet
+                self.started.append(f"{told} {given}"[:200])
+            return starts(*args, **named)
+
+        setattr(owner, name, start)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -154,9 +181,9 @@ def shared_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def seats(shared_ray: None) -> Iterator[Mapping[str, Any]]:
+def slots(shared_ray: None) -> Iterator[Mapping[str, Any]]:
     """Of the conformance suite's checks under Ray."""
     from corerl.testing import groups
 
-    with groups.seats() as seats:
-        yield seats
+    with groups.slots() as slots:
+        yield slots

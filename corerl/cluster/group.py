@@ -71,7 +71,7 @@ class RayGroup:
         self.names = list(names)
         self.target = target
         self._environment = dict(environment)
-        self._seats = list(slots)
+        self._slots = list(slots)
         self._failure = failure
         self._threads = threads
         self._watching = watching or Watching()
@@ -220,8 +220,8 @@ class RayGroup:
         return spawn(
             self.names[member],
             self.target,
-            options={**self._seats[member].options(), "max_concurrency": self._threads},
-            neighbors=self._seats[member].neighbors,
+            options={**self._slots[member].options(), "max_concurrency": self._threads},
+            neighbors=self._slots[member].neighbors,
             environment=self._environment,
             failure=self._failure,
             traced=self._watching.on_answer is not None,

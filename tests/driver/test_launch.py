@@ -64,7 +64,7 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(
+def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)

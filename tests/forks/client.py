@@ -91,7 +91,6 @@ class Forked:
 
 def connect(place: str = SOCKET) -> socket.socket:
     """To the server, which the first of a session's processes to ask starts."""
-    sys.audit("tests.forks")
     directory = Path(os.environ[DIRECTORY])
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -32,6 +32,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.room import with_room
+
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
 # Together they import nearly all of what ranks, engines and drivers run, but for Ray: its library reads the environment
@@ -273,7 +275,8 @@ def run(request: dict[str, Any]) -> None:
     if os.path.isfile(request["argv"][0]):
         module.__file__ = request["argv"][0]  # what multiprocessing imports in the processes that it spawns
     sys.modules["__main__"] = module
-    exec(compile(request["code"], "<forked>", "exec"), module.__dict__)
+    code = compile(request["code"], "<forked>", "exec")
+    with_room(lambda: exec(code, module.__dict__))
 
 
 if __name__ == "__main__":
