@@ -10,6 +10,11 @@ from attrs import field, frozen
 
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
+REFERENCE = "reference"  # the policy that KL is measured against
+ROLLOUT = "rollout"  # the actor whose weights the engines hold, those of the last update
+OLD = "old"  # the actor whose weights they held before that update
+SNAPSHOTS = (REFERENCE, ROLLOUT, OLD)
+
 
 @frozen(kw_only=True, eq=False)
 class ForwardPass:
@@ -17,7 +22,7 @@ class ForwardPass:
 
     role: str
     columns: Mapping[str, Output]  # column -> the output that fills it
-    weights: str = ""  # a snapshot's name; "" for the current weights
+    weights: str = ""  # one of SNAPSHOTS, of the actor; "" for the weights as they are
     replay: bool = False  # route through the experts in the column `routed_experts`
 
 

@@ -26,11 +26,11 @@ from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
+from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import CheckpointDamaged, EngineFailed, SaveFailed
 from corerl.messages import one_line
-from corerl.plan.algorithm import REFERENCE, AlgorithmPlan
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ENGINES, EnginePlan
 from corerl.plan.residency import residency_plan
@@ -170,8 +170,10 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     if start.state and trains:
         for text in changed_rates(start.state["config"], roles.values()):
             progress.notice(text)
-    if trains:
-        _make_reference(plan.algorithm, groups[ACTOR], progress, resumed=bool(start.state))
+    tags = plan.algorithm.snapshots(ACTOR) if trains else ()
+    snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
+    if notice := snapshots.begin(progress.step, resumed=bool(start.state)):
+        progress.notice(notice)
     if check is not None:
         progress.begin("checking the prompts")
         while not check.ready(BEAT_SECONDS):
@@ -214,6 +216,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         stop=stop,
         roles=roles,
         updates=updates,
+        snapshots=snapshots,
         gate=make_gate(plan, fleet, sampler, progress),
         residency=residency,
         source=source,
@@ -229,22 +232,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         fleet.on_lost = run.bring_weights
         progress.begin("sending the first weights")
     return run
-
-
-def _make_reference(algorithm: AlgorithmPlan, actor: TrainGroup, progress: Progress, *, resumed: bool) -> None:
-    """Keep the reference policy's weights, if a forward pass needs them."""
-    if not any(each.weights == REFERENCE for each in algorithm.passes):
-        return
-    reference, every = actor.snapshot(REFERENCE), algorithm.settings.reference_every
-    if not (resumed and every):
-        reference.load(algorithm.settings.reference).result()
-        return
-    reference.create().result()  # from the checkpoint's weights, which are the reference at every such step
-    if late := progress.step % every:
-        progress.notice(
-            f"the reference policy is the actor of step {progress.step}, not of step {progress.step - late}, whose "
-            "weights no checkpoint has"
-        )
 
 
 def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress) -> Gate | None:

@@ -33,9 +33,9 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
+from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
-from corerl.plan.algorithm import REFERENCE
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -81,6 +81,7 @@ class Run:
     stop: StopRequest
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
+    snapshots: Snapshots  # of the actor
     gate: Gate | None  # against engines that compute something else; None if it is off
     residency: Residency
     source: Source
@@ -157,7 +158,11 @@ class Run:
             shared = share(samples)
             passing = {
                 each: self.roles[each.role].start_forward(
-                    shared, samples, tuple(each.columns.values()), weights=each.weights, replay=each.replay
+                    shared,
+                    samples,
+                    tuple(each.columns.values()),
+                    weights=self.snapshots.name_of(each.weights),
+                    replay=each.replay,
                 )
                 for each in algorithm.passes
             }
@@ -214,11 +219,9 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        """Make the actor's weights the reference policy, if that is due after this step."""
-        every = self.plan.algorithm.settings.reference_every
-        if every and (self.progress.step + 1) % every == 0:
+        if self.snapshots.renews(self.progress.step + 1):
             self.residency.enter(FORWARD)
-            self.actor.group.snapshot(REFERENCE).create().result()
+            self.snapshots.renew()
 
     def _start_training(
         self, names: Sequence[str], shared: Any, batch: TrainBatch
@@ -254,8 +257,11 @@ class Run:
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push()
+        new = self._pushed_at != self.actor.optimizer_step
+        if new:
+            self.snapshots.updated()
         if self.gate is not None:
-            self.gate.pushed(self.updates.version - 1, new=self._pushed_at != self.actor.optimizer_step)
+            self.gate.pushed(self.updates.version - 1, new=new)
         self._pushed_at = self.actor.optimizer_step
 
     def ensure_serving(self) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve, frozen
 
-from corerl.algorithms.base import Advantages, Algorithm, Estimate, ForwardPass, Objective, Postprocess
+from corerl.algorithms.base import (
+    REFERENCE,
+    SNAPSHOTS,
+    Advantages,
+    Algorithm,
+    Estimate,
+    ForwardPass,
+    Objective,
+    Postprocess,
+)
 from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.registry import policy_loss
 from corerl.config.schema import AlgorithmConfig, Config
@@ -17,8 +26,6 @@ from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
-
-REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
 @frozen(kw_only=True)
@@ -31,6 +38,16 @@ class AlgorithmPlan:
     objectives: Mapping[str, Objective]  # of each role of the run, with the terms of the loss that `[algorithm]` sets
     postprocess: Postprocess | None  # the user's, of the samples with their advantages
     compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
+
+    def snapshots(self, role: str) -> dict[str, str]:
+        """The earlier weights of a role that passes ask for, each with the setting that wants it."""
+        settings, name = self.settings, f"algorithm.name = {self.settings.name!r}"
+        wanted = {each.weights: name for each in self.passes if each.weights and each.role == role}
+        if settings.kl_coef and REFERENCE in wanted:
+            wanted[REFERENCE] = f"algorithm.kl_coef = {settings.kl_coef} (its reference is a snapshot)"
+        if settings.old_weights in wanted:
+            wanted[settings.old_weights] = f"algorithm.old_weights = {settings.old_weights!r}"
+        return wanted
 
 
 def _never(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
@@ -67,6 +84,11 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
             raise PluginBroken(
                 f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
             )
+        if each.weights and (each.role != ACTOR or each.weights not in SNAPSHOTS):
+            raise PluginBroken(
+                f"algorithm {loaded}: forwards() passes the samples through the {each.role} under the weights "
+                f"{each.weights!r}; there are {', '.join(SNAPSHOTS)}, of the {ACTOR}"
+            )
     own, after = config.algorithm.advantages, config.algorithm.postprocess
     return AlgorithmPlan(
         settings=config.algorithm,
@@ -89,6 +111,11 @@ def contradictions(config: Config) -> Iterator[str]:
             yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"
     for role in sorted(given - set(spec.roles)):
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
+    if algorithm.old_weights != "current" and not config.run.samples:
+        yield (
+            f"algorithm.old_weights: {algorithm.old_weights!r}, but run.mode={config.run.mode!r} has no engines; set "
+            "it to 'current'"
+        )
     if not spec.samples and config.run.samples and config.run.trains:
         yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
     if algorithm.advantages and len(spec.roles) > 1:
@@ -142,7 +169,9 @@ def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
         if common.routing_replay == "recompute":
             columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
         # Replay the engine's experts if training does: then the first ratio is 1.
-        passes.append(ForwardPass(role=ACTOR, columns=columns, replay=common.routing_replay == "engine"))
+        weights = "" if common.old_weights == "current" else common.old_weights
+        replay = common.routing_replay == "engine"
+        passes.append(ForwardPass(role=ACTOR, columns=columns, weights=weights, replay=replay))
     if common.kl_coef:
         passes.append(ForwardPass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
     return [*passes, *(each for each in algorithm.forwards() if each.role in config.chosen_roles)]

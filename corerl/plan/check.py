@@ -164,6 +164,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
             "set algorithm.old_logprobs='recompute'"
         )
+    if algorithm.old_weights != "current" and algorithm.old_logprobs != "recompute":
+        yield (
+            f"algorithm.old_weights: {algorithm.old_weights!r} says what recomputes old_logprobs; set "
+            "algorithm.old_logprobs='recompute', or remove this"
+        )
     if algorithm.correction_floor > algorithm.correction_cap:
         yield (
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="

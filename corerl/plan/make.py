@@ -106,7 +106,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         run_dir=start.run_dir,
         resume=start.resume if problems.none_in("checkpoint") else None,
         context_length=context,
-        objectives=algorithm.objectives if algorithm is not None else {},
+        algorithm=algorithm,
     )
     processes: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):

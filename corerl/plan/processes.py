@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.algorithms.base import Objective
 from corerl.cluster.placement import Placement, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError
 from corerl.models.config import experts
+from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.check import uneven
 from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.resolve import backend_name, check_spec
@@ -70,11 +70,11 @@ def plan_processes(
     run_dir: Path,
     resume: Path | None,
     context_length: int,
-    objectives: Mapping[str, Objective],
+    algorithm: AlgorithmPlan | None,
 ) -> ProcessPlan | None:
     """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
     models on meta, `layouts` the ways through them, `context_length` the most tokens of a sample (0: unlimited),
-    `objectives` how each role is trained. None if there is any problem, new or found before."""
+    `algorithm` says how each role is trained. None if there is any problem, new or found before."""
     from corerl.models.build import stored_buffers  # slow to import: takes seconds
 
     fields = {role: hf.to_dict() for role, hf in models.items()}
@@ -110,17 +110,18 @@ def plan_processes(
                 resume=str(resume / role) if resume else "",
                 model=fields.get(role),
                 layout=layouts[role].name if role in layouts else None,
+                snapshots=algorithm.snapshots(role) if algorithm is not None and config.run.trains else {},
             )
             if line := uneven(role, config, data_parallel=plans[role].data_parallel):
                 problems.add(line)
-    if problems:
+    if problems or algorithm is None:
         return None
     common = process_environment(cluster=config.cluster, device=device, transport=transport)
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)
     with problems.stage("environment"):
         for role, plan in plans.items():
             own = environment(plan.backend.name, plan.environment)
-            plans[role] = evolve(plan, environment=own, objective=objectives[role])
+            plans[role] = evolve(plan, environment=own, objective=algorithm.objectives[role])
     resources = [plan.resources for plan in plans.values()]
     engine_plan: EnginePlan | None = None
     if config.run.samples:

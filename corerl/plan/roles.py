@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -58,12 +59,14 @@ def plan_role(
     buffer: str = "",
     model: Mapping[str, Any] | None = None,
     layout: LayoutName | None = None,
+    snapshots: Mapping[str, str] = MappingProxyType({}),
 ) -> RolePlan:
     """Check a role and plan its launch, with the environment that its backend asks for. `config` is resolved: options
     are instances of the plugins' classes. `experts` is the model's number of experts, `buffer` the name of a buffer
     with weights, if it has any, `resume` the role's directory in a checkpoint ("" for a fresh start), `model` the
     fields of its Hugging Face config, for the backend's checks, `layout` what `train.layout` comes to for this model
-    (None if that is not known).
+    (None if that is not known), `snapshots` the earlier weights that will be passed through, each with the setting that
+    wants it.
 
     Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
     """
@@ -76,7 +79,9 @@ def plan_role(
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
-        needs = needed(role, config, cluster, experts=experts, buffer=buffer, saved_ranks=saved_ranks)
+        needs = needed(
+            role, config, cluster, experts=experts, buffer=buffer, saved_ranks=saved_ranks, snapshots=snapshots
+        )
         check_capabilities(backend.spec, needs, name=name)
     with problems.stage("backends"):
         check_spec(backend, options, cluster, config=config, role=role)
@@ -137,7 +142,14 @@ def cluster_of(
 
 
 def needed(
-    role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, buffer: str = "", saved_ranks: int = 0
+    role: str,
+    config: Config,
+    cluster: ClusterInfo,
+    *,
+    experts: int = 1,
+    buffer: str = "",
+    saved_ranks: int = 0,
+    snapshots: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[Capability, str]:
     """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
@@ -156,8 +168,8 @@ def needed(
         needs[Capability.RESHARD] = (
             f"resuming a checkpoint of {saved_ranks} ranks with roles.{role}.ranks = {cluster.ranks}"
         )
-    if role == ACTOR and config.algorithm.kl_coef and config.run.trains:
-        needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef} (its reference is a snapshot)"
+    for asked_by in snapshots.values():
+        needs[Capability.SNAPSHOTS] = asked_by
     if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background and config.run.trains:

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 from attrs import evolve
 
+from corerl.algorithms.base import REFERENCE
 from corerl.calls import Future
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
@@ -20,7 +21,7 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, WorkerDied
-from corerl.plan.algorithm import REFERENCE, plan_algorithm
+from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.resolve import resolve_tables

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.run import Run, answers_in
+from corerl.driver.snapshots import Snapshots
 from corerl.errors import DataError
-from corerl.plan.algorithm import REFERENCE, plan_algorithm
+from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import SampleShown
@@ -61,15 +63,22 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         run_dir: Path = Path(),
         **parts: Any,
     ) -> Run:
+        plan, group = plan_of(config, run_dir), actor or Group()
+        snapshots: Any = Snapshots(
+            group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
+            tags=plan.algorithm.snapshots("actor"),
+            settings=plan.algorithm.settings,
+        )
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
                 **dict.fromkeys(needed),
-                "plan": plan_of(config, run_dir),
+                "plan": plan,
+                "snapshots": snapshots,
                 "progress": progress(ears, step=rollout_step),
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
-                "roles": {"actor": role("actor", actor, config)},
+                "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 **parts,
             }

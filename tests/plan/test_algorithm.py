@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve, frozen
 
-from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
+from corerl.algorithms.base import REFERENCE, Advantages, Algorithm, ForwardPass, Objective
 from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -21,7 +21,7 @@ from corerl.config.schema import (
     RunConfig,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.algorithm import REFERENCE, check_algorithm, contradictions, plan_algorithm, told_sampling
+from corerl.plan.algorithm import check_algorithm, contradictions, plan_algorithm, told_sampling
 from corerl.plan.resolve import resolve_tables, settle_algorithm
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
@@ -253,6 +253,11 @@ def test_a_spec_that_no_run_could_follow_is_refused(
             lambda self: [ForwardPass(role="critc", columns={})],
             "forwards() names the role 'critc'; its",
         ),
+        (
+            "forwards",
+            lambda self: [ForwardPass(role="actor", columns={}, weights="oldest")],
+            "under the weights 'oldest'; there are reference, rollout, old, of the actor",
+        ),
         ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
     ],
 )
@@ -264,6 +269,21 @@ def test_what_an_algorithm_says_against_its_spec_is_found_before_a_run(
     with pytest.raises(PluginBroken) as caught:
         plan_algorithm(config)
     assert line in caught.value.message
+
+
+def test_earlier_weights_are_those_that_passes_ask_for_each_with_who_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshots(config: Config) -> dict[str, str]:
+        return plan_algorithm(resolve_tables(settle_algorithm(config))).snapshots("actor")
+
+    assert snapshots(GRPO) == {}
+    both = changed(GRPO, kl_coef=0.1, old_logprobs="recompute", old_weights="old")
+    reference = "algorithm.kl_coef = 0.1 (its reference is a snapshot)"
+    assert snapshots(both) == {"old": "algorithm.old_weights = 'old'", "reference": reference}
+    own = [ForwardPass(role="actor", columns={"mine": Output.LOGPROBS}, weights="rollout")]
+    monkeypatch.setattr(FromFiles, "forwards", lambda self: own)
+    assert snapshots(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))) == {"rollout": f"algorithm.name = {NAME!r}"}
+    (line,) = lines(evolve(GRPO, run=RunConfig(mode="train-only")), old_weights="rollout")
+    assert line == ("algorithm.old_weights: 'rollout', but run.mode='train-only' has no engines; set it to 'current'")
 
 
 def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:

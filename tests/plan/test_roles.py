@@ -27,6 +27,8 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
+from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import RolePlan, needed, offloaded, plan_role
 from corerl.plugin.capabilities import Capability
 from tests.trainer.configs import FAKE, config_for
@@ -35,8 +37,10 @@ CHOOSY = "tests.trainer.fakes:CHOOSY"
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
-def planned(config: Config, resume: str = "", experts: int = 1) -> RolePlan:
-    return plan_role("actor", config, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
+def planned(config: Config, resume: str = "", experts: int = 1, **snapshots: str) -> RolePlan:
+    return plan_role(
+        "actor", config, experts=experts, device="cpu", run_dir="runs/x", resume=resume, snapshots=snapshots
+    )
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -89,7 +93,7 @@ def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
 def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> None:
     config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
     with pytest.raises(Unsupported) as caught:
-        planned(config)
+        planned(config, reference="algorithm.kl_coef = 0.01 (its reference is a snapshot)")
     assert caught.value.message.splitlines() == [
         (
             f"roles.actor.ranks = 2 requires 'multi-rank', which the backend '{LIMITED}' does not support: it is one "
@@ -177,7 +181,8 @@ PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
 
 def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
-    return set(needed(role, config, cluster, saved_ranks=cluster.ranks))
+    snapshots = plan_algorithm(resolve_tables(config)).snapshots(role) if config.run.trains else {}
+    return set(needed(role, config, cluster, saved_ranks=cluster.ranks, snapshots=snapshots))
 
 
 def test_a_run_needs_what_its_settings_use_and_no_more() -> None:

@@ -1,4 +1,5 @@
-"""The reference policy of a run, in whole runs: another model's weights, and one that follows the actor."""
+"""The earlier weights that a run passes samples through, in whole runs: the reference policy, which may be another
+model or follow the actor, and what the engines hold or have held."""
 
 from __future__ import annotations
 
@@ -35,12 +36,35 @@ def test_the_reference_may_be_another_model(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert divergences(tmp_path / "a", "run.steps=2")[0] < 1e-9
-    monkeypatch.setattr("tests.driver.test_reference.SEEN", [])
+    monkeypatch.setattr("tests.driver.test_snapshots.SEEN", [])
     others = f"algorithm.reference={tmp_path}/a/run/model"
-    after = "algorithm.postprocess=tests.driver.test_reference:halved"
+    after = "algorithm.postprocess=tests.driver.test_snapshots:halved"
     found = divergences(tmp_path / "b", "run.steps=2", others, after)
     assert found[0] > 1e-9  # the same initial weights, compared with trained ones
     assert len(SEEN) == 2 and all("ref_logprobs" in samples.columns for samples in SEEN)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("sampled_by", "setting"), [("old", "rollout.source=one-step-off"), ("rollout", "weights.every=2")]
+)
+def test_log_probs_of_the_weights_that_have_sampled_are_those_of_the_engines(
+    tmp_path: Path, sampled_by: str, setting: str
+) -> None:
+    given = [*KL[1:], "algorithm.old_logprobs=recompute", "run.steps=4", "checkpoint.every=4", setting]
+    differences = {}
+    for weights in ("current", sampled_by):
+        directory = tmp_path / weights
+        directory.mkdir()
+        execute_here(small(directory, *given, f"algorithm.old_weights={weights}"))
+        rows = [line["rollout/logprob_diff"] for line in metrics(directory / "run") if "rollout/logprob_diff" in line]
+        differences[weights] = rows
+    # One step off, the first batch is of the initial weights, and each other one of those before the last update; with
+    # an update every other step, so is every second batch.
+    assert [value > 1e-4 for value in differences["current"]] == (
+        [False, True, True, True] if sampled_by == "old" else [False, True, False, True]
+    )
+    assert max(differences[sampled_by]) < 1e-5
 
 
 SEEN: list[SampleBatch] = []
