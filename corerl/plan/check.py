@@ -7,9 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import MOST_SAMPLES, Config, EpisodesConfig
+from corerl.config.schema import MOST_SAMPLES, AlgorithmConfig, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 
+UNSET = AlgorithmConfig()
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 
@@ -174,8 +175,10 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
             f"{algorithm.correction_cap}; set it to at most that"
         )
-    if algorithm.correction_beyond == "mask" and algorithm.correction == "none":
-        yield "algorithm.correction_beyond: 'mask', but algorithm.correction is 'none'; set one, or remove this"
+    for setting in ("correction_floor", "correction_cap", "correction_beyond"):
+        given, unset = getattr(algorithm, setting), getattr(UNSET, setting)
+        if algorithm.correction == "none" and given != unset:
+            yield f"algorithm.{setting}: {given!r}, but algorithm.correction is 'none'; set one, or remove this"
     if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
         yield (
             "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "

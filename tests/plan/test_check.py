@@ -234,9 +234,12 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
         ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0"),
         ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
         (
-            {"correction_floor": 2.5},
+            {"correction_floor": 2.5, "correction": "token", "old_logprobs": "recompute"},
             "algorithm.correction_floor: 2.5, above algorithm.correction_cap=2.0; set it to at",
         ),
+        ({"correction_floor": 0.5}, "algorithm.correction_floor: 0.5, but algorithm.correction is 'none'"),
+        ({"correction_cap": 3.0}, "algorithm.correction_cap: 3.0, but algorithm.correction is 'none'"),
+        ({"old_weights": "old"}, "algorithm.old_weights: 'old' says what recomputes old_logprobs"),
         ({"correction_beyond": "mask"}, "algorithm.correction_beyond: 'mask', but algorithm.correction is 'none'"),
         ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays the experts chosen when"),
         ({"overlong": "penalty"}, "algorithm.overlong_buffer: 0 with algorithm.overlong='penalty'"),
