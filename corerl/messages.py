@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -124,3 +125,8 @@ def _repr(value: object) -> str:
         return repr(value)
     except (ValueError, RecursionError):  # an integer of more digits than Python writes; nested too deeply
         return f"{type(value).__name__} that is too large to be shown"
+
+
+def note(line: str) -> None:
+    """Tell the user something where there is no display of a run."""
+    print(f"corerl: note: {shorten(line, LONGEST_LINE)}", file=sys.stderr)

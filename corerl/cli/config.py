@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 SECONDS = 10.0  # between two notes of how many prompts are checked
@@ -26,11 +25,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
-    from corerl.plan.imports import imports_of
+    from corerl.plan.user_code import code_of
 
     config = load_config(args.file, args.overrides)
-    imports = imports_of(config)
-    tried = beside(imports.modules, imports.plugins)
+    code = code_of(config)
+    tried = beside(code.modules, code.plugins)
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
@@ -42,12 +41,9 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.messages import LONGEST_LINE, shorten
+    from corerl.messages import note
     from corerl.plan.make import make_plan
     from corerl.plan.resolve import ignored_tables
-
-    def note(line: str) -> None:
-        print(f"corerl: note: {shorten(line, LONGEST_LINE)}", file=sys.stderr)
 
     tried()
     ignored = ignored_tables(config)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
-    from corerl.plan.imports import imports_of
+    from corerl.plan.user_code import code_of
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
         else:
             own = config
-        imports = imports_of(own)
-        beside(imports.modules, imports.plugins)()
+        code = code_of(own)
+        beside(code.modules, code.plugins)()
         # A separate directory, so that the run's own files stay as they are.
         return train(evolve(own, run=evolve(own.run, dir=str(Path(own.run.dir) / "eval"))))
 

@@ -17,11 +17,11 @@ def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
-    from corerl.plan.imports import imports_of
+    from corerl.plan.user_code import code_of
 
     config = load_config(args.file, args.overrides)  # first: shows its errors without importing torch
-    imports = imports_of(config)
-    tried = beside(imports.modules, imports.plugins)
+    code = code_of(config)
+    tried = beside(code.modules, code.plugins)
     with uncollected():
         from corerl.loop import train
 

@@ -77,6 +77,7 @@ class RayGroup:
         self._watching = watching or Watching()
         self._actors = [self._spawn(member) for member in range(len(names))]
         self._alive = True
+        self._cause = ""  # the error that has ended the group, in a line
         self._answered = 0.0  # time.monotonic() when all members had answered the last awaited call
 
     def __len__(self) -> int:
@@ -116,7 +117,8 @@ class RayGroup:
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
         """Call `method` only in the members that `arguments` names."""
         if not self._alive:
-            raise WorkerDied(f"{self.names[0]} and its group have ended; {method} can no longer be called")
+            why = f" ({self._cause})" if self._cause else ""
+            raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
         asked = time.time()
         refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
         return Pending(method, tuple(arguments), refs, asked=asked)
@@ -148,7 +150,9 @@ class RayGroup:
             errors = [outcome.error for outcome in failed.values()]
             if waiting or not all(error is not None and error.harmless for error in errors):
                 self.kill()
-            raise self._first(failed, len(pending.members))
+            cause = self._first(failed, len(pending.members))
+            self._cause = "" if self._alive else shorten(cause.message, LONGEST)
+            raise cause
         self._answered = time.monotonic()
         return [outcomes[member].value for member in pending.members]
 

@@ -35,10 +35,14 @@ DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticate
 @contextlib.contextmanager
 def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[None]:
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
-    With `forward`, output of its processes is printed here too. A start that takes too long is tried once more.
+    Where this process has a Ray already, that is used, and left as it is. With `forward`, output of its processes is
+    printed here too. A start that takes too long is tried once more.
 
     Raises CorerlError, in one line, if Ray cannot start or the cluster does not answer.
     """
+    if ray.is_initialized():
+        yield
+        return
     if address:
         _require_listening(address)
         _require_answering(address)

@@ -64,12 +64,17 @@ def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 
 def as_config(source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Config:
-    """A config, from one, from plain data or from the path of a TOML file, with overrides."""
+    """A config, from one, from plain data or from the path of a TOML file, with overrides. Raises ConfigError as
+    `load_config` does, also for what is none of these."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: got the text {short_repr(overrides)}, wanted a list of texts")
     if isinstance(source, (str, Path)):
         return load_config(source, overrides)
-    if isinstance(source, Config) and not overrides:
-        return source
-    return config_of(to_plain(source), overrides)
+    if isinstance(source, Config):
+        return config_of(to_plain(source), overrides) if overrides else source
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"got a {type(source).__name__}, wanted a corerl.Config, a mapping, or a TOML file's path")
+    return config_of(source, overrides)
 
 
 def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) -> Config:

@@ -16,8 +16,13 @@ ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may ha
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
-    checks = (_mode, _source, _model, _batch, _algorithm, _cluster, _extensions, _files)
+    checks = (_mode, _source, _model, _tokenizer, _batch, _algorithm, _cluster, _extensions, _files)
     return [line for check in checks for line in check(config)]
+
+
+def contradictions_of_a_group(config: Config) -> list[str]:
+    """Those that concern the ranks of a role alone."""
+    return [line for check in (_model, _algorithm, _cluster, _files) for line in check(config)]
 
 
 def _mode(config: Config) -> Iterator[str]:
@@ -84,6 +89,10 @@ def _model(config: Config) -> Iterator[str]:
         )
     if model.config and "model_type" not in model.config:
         yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
+
+
+def _tokenizer(config: Config) -> Iterator[str]:
+    model = config.model
     if model.config and not model.path and not model.tokenizer:
         yield (
             "model.tokenizer: empty, but model.config has no tokenizer; set a tokenizer directory, or "

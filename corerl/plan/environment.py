@@ -18,7 +18,7 @@ JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: s
 
 def process_environment(*, cluster: ClusterConfig, device: str, transport: str) -> dict[str, str]:
     """The environment that every process of a run gets before it imports anything. `transport` is that of its weight
-    updates."""
+    updates; empty if it is not known."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -31,7 +31,7 @@ def process_environment(*, cluster: ClusterConfig, device: str, transport: str) 
         environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-    elif TRANSPORTS[transport].joins and cluster.placement == "disaggregated":
+    elif transport and TRANSPORTS[transport].joins and cluster.placement == "disaggregated":
         # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attrs import evolve, frozen
 
 from corerl.cluster.placement import Placement, arrange
-from corerl.config.schema import Config
+from corerl.config.problems import Problems
+from corerl.config.schema import CheckpointConfig, Config, RolloutConfig, RunConfig
 from corerl.errors import ConfigError
 from corerl.models.build import stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.layout import choose_layout
+from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.check import contradictions_of_a_group
 from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
-from corerl.plan.imports import imports_of
-from corerl.plan.model_files import built, require_weights
-from corerl.plan.resolve import has_value_head, resolve_tables, settle_algorithm
+from corerl.plan.inputs import built_model
+from corerl.plan.model_files import require_same_tensors, require_weights
+from corerl.plan.resolve import ROLES, ignored_tables, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
-from corerl.plan.settle import with_absolute_paths, with_precisions, with_recomputation
+from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
+from corerl.plan.user_code import require_no_code_of_a_model
+from corerl.weights.transports import AUTO
 
 
 @frozen(kw_only=True)
@@ -25,22 +32,43 @@ class GroupPlan:
     role: RolePlan
     placement: Placement
     address: str  # of a running Ray cluster; empty starts one
+    watchdog: float  # seconds, as `cluster.watchdog`
+    notices: tuple[str, ...]  # a line each
 
 
 def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
-    """Resolve and check what a config says of a role. Raises UserError with a line for each problem found."""
-    imports_of(config)  # raises where nothing must be imported
-    config = resolve_tables(settle_algorithm(with_absolute_paths(config)))
+    """Resolve and check what a config says of a role. `resume` is what a `save` has written; "" starts from the model.
+    Raises UserError with a line for each problem; checks that depend on a wrong setting are skipped."""
+    problems = Problems()
+    if role not in ROLES:
+        raise ConfigError(f"unknown role {role!r}; there are {' and '.join(ROLES)}")
+    with problems.stage("algorithm's spec", path="algorithm.name"):
+        config = settle_algorithm(_alone(config))
+    if problems.none_in("algorithm's spec"):
+        for line in (*contradictions_of_a_group(config), *against_algorithm(config)):
+            problems.add(line)
     if role not in config.chosen_roles:
-        raise ConfigError(f"roles.{role}: missing; add it, or start one of {', '.join(config.chosen_roles)}")
-    device = resolve_device(config.cluster.device, address=config.cluster.address)
+        problems.add(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
+    with problems.stage("user's code"):
+        require_no_code_of_a_model(config)
+    device = ""
+    with problems.stage("cluster.device"):
+        device = resolve_device(config.cluster.device, address=config.cluster.address)
+    config = load_plugins(with_absolute_paths(config), problems)
+    problems.raise_all()
+
+    asked, own, table = config, config.model_of(role), config.model_table_of(role)
     config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
     config = with_recomputation(config, {})
-    own = config.model_of(role)
     hf = hf_config(own)
-    model = built(hf, value_head=has_value_head(config, role))
-    if own.path and not resume:
-        require_weights(own.path, model, hf)
+    model = built_model(config, role, hf)
+    layout = choose_layout(model, config.train_of(role).layout)
+    unused = ""
+    if resume:
+        require_same_tensors(_part_of(resume, role), role, model)
+    elif own.path:
+        unused = require_weights(own.path, model, hf)
+    transport = config.weights.transport
     plan = plan_role(
         role,
         config,
@@ -50,9 +78,11 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         run_dir="",
         resume=resume,
         model=hf.to_dict(),
-        layout=choose_layout(model, config.train_of(role).layout).name,
+        layout=layout.name,
     )
-    common = process_environment(cluster=config.cluster, device=device, transport=config.weights.transport)
+    common = process_environment(
+        cluster=config.cluster, device=device, transport="" if transport == AUTO else transport
+    )
     environment = environment_of(plan.backend.name, plan.environment, cluster=config.cluster, common=common)
     return GroupPlan(
         role=evolve(plan, environment=environment, objective=plan_algorithm(config).objectives[role]),
@@ -63,4 +93,33 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             resources=config.cluster.resources,
         ),
         address=config.cluster.address,
+        watchdog=config.cluster.watchdog,
+        notices=(
+            *ignored_tables(config),
+            *([f"{table}.path: {unused}"] if unused else []),
+            *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
+            *(settled(asked, config) if device == "cuda" else ()),
+        ),
     )
+
+
+def _alone(config: Config) -> Config:
+    """The config without what only a whole run has: engines, prompts, extensions, a directory."""
+    return evolve(
+        config,
+        run=RunConfig(mode="train-only", seed=config.run.seed),
+        algorithm=evolve(config.algorithm, advantages="", postprocess=""),
+        rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
+        checkpoint=CheckpointConfig(every=0),
+        extensions=(),
+    )
+
+
+def _part_of(resume: str, role: str) -> Path:
+    """The directory of a role's part of a checkpoint. Raises ConfigError if it is none."""
+    path = Path(resume)
+    if (path / role).is_dir():
+        raise ConfigError(f"resume: {resume!r} is a whole checkpoint; use {str(path / role)!r}, its {role}")
+    if not path.is_dir():
+        raise ConfigError(f"resume: no directory {resume!r}; use one that `save` has written")
+    return path.absolute()

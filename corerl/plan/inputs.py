@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from corerl.config.schema import Config, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
+from corerl.messages import note
 from corerl.models.config import code_not_run, context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
@@ -74,7 +74,7 @@ def load_sampled(
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
-        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(_note))
+        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note))
         if tokenizer is not None:
             require_encodable(prompts, tokenizer, config.data.chat_template_options)
     reward: Reward | None = None
@@ -84,11 +84,6 @@ def load_sampled(
         if prompts is not None and aside and not config.reward.processes:
             require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
     return prompts, reward, params
-
-
-def _note(line: str) -> None:
-    """Where there is no display of a run yet."""
-    print(f"corerl: note: {line}", file=sys.stderr)
 
 
 def load_functions(
@@ -152,19 +147,24 @@ def built_models(
     config: Config, models: Mapping[str, PreTrainedConfig], problems: Problems
 ) -> dict[str, PreTrainedModel]:
     """The roles' models on meta, of those that can be built, and that this machine can hold."""
-    from corerl.plan import model_files  # slow to import: takes seconds
-
     found: dict[str, PreTrainedModel] = {}
     if not problems.none_in("algorithm's spec"):  # which says what the roles are
         return found
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)
         with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
-            model = model_files.built(hf, value_head=has_value_head(config, role))
-            if not config.cluster.address:  # whose machines are not known yet
-                model_files.require_memory(model, there=model_files.memory_here())
-            found[role] = model
+            found[role] = built_model(config, role, hf)
     return found
+
+
+def built_model(config: Config, role: str, hf: PreTrainedConfig) -> PreTrainedModel:
+    """A role's model on meta. Raises ModelError if it cannot be built, or this machine cannot hold it."""
+    from corerl.plan import model_files  # slow to import: takes seconds
+
+    model = model_files.built(hf, value_head=has_value_head(config, role))
+    if not config.cluster.address:  # whose machines are not known yet
+        model_files.require_memory(model, there=model_files.memory_here())
+    return model
 
 
 def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:

@@ -32,12 +32,11 @@ from corerl.plan.inputs import (
 from corerl.plan.notices import title_of, unanswered, unpacked
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
-from corerl.plan.resolve import distributions_of, ignored_tables, resolve_tables, selected, settle_algorithm
+from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
 from corerl.plan.run_dir import changed_settings
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
 from corerl.plan.start import find_start
-from corerl.plugin.registry import load
-from corerl.plugin.requirements import require_met
+from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.recorded import SavedRollouts
 from corerl.weights.transports import AUTO, transport_named
@@ -63,6 +62,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     if known and config.run.mode != "eval":
         for line in against_algorithm(config):
             problems.add(line)
+    with problems.stage("user's code"):
+        require_no_code_of_a_model(config)
     models, tokenizer = load_models(config, problems)
     built = built_models(config, models, problems)
     layouts = choose_layouts(config, built, problems)
@@ -86,8 +87,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     if problems.none_in("cluster"):
         for line in against_taking_turns(config, device):
             problems.add(line)
-    _require_versions(config, problems)
-    config = _resolve_plugins(config, problems)
+    config = load_plugins(config, problems)
     algorithm: AlgorithmPlan | None = None
     if problems.none_in("plugins"):
         own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
@@ -194,20 +194,3 @@ def _fitted(
     for line in forecaster.too_large(memory, there=there) if there else ():
         problems.add(line)
     return config, processes, memory
-
-
-def _resolve_plugins(config: Config, problems: Problems) -> Config:
-    """Convert each plugin's table to its config class, if all plugins are found and their tables are valid."""
-    for each in selected(config):
-        with problems.stage("plugins", path=each.path):
-            load(each.kind, each.name)
-    if problems.none_in("plugins"):
-        with problems.stage("plugins"):
-            return resolve_tables(config)
-    return config
-
-
-def _require_versions(config: Config, problems: Problems) -> None:
-    """Check what CoreRL and the config's plugins require of other packages, also of a plugin that cannot be loaded."""
-    with problems.stage("versions"):
-        require_met(distributions_of(config))

@@ -57,13 +57,18 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedModel) -> N
             f"{checkpoint} has no {role}, but this run does; resume with the [algorithm] and [roles] it was trained "
             "with, or start a new run from its export",
         )
-    held = CheckpointSource(checkpoint / role, *WEIGHTS).shapes
+    require_same_tensors(checkpoint / role, role, model)
+
+
+def require_same_tensors(directory: Path, role: str, model: PreTrainedModel) -> None:
+    """Raise CheckpointError if a role's part of a checkpoint lacks any tensor of its model, or a shape differs."""
+    held = CheckpointSource(directory, *WEIGHTS).shapes
     for name, shape in shapes_of(model).items():
         found = held.get(name)
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
             raise CheckpointError(
-                f"{checkpoint} {what} {name!r}, this run's {role} needs {list(shape)}; resume with the [model] it was "
+                f"{directory} {what} {name!r}, this run's {role} needs {list(shape)}; resume with the [model] it was "
                 "trained with, or start a new run in another run.dir"
             )
 

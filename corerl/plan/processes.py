@@ -118,8 +118,8 @@ def plan_processes(
         return None
     common = process_environment(cluster=config.cluster, device=device, transport=transport)
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)
-    with problems.stage("environment"):
-        for role, plan in plans.items():
+    for role, plan in plans.items():
+        with problems.stage("environment"):
             own = environment(plan.backend.name, plan.environment)
             plans[role] = evolve(plan, environment=own, objective=algorithm.objectives[role])
     resources = [plan.resources for plan in plans.values()]

@@ -11,10 +11,12 @@ from typing import Any
 from attrs import evolve, fields, frozen
 
 from corerl.config.load import structure
+from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, RolesConfig
 from corerl.errors import ConfigError, PluginBroken, PluginError
 from corerl.messages import nearest
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
+from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 
 TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
@@ -171,6 +173,21 @@ def resolve_tables(config: Config) -> Config:
         roles=evolve(config.roles, **roles),
         extensions=extensions,
     )
+
+
+def load_plugins(config: Config, problems: Problems) -> Config:
+    """The same config as `resolve_tables` returns, if all plugins are found and their tables are valid. What is wrong
+    goes to `problems`, and so does what CoreRL and the plugins require of other packages and is not met, also by a
+    plugin that cannot be loaded."""
+    with problems.stage("versions"):
+        require_met(distributions_of(config))
+    for each in selected(config):
+        with problems.stage("plugins", path=each.path):
+            load(each.kind, each.name)
+    if problems.none_in("plugins"):
+        with problems.stage("plugins"):
+            return resolve_tables(config)
+    return config
 
 
 def ignored_tables(config: Config) -> list[str]:

@@ -65,7 +65,7 @@ def find_start(
     if state and config.run.mode == "train" and prompts is not None and problems.none_in("data", "checkpoint"):
         with problems.stage("checkpoint.data"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
-    if starting:
+    if starting and problems.none_in("checkpoint.resume"):
         for line in would_overwrite(config, run_dir, resume):
             problems.add(line)
         if resume and state and config.run.trains:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,9 @@ from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
+from corerl.messages import note
 from corerl.plan.roles import RolePlan
+from corerl.plugin import hooktrace
 from corerl.plugin.spec import ACTOR
 from corerl.types import (
     Array,
@@ -41,10 +43,11 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
+CPUS = 1024  # of a Ray that is started here, which counts them only: other groups may follow
 
 
 class TrainGroup:
-    """The ranks of one role: `TrainGroup.start(config)`, or `launch` and `init`, then the other verbs.
+    """The ranks of one role, as `TrainGroup.start(config)` gives them.
 
     Ranks run the verbs in the order they were started; start them in one thread. A failing rank ends the group with its
     error, which the results of that verb and of all that were started after it raise. Once the group has ended, verbs
@@ -63,23 +66,31 @@ class TrainGroup:
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls, config: Config | Mapping[str, Any] | Path | str, *, role: str = ACTOR, resume: str = ""
+        cls,
+        config: Config | Mapping[str, Any] | Path | str,
+        *,
+        role: str = ACTOR,
+        resume: str = "",
+        notify: Callable[[str], None] = note,
     ) -> Iterator[Self]:
         """Start the ranks of a config's role alone, for a loop of one's own, and let them build and load: from the
         directory `resume` of a `save`, or the model. Read are `[model]`, `[backend]`, `[backends]`, `[roles]`,
-        `[train]`, `[cluster]`, and of `[algorithm]` the role's loss. The block's end ends them, and Ray if it was
-        started for them.
+        `[train]`, `[cluster]`, and of `[algorithm]` the role's loss. The block's end ends them, and Ray if the block
+        has started it: a Ray that the process has already, be it of an outer block, is used and stays. `notify` gets
+        lines about what was settled, and about calls that take long; by default they are printed to stderr.
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
         from corerl.plan.group import plan_group  # slow to import: takes seconds
 
         plan = plan_group(as_config(config), role, resume=resume)
+        for line in plan.notices:
+            notify(line)
         with (
-            ray_session(address=plan.address, cpus=plan.placement.cpus),
+            ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()),
             reserved(plan.placement, timeout=RESERVED_WITHIN) as slots,
         ):
-            group = cls.launch(plan.role, slots[role])
+            group = cls.launch(plan.role, slots[role], watching=Watching(notify=notify, seconds=plan.watchdog))
             try:
                 group.init().result()
                 yield group
@@ -200,7 +211,7 @@ class TrainGroup:
     def forward(
         self,
         samples: SampleBatch,
-        outputs: tuple[Output, ...],
+        outputs: Output | Sequence[Output],
         *,
         shared: Any = None,
         weights: str = "",
@@ -211,8 +222,9 @@ class TrainGroup:
         they are there. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
         plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
         given = samples if shared is None else shared
-        pending = self._start("forward", given, plan, outputs, weights, replay)
-        return self._calls.add(pending, lambda results: scatter(results, outputs, samples, role=self.role))
+        wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+        pending = self._start("forward", given, plan, wanted, weights, replay)
+        return self._calls.add(pending, lambda results: scatter(results, wanted, samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +256,7 @@ class TrainGroup:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
+    def save(self, path: str, step: Step, *, background: bool = False) -> Future[int]:
         """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
         self._require_step("save", step)
         saving = self._start("save", path, step, background)

@@ -29,6 +29,7 @@ from typing import Any, Union, get_args, get_origin
 import attrs
 from sphinx.application import Sphinx
 
+import corerl
 from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
@@ -143,7 +144,8 @@ def hooktypes_reference() -> str:
 
 def faces() -> dict[str, list[str]]:
     """By package, the names that its `__init__` has for others, if it has any."""
-    packages = (importlib.import_module(f"corerl.{path.parent.name}") for path in sorted(CORE.glob("*/__init__.py")))
+    packages: list[Any] = [corerl]
+    packages += (importlib.import_module(f"corerl.{path.parent.name}") for path in sorted(CORE.glob("*/__init__.py")))
     return {package.__name__: package.__all__ for package in packages if hasattr(package, "__all__")}
 
 

@@ -10,7 +10,7 @@ from corerl.cli.main import main
 from corerl.cli.trial import beside
 from corerl.config.load import load_config
 from corerl.doctor import child
-from corerl.plan.imports import imports_of
+from corerl.plan.user_code import code_of
 from tests.end_to_end.command import write_small
 
 ENDINGS = {
@@ -21,8 +21,8 @@ ENDINGS = {
 
 
 def try_imports(file: str, overrides: list[str]) -> None:
-    imports = imports_of(load_config(file, overrides))
-    beside(imports.modules, imports.plugins)()
+    code = code_of(load_config(file, overrides))
+    beside(code.modules, code.plugins)()
 
 
 @pytest.fixture

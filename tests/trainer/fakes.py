@@ -6,7 +6,9 @@ from collections.abc import Iterable, Set
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
+from corerl.algorithms.losses import LossInputs
 from corerl.backend.batches import OutputCollector
 from corerl.config.schema import ClusterInfo, RoleConfig, option
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
@@ -168,3 +170,8 @@ class FakeBackend(BackendBase):
 
     def drop_snapshot(self, name: str) -> None:
         del self.snapshots[name]
+
+
+def no_result(inputs: LossInputs) -> Tensor:
+    """A loss that returns no LossResult."""
+    return inputs.logprobs.sum()

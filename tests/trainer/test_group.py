@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from attrs import evolve
 
-from corerl.calls import Future
+from corerl.calls import Future, wait_all
 from corerl.cluster.group import Pending
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
@@ -41,6 +43,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from tests.driver.saved import DATA
 from tests.machine import paced
 from tests.trainer import fakes
 from tests.trainer.configs import config_for
@@ -56,6 +59,7 @@ LOSS = LossSpec(name="clipped")
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 LOGPROBS = (Output.LOGPROBS,)
+ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}, "cluster": {"device": "cpu"}}
 NOTHING = ForwardResult(samples=np.array([], np.int64), offsets=np.array([0]), outputs={})
 
 
@@ -548,6 +552,33 @@ def training_plan(batch: SampleBatch) -> StepPlan:
         seed=0,
     )
     return plan
+
+
+def test_groups_start_in_the_ray_that_a_process_has_and_leave_it(shared_ray: None, tmp_path: Path) -> None:
+    heard: list[str] = []
+    begin, after = (evolve(STEP, optimizer_step=number) for number in (0, 1))
+    batch = batch_of(3, 2).with_columns(loss_mask=np.array([False, True, True, False, True]))
+    with ray_session(address="", cpus=2):
+        with TrainGroup.start(ALONE, notify=heard.append) as one, TrainGroup.start(ALONE, notify=heard.append) as other:
+            found = wait_all({name: each.forward(batch, Output.LOGPROBS) for name, each in (("a", one), ("b", other))})
+            first, second = (columns[Output.LOGPROBS] for columns in found.values())
+            assert first.tolist() == second.tolist() and first[1] < 0.0
+            (plan,) = one.plan_steps(batch, seed=0)
+            columns = dict.fromkeys(("advantages", "old_logprobs"), np.ones(5, np.float32))
+            trained = one.train(batch.with_columns(**columns), plan, one.plan.objective.loss, begin).result()
+            assert trained.applied
+            one.save(str(tmp_path / "part"), after).result()
+            with TrainGroup.start(ALONE, resume=str(tmp_path / "part")) as again:
+                both = [
+                    each.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() for each in (one, again)
+                ]
+            assert both[0] == both[1] != first.tolist()
+            with pytest.raises(HookFailed, match="returned a Tensor, wanted a corerl.algorithms.LossResult"):
+                one.train(batch, plan, LossSpec(name="tests.trainer.fakes:no_result"), after).result()
+            with pytest.raises(WorkerDied, match=r"have ended \(.*wanted a corerl.algorithms.LossResult"):
+                one.forward(batch, Output.LOGPROBS)
+        assert ray.is_initialized()
+    assert heard == []
 
 
 def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(slots: list[Slot]) -> None:

@@ -19,18 +19,17 @@ SHOWN = 3  # files in one line
 
 
 @frozen(kw_only=True)
-class Imports:
+class UserCode:
     modules: tuple[str, ...]  # with the user's functions
     plugins: tuple[tuple[Kind, str], ...]
 
 
-def imports_of(config: Config) -> Imports:
+def code_of(config: Config) -> UserCode:
     """What a run of the config imports.
 
-    Raises ConfigError if the working directory, where modules are looked for, is a model's with Python files, and
-    PluginIncompatible if what is installed is not what CoreRL and the plugins require: then the imports that a command
-    does next may raise anything."""
-    _require_no_code_of_a_model(config)
+    Raises ConfigError as `require_no_code_of_a_model` does, and PluginIncompatible if what is installed is not what
+    CoreRL and the plugins require: then the imports that a command does next may raise anything."""
+    require_no_code_of_a_model(config)
     require_met(distributions_of(config))
     rewards = (config.reward.name, *(each.name for each in config.reward.functions))
     names = (*rewards, config.rollout.function, config.rollout.postprocess)
@@ -38,13 +37,14 @@ def imports_of(config: Config) -> Imports:
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.
     plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
-    return Imports(
+    return UserCode(
         modules=tuple(name.partition(":")[0] for name in names if ":" in name),
         plugins=tuple(dict.fromkeys(plugins)),
     )
 
 
-def _require_no_code_of_a_model(config: Config) -> None:
+def require_no_code_of_a_model(config: Config) -> None:
+    """Raise ConfigError if the working directory, where modules are looked for, is a model's with Python files."""
     tables = {config.model_table_of(role): config.model_of(role) for role in config.chosen_roles}
     for table, model in tables.items():
         for name, directory in ((f"{table}.path", model.path), (f"{table}.tokenizer", model.tokenizer)):

@@ -1,0 +1,103 @@
+"""What a role's ranks alone are planned as, and what is refused before one of them starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corerl.config.load import as_config
+from corerl.errors import UserError
+from corerl.plan.group import GroupPlan, plan_group
+from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model, save
+
+ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
+
+
+def planned(role: str = "actor", resume: str = "", **tables: Any) -> GroupPlan:
+    return plan_group(as_config({**ALONE, **tables}), role, resume=resume)
+
+
+def lines(role: str = "actor", resume: str = "", **tables: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        planned(role, resume, **tables)
+    return [line.split(";")[0] for line in caught.value.message.splitlines()]
+
+
+def test_a_group_needs_no_tokenizer_no_prompts_and_no_engine_and_gets_no_extension() -> None:
+    plan = planned(rollout={"engine": "not-there", "max_tokens": 5}, algorithm={"advantages": "not.there:f"})
+    (assignment,) = plan.role.assignments
+    assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), False, 5)
+    assert (plan.role.objective.loss.name, plan.role.objective.aggregation) == ("clipped", "token-mean")
+    assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.placement.places == {"actor": (0,)}
+    assert plan.notices == ()
+
+
+def test_on_gpus_it_is_settled_as_a_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("corerl.plan.model_files.memory_here", lambda: 2**40)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    for cluster in ({}, {"device": "cuda", "address": "10.0.0.1:6379"}):
+        plan = planned(backend={"name": "fsdp"}, cluster=cluster)
+        given = plan.role.assignments[0].config
+        assert (given.device, given.train.precision, given.train.recompute) == ("cuda", "bfloat16", "none")
+        assert plan.notices[0] == "train.precision: 'auto' is 'bfloat16' for the actor"
+
+
+def test_a_critic_has_the_loss_of_its_algorithm() -> None:
+    plan = planned("critic", **CRITIC)
+    assert plan.role.objective.loss.name == "value" and plan.role.assignments[0].config.value_head
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"role": "reference"}, ["unknown role 'reference'"]),
+        ({"role": "critic"}, ["roles.critic: missing"]),
+        (
+            {"role": "critic", "roles": {"critic": {"ranks": 1}}},
+            ["roles.critic: set, but algorithm.name='grpo' uses no critic"],
+        ),
+        (
+            {"algorithm": {"name": "ppo"}},
+            ["roles.critic: missing, but algorithm.name='ppo' needs a critic"],
+        ),
+        (
+            {"cluster": {"secrets": ["NOT_SET_X"], "resources": {"h200": 1}}, "backend": {"name": "plian"}},
+            [
+                "cluster.resources: h200 requested, but a Ray started on this machine has only CPUs and GPUs",
+                "cluster.secrets: 'NOT_SET_X' is not set in the environment of this command",
+                "backend.name: unknown backend 'plian'",
+            ],
+        ),
+        ({"algorithm": {"kl_target": 0.1}}, ["algorithm.kl_target: adapts algorithm.kl_coef, which is 0"]),
+        ({"model": {}}, ["model.path: neither model.path nor model.config is set"]),
+        ({"model": {"path": "/none"}}, ["model.path: no directory '/none'"]),
+        ({"resume": "/none/actor"}, ["resume: no directory '/none/actor'"]),
+        ({"train": {"precision": "bfloat16"}}, ["train.precision = 'bfloat16' requires 'bfloat16', which the backend"]),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_process_starts(tables: dict[str, Any], expected: list[str]) -> None:
+    found = lines(**tables)
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_a_group_resumes_from_its_part_of_a_checkpoint_if_the_model_is_the_same(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
+    part = str(checkpoint / "actor")
+    assert planned(resume=part).role.assignments[0].config.resume == part
+    assert lines(resume=str(checkpoint)) == [f"resume: {str(checkpoint)!r} is a whole checkpoint"]
+    wider = {"config": {**DATA["model"]["config"], "intermediate_size": 96}}
+    (line,) = lines(resume=part, model=wider)
+    assert "mlp" in line and "this run's actor needs [" in line
+
+
+def test_what_a_group_reads_of_a_runs_config_is_as_in_the_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path, train={"tokens_per_micro_batch": 77}, rollout={**DATA["rollout"], "max_tokens": 9})
+    plan = plan_group(config, "actor", resume="")
+    assert (plan.role.train.tokens_per_micro_batch, plan.role.max_tokens) == (77, 9)
