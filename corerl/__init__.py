@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config
     from corerl.driver.run import Summary as Summary
+    from corerl.errors import CorerlError as CorerlError
+    from corerl.kinds import MemoryKind as MemoryKind
     from corerl.loop import train as train
     from corerl.plugin.api import hookimpl as hookimpl
     from corerl.trainer.group import TrainGroup as TrainGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
 from corerl.config.functions import imported, signature_of
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, ContractError
 from corerl.messages import did_you_mean
 from corerl.types import LossSpec, Output, Scalar
 
@@ -43,7 +43,17 @@ def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[Los
             f"{_called(function, name=loss)} with the options {', '.join(params) or 'none'}, not "
             f"{missing[0]!r}; read that from inputs, or give it a default"
         )
-    return partial(function, **params)
+    return partial(_called_with, function, params, loss)
+
+
+def _called_with(function: Loss, params: Mapping[str, Any], name: str, inputs: LossInputs) -> LossResult:
+    result: Any = function(inputs, **params)
+    if not isinstance(result, LossResult):
+        raise ContractError(
+            f"loss {name!r} returned a {type(result).__name__}, wanted a corerl.algorithms.LossResult(loss=..., "
+            "metrics=...)"
+        )
+    return result
 
 
 def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float, kl_estimator: str) -> LossSpec:

@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from corerl.algorithms.losses import LossResult
 from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
 from corerl.backend.routing import replayed_experts
-from corerl.errors import ContractError
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch
 
@@ -51,11 +49,6 @@ class StepLosses:
             with _replayed(self._routers, micro, self._device):  # spans the backward pass, which may recompute layers
                 outputs = _outputs(self._model, inputs, self._batch.temperature, self._loss.outputs)
                 result = loss_function(inputs.loss_inputs(outputs))
-                if not isinstance(result, LossResult):
-                    raise ContractError(
-                        f"loss {self._loss.name!r} returned a {type(result).__name__}, wanted a "
-                        "corerl.algorithms.LossResult(loss=..., metrics=...)"
-                    )
                 yield result.loss
             self.metrics.add(result.metrics)
             self.tokens += len(micro.tokens)

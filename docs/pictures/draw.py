@@ -357,25 +357,25 @@ def occupied(picture: Picture, y: float, name: str, holds: list[bool], edges: li
 COLORS = {"actor": "core", "critic": "critic", "engines": "plug"}
 
 
-def draw_seating(
+def draw_placement(
     picture: Picture, y: float, *, title: str, words: str, groups: Mapping[str, int], apart: tuple[str, ...]
 ) -> None:
     """A row of devices with the processes on each."""
-    seating = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
+    placement = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
     picture.text(24, y + 16, title, "name")
     picture.text(24, y + 34, words)
-    for bundle in range(seating.bundles):
+    for bundle in range(placement.bundles):
         x = 24.0 + bundle * 146
         here = [
             f"engine-{index}" if name == "engines" else f"{name} rank {index}"
-            for name, places in seating.places.items()
+            for name, places in placement.places.items()
             for index, place in enumerate(places)
             if place == bundle
         ]
         picture.box(x, y + 44, 138, 118, "box")
         share = f"1/{len(here)} each" if len(here) > 1 else "alone"
         picture.text(x + 69, y + 62, f"GPU {bundle}: {share}", "small middle")
-        assert seating.share(bundle) == 1 / len(here)
+        assert placement.share(bundle) == 1 / len(here)
         for index, process in enumerate(here):
             cls = COLORS[process.split()[0] if "rank" in process else "engines"]
             picture.named(x + 8, y + 70 + index * 30, 122, 26, cls, process)
@@ -389,7 +389,7 @@ def placements() -> Picture:
         description="Colocated: ranks of actor and critic share GPUs with engines. Colocated with a critic on devices "
         "of its own. Disaggregated: engines on devices of their own.",
     )
-    draw_seating(
+    draw_placement(
         picture,
         12,
         title='cluster.placement = "colocated"',
@@ -397,7 +397,7 @@ def placements() -> Picture:
         groups={"actor": 4, "critic": 4, "engines": 2},
         apart=(),
     )
-    draw_seating(
+    draw_placement(
         picture,
         196,
         title='cluster.placement = "colocated", roles.critic.devices = "own"',
@@ -405,7 +405,7 @@ def placements() -> Picture:
         groups={"actor": 4, "critic": 2, "engines": 2},
         apart=("critic",),
     )
-    draw_seating(
+    draw_placement(
         picture,
         380,
         title='cluster.placement = "disaggregated"',

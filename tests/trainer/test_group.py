@@ -564,7 +564,7 @@ def test_groups_start_in_the_ray_that_a_process_has_and_leave_it(shared_ray: Non
             first, second = (columns[Output.LOGPROBS] for columns in found.values())
             assert first.tolist() == second.tolist() and first[1] < 0.0
             (plan,) = one.plan_steps(batch, seed=0)
-            columns = dict.fromkeys(("advantages", "old_logprobs"), np.ones(5, np.float32))
+            columns = dict.fromkeys(("advantages", "old_logprobs", "rollout_logprobs"), np.ones(5, np.float32))
             trained = one.train(batch.with_columns(**columns), plan, one.plan.objective.loss, begin).result()
             assert trained.applied
             one.save(str(tmp_path / "part"), after).result()
@@ -573,7 +573,7 @@ def test_groups_start_in_the_ray_that_a_process_has_and_leave_it(shared_ray: Non
                     each.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() for each in (one, again)
                 ]
             assert both[0] == both[1] != first.tolist()
-            with pytest.raises(HookFailed, match="returned a Tensor, wanted a corerl.algorithms.LossResult"):
+            with pytest.raises(ContractError, match="returned a Tensor, wanted a corerl.algorithms.LossResult"):
                 one.train(batch, plan, LossSpec(name="tests.trainer.fakes:no_result"), after).result()
             with pytest.raises(WorkerDied, match=r"have ended \(.*wanted a corerl.algorithms.LossResult"):
                 one.forward(batch, Output.LOGPROBS)
