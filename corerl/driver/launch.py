@@ -17,6 +17,7 @@ from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
+from corerl.config.schema import ClusterConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
@@ -32,9 +33,10 @@ from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import CheckpointDamaged, EngineFailed, SaveFailed
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan
+from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.run_dir import skipping
+from corerl.plan.transports import ENGINES
 from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
@@ -166,7 +168,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     # First: its processes start while Ray does.
     reward = start_scorer(rollout, progress, stack, samples=plan.run.samples)
     groups, fleet, inits = _start_processes(plan, progress, stack, beside=check.future if check is not None else None)
-    roles = {name: make_role(plan, name, groups[name], inits[name]) for name in groups}
+    roles = {
+        name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
+    }
     if start.state and trains:
         for text in changed_rates(start.state["config"], roles.values()):
             progress.notice(text)
@@ -196,7 +200,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             fleet=fleet,
             source=source,
             manifest=groups[ACTOR].manifest().result(),
-            address=meeting_at(address_of(plan, fleet), groups[ACTOR]),
+            address=meeting_at(address_of(plan.processes, fleet.receivers, start.run_dir, plan.cluster), groups[ACTOR]),
             version=inits[ACTOR].weights_version,
             residency=residency,
             progress=progress,
@@ -282,19 +286,18 @@ def _start_processes(
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
 
 
-def address_of(plan: Plan, fleet: EngineFleet) -> Address:
+def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
     """The address of weight updates, without the meeting point, which `meeting_at` adds."""
-    processes = plan.processes
     # Two processes on one GPU cannot share an NCCL group.
-    own_devices = TRANSPORTS[processes.transport].one_device or plan.cluster.placement == "disaggregated"
+    own_devices = TRANSPORTS[processes.transport].one_device or cluster.placement == "disaggregated"
     return Address(
         transport=processes.transport,
-        engines=fleet.receivers,
-        path=str(plan.start.run_dir / "weights"),
+        engines=tuple(receivers),
+        path=str(run_dir / "weights"),
         senders=processes.senders,
         device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
-        timeout=plan.cluster.timeout / 2,
+        timeout=cluster.timeout / 2,
     )
 
 
@@ -354,16 +357,17 @@ def start_all(
     return {name: results[name] for name in groups}
 
 
-def make_role(plan: Plan, name: str, group: TrainGroup, init: InitResult) -> Role:
+def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> Role:
+    """The role of a group that has started, in a run of so many rollout `steps`."""
     objective, train = group.plan.objective, group.plan.train
     return Role(
-        name=name,
+        name=group.role,
         group=group,
         loss=objective.loss,
         train=train,
-        seed=plan.run.seed,
+        seed=seed,
         first_step=objective.first_step,
-        rollout_steps=train.schedule.steps or plan.run.steps,
+        rollout_steps=train.schedule.steps or steps,
         optimizer_step=init.optimizer_step,
     )
 

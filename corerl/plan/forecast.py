@@ -13,10 +13,11 @@ from corerl.errors import ModelError
 from corerl.models.activations import size_of
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.footprint import RoleMemory, role_memory
-from corerl.plan.processes import ENGINES, ProcessPlan
+from corerl.plan.processes import ProcessPlan
 from corerl.plan.residency import FORWARD, UPDATE, training
 from corerl.plan.resolve import role_options
 from corerl.plan.settle import supports
+from corerl.plan.transports import ENGINES
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
 from corerl.types import MemoryKind

@@ -19,10 +19,9 @@ from corerl.models.config import experts
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.check import uneven
 from corerl.plan.environment import environment_of, process_environment
-from corerl.plan.resolve import backend_name, check_spec
+from corerl.plan.resolve import check_spec
 from corerl.plan.roles import RolePlan, cluster_of, offloaded, plan_role
-from corerl.plan.transports import choose_transport, senders
-from corerl.plugin.capabilities import Capability
+from corerl.plan.transports import ENGINES, transport_of
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR
@@ -31,8 +30,6 @@ from corerl.rollout.service import EngineAssignment
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout
-
-ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
 
 
 @frozen(kw_only=True)
@@ -205,13 +202,3 @@ def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
         raise ConfigError(
             f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
         )
-
-
-def transport_of(config: Config, placement: Placement, device: str) -> tuple[str, tuple[int, ...]]:
-    """The transport, and for each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
-    one_machine = device == "cpu" and not config.cluster.address
-    places = placement.places
-    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in placement.taken(ENGINES, place)]
-    sending = senders(receivers, places[ACTOR], one_machine=one_machine)
-    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.support(Capability.UPDATE_IPC)
-    return choose_transport(config, places, sending, by_handle=support.full), sending

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from corerl.cluster.placement import Placement
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
+from corerl.plan.resolve import backend_name
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from corerl.weights.transports import AUTO
+
+ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
 
 
 def senders(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
@@ -37,3 +43,13 @@ def choose_transport(
             "rank"
         )
     return transport
+
+
+def transport_of(config: Config, placement: Placement, device: str) -> tuple[str, tuple[int, ...]]:
+    """The transport, and for each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
+    one_machine = device == "cpu" and not config.cluster.address
+    places = placement.places
+    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in placement.taken(ENGINES, place)]
+    sending = senders(receivers, places[ACTOR], one_machine=one_machine)
+    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.support(Capability.UPDATE_IPC)
+    return choose_transport(config, places, sending, by_handle=support.full), sending
