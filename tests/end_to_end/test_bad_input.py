@@ -203,7 +203,7 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
     advice = "resume with the [model] it was trained with, or start a new run in another run.dir"
     resume = [f"run.dir={earlier}", "checkpoint.resume=auto"]
     assert refused(*resume, "model.config.hidden_size=64") == [
-        f"{checkpoint} has [16, 32] for 'model.embed_tokens.weight', this run's actor needs [16, 64]; {advice}"
+        f"{checkpoint}/actor has [16, 32] for 'model.embed_tokens.weight', this run's actor needs [16, 64]; {advice}"
     ]
     assert refused(*resume, "model.config.num_hidden_layers=3") == [
         f"{checkpoint} lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor needs [32, 32]; {advice}"
