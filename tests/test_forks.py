@@ -86,6 +86,33 @@ def test_a_python_program_is_forked_with_its_words_streams_and_status(tmp_path: 
     assert (done.returncode, done.stderr, done.stdout) == (1, "no\n", f"__main__ {file} {[file, 'word']}\n")
 
 
+ENDS = """
+import atexit, sys, threading, time
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("by a thread"))).start()
+print("by the program")
+sys.exit(%s)
+"""
+
+
+@pytest.mark.parametrize(("given", "status", "said"), [("", 0, ""), ("259", 3, ""), ("'why'", 1, "why\n")])
+def test_threads_and_what_is_registered_come_before_its_end(tmp_path: Path, given: str, status: int, said: str) -> None:
+    process = forked(tmp_path, ENDS % given, "program")
+    assert process.wait(paced(60.0)) == status
+    assert (tmp_path / "out").read_text().splitlines() == ["by the program", "by a thread", "at exit"]
+    assert (tmp_path / "err").read_text() == said
+    assert ran("-c", ENDS % given).returncode == status
+
+
+def test_one_whose_words_nobody_reads_ends_as_an_interpreter_does(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as out, (tmp_path / "err").open("wb") as err:
+        process = Forked(["program"], "print('x')", environment={}, stdout=out, stderr=err)
+        started = subprocess.run([sys.executable, "-c", "print('x')"], env={}, stdout=out, stderr=err, check=False)
+    assert process.wait(paced(60.0)) == started.returncode == 120
+
+
 def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for_it(forked_python: None) -> None:
     done = ran("-X", "faulthandler", "-c", "import os\n\nos.abort()")
     assert done.returncode == -signal.SIGABRT

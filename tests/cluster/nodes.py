@@ -67,9 +67,11 @@ def main() -> None:
 
     nodes = Cluster()
     own = sys.executable
+    settings = {"_system_config": {"prestart_worker_first_driver": False}}  # of all: workers that no one has asked for
     for arguments in json.loads(sys.argv[1]):
         sys.executable = arguments.pop("python", own)  # what Ray starts a node's processes with
-        nodes.add_node(**arguments)
+        nodes.add_node(**arguments, **settings)
+        settings = {}
     sys.executable = own
     nodes.wait_for_nodes()
     print(nodes.address, flush=True)

@@ -10,6 +10,7 @@ that is forked here is in the server's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -25,12 +26,13 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.room import with_room
 
@@ -275,8 +277,30 @@ def run(request: dict[str, Any]) -> None:
     if os.path.isfile(request["argv"][0]):
         module.__file__ = request["argv"][0]  # what multiprocessing imports in the processes that it spawns
     sys.modules["__main__"] = module
-    code = compile(request["code"], "<forked>", "exec")
-    with_room(lambda: exec(code, module.__dict__))
+    code, status = compile(request["code"], "<forked>", "exec"), None
+    try:
+        with_room(lambda: exec(code, module.__dict__))
+    except SystemExit as ended:
+        status = ended.code
+    end(status)
+
+
+def end(status: Any) -> NoReturn:
+    """End as an interpreter does, but leave the objects as they are: to take each apart, which writes to every page
+    that is shared with the server, would be most of what a short program costs."""
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  -- waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except ValueError:  # it is closed
+            continue
+        except OSError:  # nobody reads it
+            status = 120
+    os._exit((status or 0) & 0xFF)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 @check("C18", level=1, builds_on=["C14"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Subject, kind: str) -> None:
-    setup, checkpoint = subject.setup(kind), subject.checkpoint(3)
-    uninterrupted = subject.train(setup, range(6), save_after=2, save_to=checkpoint.role)
-    resumed = subject.train(setup, range(3, 6), resume=checkpoint.complete())
-    assert resumed.optimizer_step == 3 and resumed.adam_step == 6
-    assert resumed.losses == uninterrupted.losses[3:]
-    assert resumed.grad_norms == uninterrupted.grad_norms[3:]
+    setup, checkpoint = subject.setup(kind), subject.checkpoint(2)
+    uninterrupted = subject.train(setup, range(4), save_after=1, save_to=checkpoint.role)
+    resumed = subject.train(setup, range(2, 4), resume=checkpoint.complete())
+    assert resumed.optimizer_step == 2 and resumed.adam_step == 4
+    assert resumed.losses == uninterrupted.losses[2:]
+    assert resumed.grad_norms == uninterrupted.grad_norms[2:]
     assert different(resumed.state, uninterrupted.state) == []
 
 
@@ -65,20 +65,20 @@ def test_a_run_resumes_on_another_number_of_ranks(subject: Subject, kind: str) -
 @check("C42", level=1, builds_on=["C18", "C41"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_the_checkpoint_goes_on_in_the_plain_backend_and_back(subject: Subject, kind: str) -> None:
-    setup, first, second = subject.setup(kind), subject.checkpoint(3), Checkpoint(begin(subject.directory, 6), 1)
-    start = subject.train(setup, range(3), save_after=2, save_to=first.role)
+    setup, first, second = subject.setup(kind), subject.checkpoint(2), Checkpoint(begin(subject.directory, 4), 1)
+    start = subject.train(setup, range(2), save_after=1, save_to=first.role)
     middle = subject.runs.train(
         1,
         subject.runs.setup(PLAIN, kind),
-        range(3, 6),
+        range(2, 4),
         resume=first.complete(),
-        save_after=5,
+        save_after=3,
         save_to=second.role,
     )
-    end = subject.train(setup, range(6, STEPS), resume=second.complete())
+    end = subject.train(setup, range(4, STEPS), resume=second.complete())
     assert different(middle.at_start, start.state) == []
     assert different(end.at_start, middle.state) == []
-    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (3, 6, STEPS)
+    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (2, 4, STEPS)
     uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
     joined = start.losses + middle.losses + end.losses
     assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
