@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
         f"{checkpoint}/actor has [16, 32] for 'model.embed_tokens.weight', this run's actor needs [16, 64]; {advice}"
     ]
     assert refused(*resume, "model.config.num_hidden_layers=3") == [
-        f"{checkpoint} lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor needs [32, 32]; {advice}"
+        f"{checkpoint}/actor lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor needs [32, 32]; {advice}"
     ]
     (line,) = refused(*resume, "run.seed=1")
     assert line == (
