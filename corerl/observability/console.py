@@ -37,9 +37,9 @@ class Console:
         self._view.close()
 
 
-def choose_view(story: RunState, terminal: Terminal, *, every: int) -> View:
+def choose_view(state: RunState, terminal: Terminal, *, every: int) -> View:
     able = terminal.is_terminal and not terminal.is_dumb_terminal and terminal.encoding.startswith("utf")
     # FORCE_COLOR makes rich take a pipe for a terminal, but cursor movements are useless in a file.
     if able and terminal.file.isatty():
-        return LiveView(story, terminal)
-    return PlainView(story, sys.stdout, every=every)
+        return LiveView(state, terminal)
+    return PlainView(state, sys.stdout, every=every)

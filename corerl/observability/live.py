@@ -44,8 +44,8 @@ RECENT = 20  # steps that the phases' bars are averaged over
 class LiveView:
     """A display that rich's own thread redraws four times a second; a lock guards everything it reads."""
 
-    def __init__(self, story: RunState, console: Console) -> None:
-        self._story = story
+    def __init__(self, state: RunState, console: Console) -> None:
+        self._state = state
         self._console = console
         self._lock = Lock()
         self._closed = False
@@ -54,12 +54,12 @@ class LiveView:
 
     def update(self, event: Event) -> None:
         with self._lock:
-            self._story.update(event)
+            self._state.update(event)
         match event:
             case RunFinished():
                 self.close()
                 # Uncropped, so that paths and commands can be copied: the terminal wraps long ones, and knows it.
-                self._console.print(summary(self._story, event, width=self._console.width), crop=False)
+                self._console.print(summary(self._state, event, width=self._console.width), crop=False)
             case Notice():
                 self._console.print(Text(f"note: {printable(event.text)}", style="yellow"))
             case _ if not self._closed:
@@ -72,52 +72,52 @@ class LiveView:
     def render(self) -> RenderableType:
         """The current display: 22 lines, so that it fits a terminal of 24."""
         with self._lock:
-            story = self._story
-            parts: list[RenderableType] = [_header(story), self._progress()]
-            if story.preparing or story.scores:
-                parts += [Text(f"  done  {name}  {seconds:.1f} s", style="dim") for name, seconds in story.prepared]
+            state = self._state
+            parts: list[RenderableType] = [_header(state), self._progress()]
+            if state.preparing or state.scores:
+                parts += [Text(f"  done  {name}  {seconds:.1f} s", style="dim") for name, seconds in state.prepared]
                 return Group(*parts)
             width = self._console.width
-            parts += [Text(), _numbers(story), Text(), _pictures(story, width)]
-            if story.shown:
-                parts += [Text(), _answers(story.shown[:3], story.shown_at)]
+            parts += [Text(), _numbers(state), Text(), _pictures(state, width)]
+            if state.shown:
+                parts += [Text(), _answers(state.shown[:3], state.shown_at)]
             return Group(*parts)
 
     def _progress(self) -> RenderableType:
-        story = self._story
+        state = self._state
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True, min_width=24)
-        left = story.seconds_left()
-        if story.phase is not None:
-            text = f"{story.phase.name} {story.clock() - story.phase.began:.1f} s"
-            if (progress := story.progress) is not None:  # in a word: there is one line for all
+        left = state.seconds_left()
+        if state.phase is not None:
+            text = f"{state.phase.name} {state.clock() - state.phase.began:.1f} s"
+            if (progress := state.progress) is not None:  # in a word: there is one line for all
                 text += f" {progress.done}/{progress.of} {progress.unit.rpartition(' ')[2]}"
             self._spinner.update(text=Text(text))
-        spinner = self._spinner if story.phase is not None else ""
-        if story.scores:
+        spinner = self._spinner if state.phase is not None else ""
+        if state.scores:
             row.add_row("scoring held-out prompts", "", "", spinner)
             return row
         row.add_row(
-            f"step {story.done}/{story.steps}",
-            ProgressBar(total=max(story.steps, 1), completed=story.done),
+            f"step {state.done}/{state.steps}",
+            ProgressBar(total=max(state.steps, 1), completed=state.done),
             "" if left is None else f"{duration(left)} left",
             spinner,
         )
         return row
 
 
-def _header(story: RunState) -> RenderableType:
+def _header(state: RunState) -> RenderableType:
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
     row.add_column(no_wrap=True, overflow="ellipsis", justify="right", ratio=1)
-    row.add_row(Text(printable(story.title), style="bold"), Text(printable(story.run_dir), style="dim"))
+    row.add_row(Text(printable(state.title), style="bold"), Text(printable(state.run_dir), style="dim"))
     return row
 
 
-def _numbers(story: RunState) -> RenderableType:
+def _numbers(state: RunState) -> RenderableType:
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in range(3):
         table.add_column(no_wrap=True, ratio=3)
@@ -125,27 +125,27 @@ def _numbers(story: RunState) -> RenderableType:
     for start in range(0, len(PANEL), 3):
         cells: list[RenderableType] = []
         for label, metric, style in PANEL[start : start + 3]:
-            cells += [Text(label, style="dim"), Text(number(story.history.last(metric), metric), style=f"bold {style}")]
+            cells += [Text(label, style="dim"), Text(number(state.history.last(metric), metric), style=f"bold {style}")]
         table.add_row(*cells)
     return table
 
 
-def _pictures(story: RunState, width: int) -> RenderableType:
+def _pictures(state: RunState, width: int) -> RenderableType:
     """The plot on the left, the seconds of each phase on the right; only the latter if there is no room for both."""
     side = 32
     if width < side + NARROWEST:
-        return _phases(story, side)
+        return _phases(state, side)
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=width - side - 1)
     grid.add_column(width=side)
-    grid.add_row(_plot(story, width - side - 1), _phases(story, side))
+    grid.add_row(_plot(state, width - side - 1), _phases(state, side))
     return grid
 
 
-def _plot(story: RunState, width: int) -> RenderableType:
+def _plot(state: RunState, width: int) -> RenderableType:
     lines = [
-        Line(*story.history.series("rollout/reward"), REWARD),
-        Line(*story.history.series("eval/exact_match"), EXACT),
+        Line(*state.history.series("rollout/reward"), REWARD),
+        Line(*state.history.series("eval/exact_match"), EXACT),
     ]
     plot = draw(lines, width=width - 8, height=PLOT_HEIGHT)
     text = Text(no_wrap=True)
@@ -158,8 +158,8 @@ def _plot(story: RunState, width: int) -> RenderableType:
     return text
 
 
-def _phases(story: RunState, width: int) -> RenderableType:
-    seconds = {name: story.history.recent(f"time/{name}", RECENT) for name in phases(story.history)}
+def _phases(state: RunState, width: int) -> RenderableType:
+    seconds = {name: state.history.recent(f"time/{name}", RECENT) for name in phases(state.history)}
     longest = max(seconds.values(), default=0.0)
     text = Text(f"seconds a step, last {RECENT}", no_wrap=True)
     for name, value in seconds.items():
@@ -177,13 +177,13 @@ def _answers(shown: Sequence[SampleShown], title: str) -> RenderableType:
     return table
 
 
-def summary(story: RunState, event: RunFinished, *, width: int) -> RenderableType:
+def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableType:
     """How metrics began and ended, the same prompts before and after training, and the paths of all outputs. A path
     that does not fit into `width` columns after its name goes below it, unbroken."""
     color = "green" if event.reason == "finished" else "red"
-    parts: list[RenderableType] = [Text(), Text(story.outcome(event), style=f"bold {color}"), Text()]
+    parts: list[RenderableType] = [Text(), Text(state.outcome(event), style=f"bold {color}"), Text()]
     values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    headings, ends = story.history.ends(NUMBERS.values())
+    headings, ends = state.history.ends(NUMBERS.values())
     for index, heading in enumerate(headings):
         values.add_column(heading, justify="right" if index else "left")
     for label, metric in NUMBERS.items():

@@ -41,51 +41,51 @@ class PlainView:
     """Prints a line every `every` steps, or for a step that ends `QUIET_SECONDS` after the last line, at the first and
     the last step, and at each evaluation; and where the run is, if no line has been printed for that long."""
 
-    def __init__(self, story: RunState, stream: TextIO, *, every: int) -> None:
-        self._story = story
+    def __init__(self, state: RunState, stream: TextIO, *, every: int) -> None:
+        self._state = state
         self._stream = stream
         self._every = every
         self._headed = False
-        self._row_at = self._said_at = story.clock()  # times of the last row and the last line
+        self._row_at = self._said_at = state.clock()  # times of the last row and the last line
 
     def update(self, event: Event) -> None:
-        story = self._story
-        story.update(event)
+        state = self._state
+        state.update(event)
         match event:
             case RunStarted():
                 self._say(event.title)
                 self._say(f"run directory: {event.run_dir}")
-                if story.scores and not event.first_step:
+                if state.scores and not event.first_step:
                     self._say("scoring the initial weights")
                 elif event.first_step:
-                    what = "scoring the weights of" if story.scores else "resumed after"
+                    what = "scoring the weights of" if state.scores else "resumed after"
                     self._say(f"{what} step {event.first_step} of {event.steps}")
-            case PhaseStarted() if story.preparing:
-                self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
-            case PhaseProgress() if story.clock() - self._said_at >= QUIET_SECONDS:
-                self._say(f"[{duration(story.clock() - story.began):>5}] {_far(event)}")
+            case PhaseStarted() if state.preparing:
+                self._say(f"[{duration(state.clock() - state.began):>5}] {event.name}")
+            case PhaseProgress() if state.clock() - self._said_at >= QUIET_SECONDS:
+                self._say(f"[{duration(state.clock() - state.began):>5}] {_far(event)}")
             case StepFinished():
-                first, last = story.done == story.first_step + 1, story.done == story.steps
-                quiet = story.clock() - self._row_at >= QUIET_SECONDS
-                if first or last or quiet or story.done % self._every == 0:
-                    left = story.seconds_left()
-                    self._row(story.done, event.metrics, "" if left is None else rough_duration(left))
-            case Evaluated() if not story.scores:  # else the summary says the same
+                first, last = state.done == state.first_step + 1, state.done == state.steps
+                quiet = state.clock() - self._row_at >= QUIET_SECONDS
+                if first or last or quiet or state.done % self._every == 0:
+                    left = state.seconds_left()
+                    self._row(state.done, event.metrics, "" if left is None else rough_duration(left))
+            case Evaluated() if not state.scores:  # else the summary says the same
                 self._row(event.step, event.metrics, "")
             case CheckpointSaved():
                 self._say(f"checkpoint after step {event.step}: {event.path}")
             case Notice():
                 self._say(f"note: {event.text}")
             case RunFinished():
-                for line in summary(story, event):
+                for line in summary(state, event):
                     self._say(line)
 
     def close(self) -> None:
         """Nothing to close."""
 
     def _row(self, step: int, metrics: Mapping[str, float], left: str) -> None:
-        self._row_at = self._story.clock()
-        total = self._story.steps
+        self._row_at = self._state.clock()
+        total = self._state.steps
         wide = max(8, 2 * len(str(total)) + 1)
         if not self._headed:
             heading = "".join(f"{name:>{width}}" for name, _, width in COLUMNS)
@@ -97,7 +97,7 @@ class PlainView:
         self._say(f"{f'{step}/{total}':>{wide}}{cells}{left:>6}")
 
     def _say(self, line: str) -> None:
-        self._said_at = self._story.clock()
+        self._said_at = self._state.clock()
         # One sampled character must not end a run that logs in ASCII.
         encoding = self._stream.encoding or "utf-8"
         safe = printable(line.rstrip()).encode(encoding, "backslashreplace").decode(encoding)
@@ -111,11 +111,11 @@ def _far(event: PhaseProgress) -> str:
     return f"{step}{event.name} for {event.seconds:.0f} s{count}"
 
 
-def summary(story: RunState, event: RunFinished) -> Iterator[str]:
+def summary(state: RunState, event: RunFinished) -> Iterator[str]:
     """How metrics began and ended, the same prompts before and after training, and the paths of all outputs."""
     yield ""
-    yield story.outcome(event)
-    headings, ends = story.history.ends(NUMBERS.values())
+    yield state.outcome(event)
+    headings, ends = state.history.ends(NUMBERS.values())
     if ends:
         yield ""
         if any(headings):

@@ -38,7 +38,7 @@ NUMBERS: Mapping[str, str] = {
 @frozen
 class Phase:
     name: str
-    began: float  # on the story's clock
+    began: float  # on the run's clock
 
 
 class RunState:

@@ -16,22 +16,22 @@ def terminal(width: int) -> Console:
     return Console(record=True, force_terminal=True, width=width, height=24, file=io.StringIO(), _environ={})
 
 
-def screen(story: RunState, width: int = 100) -> list[str]:
+def screen(state: RunState, width: int = 100) -> list[str]:
     console = terminal(width)
-    console.print(LiveView(story, console).render())
+    console.print(LiveView(state, console).render())
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def middle(story: RunState) -> None:
+def middle(state: RunState) -> None:
     for event in [started("runs/small"), *steps(0, 3)]:
-        story.clock.now += 2.0  # type: ignore[attr-defined]
-        story.update(event)
+        state.clock.now += 2.0  # type: ignore[attr-defined]
+        state.update(event)
 
 
 def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
-    story = RunState(Clock())
-    middle(story)
-    lines = screen(story)
+    state = RunState(Clock())
+    middle(state)
+    lines = screen(state)
     text = "\n".join(lines)
     assert lines[0].split("  ")[0] == "qwen3 on plain, fake engine" and lines[0].endswith("runs/small")
     assert lines[1].startswith("step 3/4 ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
@@ -45,12 +45,12 @@ def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
 
 @pytest.mark.parametrize("width", [80, 132])
 def test_it_fits_a_terminal(width: int) -> None:
-    story = RunState(Clock())
-    middle(story)
+    state = RunState(Clock())
+    middle(state)
     every_phase = {f"time/{name}": 1.0 for name in ("reward", "forward", "update_weights", "save")}
     long = [SampleShown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
-    story.update(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
-    lines = screen(story, width)
+    state.update(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
+    lines = screen(state, width)
     assert len(lines) <= 23
     assert max(len(line) for line in lines) <= width
     assert "[bold][bold]" in lines[-1]
@@ -58,42 +58,42 @@ def test_it_fits_a_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
 def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
-    story = RunState(Clock())
-    middle(story)
-    text = "\n".join(screen(story, width))
+    state = RunState(Clock())
+    middle(state)
+    text = "\n".join(screen(state, width))
     assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
     assert ("train           2.000" in text) == (width >= 32)
 
 
 def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
     clock = Clock()
-    story = RunState(clock)
-    story.update(PhaseStarted(name="starting ray", step=0))
+    state = RunState(clock)
+    state.update(PhaseStarted(name="starting ray", step=0))
     clock.now = 3.25
-    story.update(PhaseStarted(name="loading model", step=0))
+    state.update(PhaseStarted(name="loading model", step=0))
     clock.now = 4.25
-    lines = screen(story)
+    lines = screen(state)
     assert lines[1].endswith("loading model 1.0 s")
     assert lines[2:] == ["  done  starting ray  3.2 s"]
 
 
 def test_the_display_counts_what_the_phase_counts() -> None:
     clock = Clock()
-    story = RunState(clock)
-    story.update(started("runs/small"))
+    state = RunState(clock)
+    state.update(started("runs/small"))
     for name in ("rollout", "eval"):
-        story.update(PhaseStarted(name=name, step=0))
+        state.update(PhaseStarted(name=name, step=0))
         clock.now += 2.0
-        story.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
-        assert screen(story)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
+        state.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
+        assert screen(state)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
 
 
 def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
-    story = RunState(Clock())
-    middle(story)
-    story.update(evaluated(STEPS))
+    state = RunState(Clock())
+    middle(state)
+    state.update(evaluated(STEPS))
     console = terminal(80)
-    console.print(summary(story, finished("runs/small"), width=80))
+    console.print(summary(state, finished("runs/small"), width=80))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["finished", "after", "4", "of", "4", "steps,", "1:15"] in rows
     assert ["reward", "0.100", "0.500"] in rows
@@ -103,8 +103,8 @@ def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are()
 
 
 def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
-    story, console = RunState(Clock()), terminal(80)
-    view = LiveView(story, console)
+    state, console = RunState(Clock()), terminal(80)
+    view = LiveView(state, console)
     for event in [started("runs/small"), *steps(0, STEPS), finished("runs/small")]:
         view.update(event)
     view.update(CheckpointSaved(step=STEPS, path="late"))  # does not bring the display back
@@ -115,8 +115,8 @@ def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
 
 
 def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
-    story, console = RunState(Clock()), terminal(80)
-    view = LiveView(story, console)
+    state, console = RunState(Clock()), terminal(80)
+    view = LiveView(state, console)
     long = f"/{'a directory of mine/' * 5}run"
     for event in [started(long), *steps(0, STEPS), finished(long)]:
         view.update(event)
@@ -125,10 +125,10 @@ def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken(
 
 
 def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
-    story, console = RunState(Clock()), terminal(80)
-    middle(story)
+    state, console = RunState(Clock()), terminal(80)
+    middle(state)
     console.print(
-        summary(story, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
+        summary(state, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
     )
     text = console.export_text()
     assert "interrupted after 3 of 4 steps, 1:15" in text
@@ -137,30 +137,30 @@ def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_al
 
 def test_an_evaluation_has_no_steps() -> None:
     clock = Clock()
-    story = RunState(clock)
+    state = RunState(clock)
     for event in [started("runs/small", mode="eval"), PhaseStarted(name="starting ray", step=0)]:
-        story.update(event)
+        state.update(event)
     clock.now = 3.0
-    story.update(PhaseStarted(name="eval", step=0))
+    state.update(PhaseStarted(name="eval", step=0))
     clock.now = 5.0
-    lines = screen(story)
+    lines = screen(state)
     assert lines[1].split("  ")[0] == "scoring held-out prompts" and lines[1].endswith("eval 2.0 s")
     assert lines[2:] == ["  done  starting ray  3.0 s"]
-    story.update(evaluated(0))
+    state.update(evaluated(0))
     console = terminal(80)
-    console.print(summary(story, evolve(finished("runs/small"), steps_done=0), width=80))
+    console.print(summary(state, evolve(finished("runs/small"), steps_done=0), width=80))
     assert "finished after 1:15\n" in console.export_text()
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
-    story = RunState(Clock())
-    middle(story)
+    state = RunState(Clock())
+    middle(state)
     chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
-    story.update(
+    state.update(
         StepFinished(step=3, metrics=metrics(3), shown=[SampleShown(prompt=chat, response="7", answer="", reward=1.0)])
     )
-    (row,) = [line for line in screen(story, width) if "3+4?" in line]
+    (row,) = [line for line in screen(state, width) if "3+4?" in line]
     prompt, response, reward = row.split("  ")[0], *row.split()[-2:]
     assert prompt.startswith("\u2026") and prompt.endswith("user: \u6570\u5b66 3+4?")
     assert (response, reward) == ("7", "1.000")
