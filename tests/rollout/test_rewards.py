@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -130,6 +131,26 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_signal_that_interrupts_is_no_failure_of_the_sample(number: signal.Signals, hides: bool) -> None:
+    def interrupted(prompt: Prompt, response: str) -> float:
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            if not hides:
+                raise
+        return 1.0
+
+    before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Reward(name="mine:f", function=interrupted).outcome(SORT, "x")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 # ---- what a function may return, and take ----------------------------------------------------------------------------
