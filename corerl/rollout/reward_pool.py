@@ -131,6 +131,8 @@ class RewardPool:
                 try:
                     found, left = process.answers()
                 except _Lost as lost:
+                    if self._closed:
+                        raise self._over() from None
                     if self._reward.waits and len(process.rows) > 1:  # any of them may be the culprit
                         chunks.extend([row] for row in process.rows)
                         continue
@@ -322,7 +324,9 @@ class _TimeUp(BaseException):
 def _serve(connection: Connection, config: RewardConfig) -> None:
     """Answer each list of samples with their outcomes, each with its place in the list, then with None, also if it has
     left some to others. The first message is None once the reward is imported, or the ConfigError that prevents it."""
-    os.set_inheritable(connection.fileno(), False)  # a child left running by a reward would hold it open
+    # A child left running by a reward would hold it open, and the end of this process would not be noticed.
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=connection.close)
     # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
     os.setpgrp()
     hearing = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which forgets one that came before

@@ -175,6 +175,8 @@ class Reward:
         try:
             async with asyncio.timeout(left) as clock:
                 value = await waiting
+                if (task := asyncio.current_task()) and task.cancelling():  # it has cancelled itself: raised here,
+                    await asyncio.sleep(0)  # not where the outcome is waited for
         except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
             if clock.expired() and isinstance(error, TimeoutError):
                 return self.late(limit or 0.0, prompt, response)

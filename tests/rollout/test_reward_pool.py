@@ -114,20 +114,21 @@ def test_while_a_process_is_held_up_others_score_the_rest_of_its_chunk(tmp_path:
     assert (found.rewards.tolist(), found.failures) == ([1.0] * 12, {})
 
 
-@pytest.mark.parametrize("text", ["stuck", "ok"])
-def test_what_a_reward_has_started_ends_with_its_process(text: str, tmp_path: Path) -> None:
-    config = RewardConfig(
-        name="tests.rollout.user_rewards:parent", options={"directory": str(tmp_path)}, processes=1, timeout=0.3
-    )
+@pytest.mark.parametrize(("text", "timeout"), [("stuck", 0.3), ("ok", 600.0), ("exit", 600.0)])
+def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: float, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
     with scorer(resolve_reward(config.name, config.options), config) as judge:
         judge.score(rollout([text]), part=True)
-        pids = {int(each.name) for each in tmp_path.iterdir()}
+        pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
         assert len(pids) == 4
-        if text == "stuck":  # killed for its time
-            assert gone(pids)
-        else:
+        if text == "exit":  # by itself, which leaves no trace of what is in a session of its own
+            os.kill(next(pid for pid, kind in pids.items() if kind == "own session"), signal.SIGKILL)
+        if text == "ok":
             assert all(map(alive, pids))
-    assert gone(pids)
+        else:
+            assert gone({*pids})
+    assert gone({*pids})
 
 
 UNKIND = ["shy exit", "shy value", "shy part", "number", "unsaid", "interrupt", "generator", "own cause"]
@@ -265,7 +266,10 @@ def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next()
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples", [2, 8])  # as many as processes, or more
+def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(
+    samples: int, tmp_path: Path
+) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
     told: list[BaseException] = []
@@ -274,7 +278,7 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
 
         def score() -> None:
             try:
-                judge.score(rollout(["x"] * 8))
+                judge.score(rollout(["x"] * samples))
             except BaseException as error:
                 told.append(error)
 

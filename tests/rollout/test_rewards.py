@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -348,13 +348,15 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
                 raise asyncio.CancelledError
             case "ends":
                 raise SystemExit(3)
+            case "cancels":
+                cast(asyncio.Task[float], asyncio.current_task()).cancel()
         return 1.0
 
-    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends")]
+    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     fine, *failures = Reward(name="mine:f", function=judge).outcomes(samples, limit=0.2)
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
-    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died"]
+    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
     assert "took longer than reward.timeout=0.2 seconds" in told[0][1]
     assert "raised TimeoutError: the judge did not answer" in told[1][1]
 

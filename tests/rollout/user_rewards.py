@@ -108,8 +108,8 @@ def parent(prompt: Prompt, response: str, *, directory: str) -> float:
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
     started = [subprocess.Popen(SLEEPS, start_new_session=own).pid for own in (False, True)]
-    for pid in (*started, forked.pid, os.getpid()):
-        Path(directory, str(pid)).touch()
+    for pid, kind in zip((*started, forked.pid, os.getpid()), ("", "own session", "", ""), strict=True):
+        Path(directory, str(pid)).write_text(kind)
     return act(prompt, response)
 
 
