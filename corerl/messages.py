@@ -49,7 +49,7 @@ def text_of(error: BaseException) -> str:
     """An error's text; of one whose own class cannot make it, that."""
     try:
         return str(error)
-    except Exception as failed:
+    except BaseException as failed:
         return f"has no text, since its class raises {type(failed).__name__}"
 
 
@@ -125,6 +125,8 @@ def _repr(value: object) -> str:
         return repr(value)
     except (ValueError, RecursionError):  # an integer of more digits than Python writes; nested too deeply
         return f"{type(value).__name__} that is too large to be shown"
+    except BaseException as failed:
+        return f"{type(value).__name__} that cannot be shown, since its class raises {type(failed).__name__}"
 
 
 def note(line: str) -> None:

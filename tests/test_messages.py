@@ -97,12 +97,18 @@ def test_a_long_answer_is_cut_to_the_width_after_escaping() -> None:
     assert shorten("\x1b" * 10**6, 10) == "\\x1b\\x1..."
 
 
+class Shy:
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
 def test_a_value_that_python_cannot_write_is_shown_by_its_type() -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
     assert short_repr(1 << 20_000) == "int that is too large to be shown"
     assert short_repr(nested) == "list that is too large to be shown"
+    assert short_repr(Shy()) == "Shy that cannot be shown, since its class raises SystemExit"
     assert short_repr("\x1b[2J" + "a" * 1000, 20) == "'\\x1b[2Jaaaaaaaaa..."
 
 

@@ -17,6 +17,8 @@ from typing import Any
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, one_line
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
     """The function that `name` refers to. If there is none, raises ConfigError with a message that begins with
@@ -24,12 +26,12 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'")
-    heard: list[int] = []
+    heard: list[BaseException] = []
     try:
-        with _interrupts(heard):
+        with interrupts(heard):
             module = import_module(module_name)
     except BaseException as error:  # importing a user's module may raise anything
-        if isinstance(error, KeyboardInterrupt) and heard:
+        if heard:
             raise
         hidden = _hidden(module_name) if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}{hidden}") from error
@@ -47,24 +49,34 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _interrupts(heard: list[int]) -> Iterator[None]:
-    """Append to `heard` each signal that interrupts the block, as the user's Ctrl-C does: code may raise
-    KeyboardInterrupt by itself. Signals interrupt the main thread only."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+def interrupts(heard: list[BaseException]) -> Iterator[None]:
+    """Append to `heard` what the handlers of SIGINT and SIGTERM raise in the block, as for the user's Ctrl-C, and raise
+    it even if the block's code hides it: code may raise KeyboardInterrupt by itself. Signals interrupt the main thread
+    only."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {
+        number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))
+    }
 
     def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        before(number, frame)
+        try:
+            before[number](number, frame)
+        except BaseException as error:
+            heard.append(error)
+            raise
 
-    signal.signal(signal.SIGINT, hear)
+    for number in before:
+        signal.signal(number, hear)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is hear:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is hear:  # not one that the block has set
+                signal.signal(number, handler)
+        if heard:
+            raise heard[0]
 
 
 def _hidden(module_name: str) -> str:

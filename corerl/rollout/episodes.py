@@ -73,7 +73,7 @@ class EpisodeFunction:
             if value is None or (reward := number(value)) is not None:
                 return None if value is None else reward
             what = f"returned {short_repr(value)}, wanted a finite number or None,"
-        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
+        except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
             what = f"returned a value that raised {told(error)}"
         return self.failure("no-number", what, episode.prompt)
 

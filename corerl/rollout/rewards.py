@@ -20,9 +20,9 @@ import numpy as np
 from attrs import Factory, field, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import signature_of
+from corerl.config.functions import interrupts, signature_of
 from corerl.errors import RewardError
-from corerl.messages import place, short_repr
+from corerl.messages import place, short_repr, text_of
 from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray, SampleBatch
 
@@ -121,25 +121,30 @@ class Reward:
 
     def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
-        value = self._caught(self.value, prompt, response, tokens)
-        return value if isinstance(value, Failure) else self._judged(value, prompt, response)
+        outcome: Outcome = self._caught(self._outcome, prompt, response, tokens)
+        return outcome
+
+    def _outcome(self, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
+        return self._judged(self.value(prompt, response, tokens), prompt, response)
 
     def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
         """What the call returns, or why it does not. Raises RewardError if it needs the main thread, and this is none:
         whichever samples it does that for, their rewards would be wrong."""
+        heard: list[BaseException] = []
         try:
-            return call(prompt, response, tokens)
-        except SystemExit as error:  # in the driver it would end the run, silently and with any status
-            return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
-        except (Exception, asyncio.CancelledError) as error:  # as it is where the function is async
+            with interrupts(heard):
+                return call(prompt, response, tokens)
+        except BaseException as error:  # in the driver, SystemExit would end the run, silently and with any status
+            if heard:
+                raise
             aside = threading.current_thread() is not threading.main_thread()
-            if aside and (needs := next((each for each in _causes(error) if "main thread" in str(each)), None)):
+            if aside and (needs := next((each for each in _causes(error) if "main thread" in text_of(each)), None)):
                 raise RewardError(
                     f"reward {self.name!r} needs the main thread ({told(needs)}), but with reward.processes=0 and this "
                     "rollout.source it is called in another one; set reward.processes to at least 1, or "
                     "rollout.source='synchronous'"
                 ) from error
-            return self.failure("raised", f"raised {told(error)}", prompt, response)
+            return self._raised(error, prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each."""
@@ -170,12 +175,12 @@ class Reward:
         try:
             async with asyncio.timeout(left) as clock:
                 value = await waiting
-        except (SystemExit, KeyboardInterrupt) as error:
-            return self.failure("died", f"ended its process ({error!r})", prompt, response)
+                if (task := asyncio.current_task()) and task.cancelling():  # it has cancelled itself: raised here,
+                    await asyncio.sleep(0)  # not where the outcome is waited for
         except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
             if clock.expired() and isinstance(error, TimeoutError):
                 return self.late(limit or 0.0, prompt, response)
-            return self.failure("raised", f"raised {told(error)}", prompt, response)
+            return self._raised(error, prompt, response)
         return self._judged(value, prompt, response)
 
     def value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
@@ -221,8 +226,13 @@ class Reward:
             return self.judge(value)
         except NoNumber as error:
             return self.failure("no-number", str(error), prompt, response)
-        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
+        except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
             return self.failure("no-number", f"returned a value that raised {told(error)}", prompt, response)
+
+    def _raised(self, error: BaseException, prompt: Prompt, response: str) -> Failure:
+        if isinstance(error, SystemExit):
+            return self.failure("died", f"ended its process (sys.exit({short_repr(error.code)}))", prompt, response)
+        return self.failure("raised", f"raised {told(error)}", prompt, response)
 
     def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
         sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
@@ -300,9 +310,11 @@ async def _all(values: Sequence[Any]) -> list[Any]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
+    """The error, and those that led to it, each once: code may make an error its own cause."""
     current: BaseException | None = error
-    while current is not None:
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
 
@@ -379,7 +391,7 @@ def told(error: BaseException) -> str:
     where = place(error, _users_own) or place(error, lambda frame: frame is not ours)
     try:
         return f"{type(error).__name__}: {_cut(str(error), LONGEST_ERROR)}{where}"
-    except Exception:  # its __str__ fails
+    except BaseException:  # its __str__ fails
         return type(error).__name__ + where
 
 

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_lookup import resolve_reward, reward_of
 from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import Reward, Scores
+from corerl.rollout.rewards import Failure, Reward, Scores
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 from tests.machine import paced
@@ -71,7 +73,7 @@ def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_th
     assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
     assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
     assert found.first == (
-        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:20) on prompt 7 ('p') with the "
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:23) on prompt 7 ('p') with the "
         "response 'raise'"
     )
 
@@ -91,6 +93,77 @@ def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) 
     assert found.rewards.tolist() == [0.0, 2.0]
     assert found.failures == {kind: 1}
     assert message in found.first
+
+
+def test_the_sample_at_which_a_process_is_lost_is_known_and_no_other_one_is_scored_twice(tmp_path: Path) -> None:
+    name = "tests.rollout.user_rewards:noted"
+    texts = ["a", "stuck", "bb", "ccc", "exit", "four", "seven", "raise", "loop", "last"]  # 3 travel together
+    found = scores(texts, name, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
+    assert found.rewards.tolist() == [1.0, -1.0, 2.0, 3.0, -1.0, 4.0, 5.0, -1.0, -1.0, 4.0]
+    assert found.failures == {"timeout": 2, "died": 1, "raised": 1}
+    assert found.first == (
+        f"reward {name!r} took longer than reward.timeout=0.3 seconds on prompt 7 ('p') with the response 'stuck'"
+    )
+    assert sorted((tmp_path / "calls").read_text().split()) == sorted(texts)  # each bad one has cost its time once
+
+
+def test_while_a_process_is_held_up_others_score_the_rest_of_its_chunk(tmp_path: Path) -> None:
+    texts = ["wait", "open"] + ["x"] * 10  # 2 travel together
+    config = {"directory": str(tmp_path)}
+    found = scores(texts, "tests.rollout.user_rewards:meeting", config, processes=2, timeout=paced(60))
+    assert (found.rewards.tolist(), found.failures) == ([1.0] * 12, {})
+
+
+@pytest.mark.parametrize(("text", "timeout"), [("stuck", 0.3), ("ok", 600.0), ("exit", 600.0)])
+def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: float, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        judge.score(rollout([text]), part=True)
+        pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
+        assert len(pids) == 4
+        if text == "exit":  # by itself, which leaves no trace of what is in a session of its own
+            os.kill(next(pid for pid, kind in pids.items() if kind == "own session"), signal.SIGKILL)
+        if text == "ok":
+            assert all(map(alive, pids))
+        else:
+            assert gone({*pids})
+    assert gone({*pids})
+
+
+UNKIND = ["shy exit", "shy value", "shy part", "number", "unsaid", "interrupt", "generator", "own cause"]
+WHERE = r" \(tests/rollout/user_rewards.py:\d+\)"
+SAID = [
+    ("died", r"ended its process \(sys.exit\(Shy that cannot be shown, since its class raises SystemExit\)\)"),
+    ("no-number", "returned Shy that cannot be shown, since its class raises SystemExit, wanted a finite number,"),
+    (
+        "no-number",
+        "returned dict that cannot be shown, since its class raises SystemExit, wanted finite numbers by name,",
+    ),
+    ("no-number", "returned a value that raised SystemExit: 0" + WHERE),
+    ("raised", "raised Unsaid" + WHERE),
+    ("raised", "raised KeyboardInterrupt: by itself" + WHERE),
+    ("raised", "raised GeneratorExit:" + WHERE),
+    ("raised", "raised Unsaid" + WHERE),
+]
+
+
+@pytest.mark.parametrize("name", ["unkind", "unkind_later", "unkind_awaited"])
+def test_whatever_a_reward_raises_and_returns_fails_that_sample_alone_with_one_line(name: str) -> None:
+    config = RewardConfig(name=f"tests.rollout.user_rewards:{name}", processes=1)
+    reward = resolve_reward(config.name, {})
+    samples = [(Prompt(index=7, text="p", answer="a"), each, ()) for each in UNKIND]
+    with ThreadPoolExecutor(1) as thread:
+        told = [reward.outcomes(samples), thread.submit(reward.outcomes, samples).result()]
+    with scorer(reward, config) as judge:
+        alone = [judge.score(rollout([each]), part=True) for each in UNKIND]
+        told.append([Failure(kind=next(iter(each.failures)), message=each.first) for each in alone])
+    for outcomes in told:
+        for each, text, (kind, said) in zip(outcomes, UNKIND, SAID, strict=True):
+            assert isinstance(each, Failure) and each.kind == kind
+            assert re.fullmatch(
+                f"reward '{config.name}' {said} on prompt 7 \\('p'\\) with the response '{text}'", each.message
+            )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -193,7 +266,10 @@ def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next()
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples", [2, 8])  # as many as processes, or more
+def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(
+    samples: int, tmp_path: Path
+) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
     told: list[BaseException] = []
@@ -202,7 +278,7 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
 
         def score() -> None:
             try:
-                judge.score(rollout(["x"] * 8))
+                judge.score(rollout(["x"] * samples))
             except BaseException as error:
                 told.append(error)
 
@@ -230,10 +306,10 @@ from corerl.rollout.reward_lookup import resolve_reward
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
-    config = RewardConfig(name="tests.rollout.user_rewards:mark", options={"directory": sys.argv[1]}, timeout=600.0)
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options={"directory": sys.argv[1]}, timeout=600.0)
     prompts = (Prompt(index=0, text="p", answer=""),)
     batch = SimpleNamespace(rows={"group": [0, 0]}, columns={}, tokens=np.zeros(2), offsets=np.arange(3))
-    rollout = SimpleNamespace(prompts=prompts, texts=["x", "x"], batch=batch)
+    rollout = SimpleNamespace(prompts=prompts, texts=["loop", "loop"], batch=batch)
     with scorer(resolve_reward(config.name, config.options), config) as judge:
         judge.score(rollout)
 """
@@ -241,7 +317,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
+def test_busy_processes_and_their_own_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     script, marks = tmp_path / "driver.py", tmp_path / "marks"
@@ -252,10 +328,10 @@ def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
         [sys.executable, str(script), str(marks)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
     )
     end = time.monotonic() + paced(60)
-    while len(list(marks.iterdir())) < 2 and time.monotonic() < end:
+    while len(list(marks.iterdir())) < 8 and time.monotonic() < end:
         time.sleep(0.05)
     pids = {int(mark.name) for mark in marks.iterdir()}
-    assert len(pids) == 2 and all(map(alive, pids))
+    assert len(pids) == 8 and all(map(alive, pids))
     # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
     (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
     assert driver.wait(timeout=paced(30)) != 0

@@ -1,12 +1,13 @@
 import asyncio
 import json
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
 from fractions import Fraction
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -130,6 +131,26 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_signal_that_interrupts_is_no_failure_of_the_sample(number: signal.Signals, hides: bool) -> None:
+    def interrupted(prompt: Prompt, response: str) -> float:
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            if not hides:
+                raise
+        return 1.0
+
+    before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Reward(name="mine:f", function=interrupted).outcome(SORT, "x")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 # ---- what a function may return, and take ----------------------------------------------------------------------------
@@ -327,13 +348,15 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
                 raise asyncio.CancelledError
             case "ends":
                 raise SystemExit(3)
+            case "cancels":
+                cast(asyncio.Task[float], asyncio.current_task()).cancel()
         return 1.0
 
-    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends")]
+    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     fine, *failures = Reward(name="mine:f", function=judge).outcomes(samples, limit=0.2)
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
-    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died"]
+    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
     assert "took longer than reward.timeout=0.2 seconds" in told[0][1]
     assert "raised TimeoutError: the judge did not answer" in told[1][1]
 

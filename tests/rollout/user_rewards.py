@@ -2,12 +2,15 @@
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from corerl.data.prompts import Prompt
 
@@ -78,6 +81,82 @@ def alarmed(prompt: Prompt, response: str, *, hidden: bool = False, only: str = 
             raise RuntimeError("cannot grade") from error
         raise
     return 1.0
+
+
+def noted(prompt: Prompt, response: str, *, directory: str) -> float:
+    """`act`, where each call leaves a line."""
+    with Path(directory, "calls").open("a") as calls:
+        calls.write(response + "\n")
+    return act(prompt, response)
+
+
+def meeting(prompt: Prompt, response: str, *, directory: str) -> float:
+    """Where the response is "wait", come back when it was called with "open"."""
+    if response == "open":
+        Path(directory, "open").touch()
+    while response == "wait" and not Path(directory, "open").exists():
+        time.sleep(0.01)
+    return 1.0
+
+
+SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+
+def parent(prompt: Prompt, response: str, *, directory: str) -> float:
+    """`act`, after starting one process in the group of this one, one in a session of its own, and one by
+    multiprocessing, whose ids it leaves with its own."""
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    forked.start()
+    started = [subprocess.Popen(SLEEPS, start_new_session=own).pid for own in (False, True)]
+    for pid, kind in zip((*started, forked.pid, os.getpid()), ("", "own session", "", ""), strict=True):
+        Path(directory, str(pid)).write_text(kind)
+    return act(prompt, response)
+
+
+class Shy:
+    def __repr__(self) -> str:
+        raise SystemExit("no")
+
+
+class Unsaid(BaseException):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Number(float):
+    def __float__(self) -> float:
+        raise SystemExit(0)
+
+
+def unkind(prompt: Prompt, response: str) -> Any:
+    match response:
+        case "shy exit":
+            raise SystemExit(Shy())
+        case "shy value":
+            return Shy()
+        case "shy part":
+            return {"a": Shy()}
+        case "number":
+            return Number(1.0)
+        case "unsaid":
+            raise Unsaid
+        case "interrupt":
+            raise KeyboardInterrupt("by itself")
+        case "generator":
+            raise GeneratorExit
+        case "own cause":
+            error = Unsaid()
+            error.__cause__ = error
+            raise error
+    return 1.0
+
+
+async def unkind_later(prompt: Prompt, response: str) -> Any:
+    return unkind(prompt, response)
+
+
+def unkind_awaited(prompt: Prompt, response: str) -> Any:
+    return unkind_later(prompt, response)
 
 
 def lazy(prompt: Prompt, response: str) -> float:
