@@ -33,6 +33,8 @@ from corerl.messages import first_line
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
 FORWARD_SECONDS = 1.0  # for Ray, which polls ten times a second, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
+# Not what is there when a block begins: a start that is given up at the wrong moment does not put it back.
+POPEN = ray_services.ConsolePopen
 DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticated|authentication token", re.IGNORECASE)
 
 
@@ -149,16 +151,15 @@ def _group_of_its_own() -> Iterator[None]:
     if not utils.detect_fate_sharing_support():
         yield
         return
-    popen = ray_services.ConsolePopen
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        return popen([_with_raylet(word) for word in command], process_group=0, **options)
+        return POPEN([_with_raylet(word) for word in command], process_group=0, **options)
 
     ray_services.ConsolePopen = start  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        ray_services.ConsolePopen = popen  # type: ignore[misc]
+        ray_services.ConsolePopen = POPEN  # type: ignore[misc]
 
 
 def _with_raylet(word: str) -> str:

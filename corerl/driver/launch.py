@@ -151,7 +151,7 @@ def _rescuing(run: Run) -> Iterator[None]:
             raise  # a second signal: that stops at once and saves nothing
         services.arm(False)
         try:
-            run.checkpoints.rescue(ask=services.ranks_live)
+            run.checkpoints.rescue(ask=services.ranks_live())
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,11 +34,10 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
+from corerl.driver.run_dir import require_there
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
-from corerl.errors import SaveFailed
-from corerl.observability.tracking import CONFIG_FILE
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -297,7 +295,7 @@ class Run:
 
     def report(self, scored: Scored, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
-        self._require_run_dir()
+        require_there(self.plan.start.run_dir)
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.progress.seconds.take()}
@@ -319,16 +317,6 @@ class Run:
         self.progress.tell(
             StepFinished(step=scored.step, metrics=metrics, shown=scored.shown(), samples=scored.samples())
         )
-
-    def _require_run_dir(self) -> None:
-        """Raise SaveFailed if someone has removed the run's directory, or moved it: what writes to open files there
-        does not notice, and the next checkpoint would make another one."""
-        run_dir = self.plan.start.run_dir
-        if not os.path.lexists(run_dir / CONFIG_FILE):
-            raise SaveFailed(
-                f"run.dir: {run_dir} or its {CONFIG_FILE} has been removed or moved while the run was writing there; "
-                "start the run again, and leave its directory alone"
-            )
 
     def _warn(self, scored: Scored, batch: TrainBatch | None) -> None:
         """Warn about whatever makes a step teach less than it could."""
@@ -419,7 +407,7 @@ class Run:
 
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
-        self._require_run_dir()
+        require_there(self.plan.start.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.stop.requested and not done else "finished"
