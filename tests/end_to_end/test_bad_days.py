@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from corerl.checkpoint.commit import latest, read_state
 from corerl.cli.main import main
-from corerl.plan.run_dir import occupied
+from corerl.driver.run_dir import occupied
 from corerl.rollout.recorded import read_rollout, saved_rollouts
 from tests.cluster.nodes import cluster
 from tests.cluster.test_runtime import closed_port
