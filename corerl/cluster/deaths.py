@@ -21,6 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from corerl.cluster.services import logs
 from corerl.errors import WorkerDied
 from corerl.messages import shorten
 
@@ -56,7 +57,7 @@ def death(name: str, method: str, error: RayError) -> WorkerDied | None:
     else:
         died = WorkerDied(
             f"{name}: its process died during {method} ({cause(error)}); unless someone killed it, "
-            "see the machine's log (dmesg: out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
+            f"see the machine's log (dmesg: out of memory?) and Ray's logs ({logs()})"
         )
     died.details = str(error)
     return died

@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from corerl.cluster import services
 from corerl.cluster.deaths import cause
 from corerl.errors import CorerlError
 
@@ -92,7 +93,7 @@ def arrange(
 
 @contextlib.contextmanager
 def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list[Slot]]]:
-    """Reserve the bundles and yield the slots of each group; releases the bundles at the end.
+    """Reserve the bundles and yield the slots of each group; releases the bundles at the end, or Ray does with its own.
 
     Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
     CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
@@ -132,7 +133,8 @@ def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list
                 slots[name].append(Slot(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
         yield slots
     finally:
-        remove_placement_group(group)
+        if not services.own():  # which ends now too; without its GCS, this would wait until Ray ends this process
+            remove_placement_group(group)
 
 
 def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -15,20 +14,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import ray
-from ray._private import services, utils
+from ray._private import services as ray_services
+from ray._private import utils
+from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
+from corerl.cluster import services, with_parent
 from corerl.cluster.process import cores
-from corerl.errors import ConfigError, CorerlError
+from corerl.errors import ConfigError, CorerlError, WorkerDied
 from corerl.messages import first_line
 
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
 FORWARD_SECONDS = 1.0  # for Ray, which polls ten times a second, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
+# Not what is there when a block begins: a start that is given up at the wrong moment does not put it back.
+POPEN = ray_services.ConsolePopen
 DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticated|authentication token", re.IGNORECASE)
 
 
@@ -37,6 +43,9 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
     Where this process has a Ray already, that is used, and left as it is. With `forward`, output of its processes is
     printed here too. A start that takes too long is tried once more.
+
+    If one of the processes dies of a Ray that was started here, the main thread is interrupted as by Ctrl-C,
+    wherever it is in the block; the block's end raises WorkerDied, which says which one it was.
 
     Raises CorerlError, in one line, if Ray cannot start or the cluster does not answer.
     """
@@ -66,7 +75,13 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         hint = (_busy() if _timed_out(error) else "") + _room() if own else ""
         raise CorerlError(f"cannot {where}: {first_line(error)}{hint}") from error
     try:
-        yield
+        with services.watched() as watch:
+            try:
+                yield
+            except (CorerlError, RayError, KeyboardInterrupt) as error:
+                if died := watch.seen(services.SEEN_SECONDS if isinstance(error, (WorkerDied, RayError)) else 0.0):
+                    raise WorkerDied(died.death) from error
+                raise
     finally:
         if forward:
             time.sleep(FORWARD_SECONDS)
@@ -74,7 +89,7 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
 
 
 def _init(address: str, cpus: float, forward: bool) -> None:
-    with _within(START_SECONDS), _sigterm_left_alone():
+    with _uninterrupted(), _within(START_SECONDS), _sigterm_left_alone():
         if address:
             ray.init(
                 address=address,
@@ -140,12 +155,23 @@ def _group_of_its_own() -> Iterator[None]:
     if not utils.detect_fate_sharing_support():
         yield
         return
-    popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc,assignment]
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        return POPEN([_with_raylet(word) for word in command], process_group=0, **options)
+
+    ray_services.ConsolePopen = start  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
+        ray_services.ConsolePopen = POPEN  # type: ignore[misc]
+
+
+def _with_raylet(word: str) -> str:
+    """An argument of raylet's; an agent's command is run by `with_parent`."""
+    option, equals, command = word.partition("=")
+    if option not in ("--dashboard_agent_command", "--runtime_env_agent_command"):
+        return word
+    return f"{option}{equals}{subprocess.list2cmdline([sys.executable, '-IS', with_parent.__file__])} {command}"
 
 
 @contextlib.contextmanager
@@ -161,6 +187,37 @@ def _sigterm_left_alone() -> Iterator[None]:
         utils.set_sigterm_handler = set_handler
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Run the handlers of SIGINT and SIGTERM inside the block as ever, but raise KeyboardInterrupt of theirs behind it:
+    a Ray that has started by half can only be ended by a crash."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    late: list[KeyboardInterrupt] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            handler = before[signal.Signals(number)]
+            assert callable(handler)
+            handler(number, frame)
+        except KeyboardInterrupt as error:
+            late.append(error)
+
+    ours = [number for number, handler in before.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+    if late:
+        ray.shutdown()
+        raise late[0]
 
 
 @contextlib.contextmanager

@@ -62,14 +62,16 @@ class Checkpoints:
         if all(written.values()):
             self._commit(*self._pending)
 
-    def rescue(self) -> None:
-        """After a failure, commit the save in flight if it is all on disk or the ranks can finish it. Raises
-        CorerlError if it is lost."""
+    def rescue(self, *, ask: bool = True) -> None:
+        """After a failure, commit the save in flight if it is all on disk or, unless they cannot be asked, the ranks
+        finish it. Raises CorerlError if it is lost."""
         if self._pending is None:
             return
         try:
             self._commit(*self._pending)  # without asking the ranks: they may have ended, or hang
         except SaveFailed:
+            if not ask:
+                raise
             self.complete(wait=True)
 
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
+from corerl.cluster import services
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome
@@ -30,7 +31,7 @@ from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
-from corerl.errors import CheckpointDamaged, EngineFailed, SaveFailed
+from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
@@ -119,11 +120,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
                 raise
             with _rescuing(run):
                 yield run
-            run.source.close()
-            for role in run.roles.values():
-                role.group.shutdown("finished")
-            if run.updates is not None:
-                run.updates.fleet.close()
+            _close(run)
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         lost = start.resume if isinstance(error, CheckpointDamaged) else None
@@ -151,12 +148,35 @@ def _rescuing(run: Run) -> Iterator[None]:
         yield
     except SaveFailed:
         raise  # the save itself is what failed
-    except Exception:  # not a second signal (KeyboardInterrupt): that stops at once and saves nothing
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and not services.died():
+            raise  # a second signal: that stops at once and saves nothing
+        services.arm(False)
         try:
-            run.checkpoints.rescue()
+            run.checkpoints.rescue(ask=services.ranks_live())
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
+
+
+def _close(run: Run) -> None:
+    """End what has done its work; if Ray dies meanwhile, the run has finished all the same."""
+    try:
+        services.arm(True)
+        if services.died():
+            raise KeyboardInterrupt
+        run.source.close()
+        for role in run.roles.values():
+            role.group.shutdown("finished")
+        if run.updates is not None:
+            run.updates.fleet.close()
+    except (CorerlError, KeyboardInterrupt):
+        services.arm(False)
+        if not (died := services.died()):
+            raise
+        run.progress.notice(f"Ray's {died.name} died when the run had finished; its log is {died.log}")
+    finally:
+        services.arm(False)
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:

@@ -15,6 +15,7 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
+from corerl.cluster import services
 from corerl.cluster.objects import share
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
@@ -33,6 +34,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
+from corerl.driver.run_dir import require_there
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
@@ -293,6 +295,7 @@ class Run:
 
     def report(self, scored: Scored, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
+        require_there(self.plan.start.run_dir)
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.progress.seconds.take()}
@@ -404,6 +407,7 @@ class Run:
 
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
+        require_there(self.plan.start.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.stop.requested and not done else "finished"
@@ -416,6 +420,7 @@ class Run:
             artifacts["to go on"] = (
                 f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
             )
+        services.arm(False)  # everything is written: nothing that dies from here on costs the run
         self.progress.tell(
             RunFinished(
                 reason=reason,

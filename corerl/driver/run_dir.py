@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from corerl.config.load import dump_toml
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, SaveFailed
 from corerl.observability.files import keep
 from corerl.observability.tracking import CONFIG_FILE
 from corerl.plan.run_dir import unwritable
@@ -52,3 +52,13 @@ def write_config(run_dir: Path, record: Mapping[str, Any]) -> None:
         os.replace(part, path)
     except OSError as error:
         raise unwritable(run_dir, error) from error
+
+
+def require_there(run_dir: Path) -> None:
+    """Raise SaveFailed if someone has removed a running run's directory, or moved it: what writes to open files there
+    does not notice, and the next checkpoint would make another one."""
+    if not os.path.lexists(run_dir / CONFIG_FILE):
+        raise SaveFailed(
+            f"run.dir: {run_dir} or its {CONFIG_FILE} has been removed or moved while the run was writing there; start "
+            "the run again, and leave its directory alone"
+        )

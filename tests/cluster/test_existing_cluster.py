@@ -22,7 +22,6 @@ from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
 from tests.cluster.nodes import cluster, session
 from tests.cluster.ranks import RAYS_OWN
-from tests.end_to_end.command import AGENTS
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -121,7 +120,7 @@ def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) 
     deadline = time.monotonic() + ENDS_WITHIN
     while left := [
         *(pid for pid in pids if Path(f"/proc/{pid}").exists()),
-        *(title for title in session(driver.pid).values() if title not in AGENTS),
+        *(title for title in session(driver.pid).values()),
     ]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)

@@ -177,6 +177,8 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
     heard, actor = Heard(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=True)
+    with pytest.raises(SaveFailed, match="rank-00000.safetensors is missing"):
+        checkpoints.rescue(ask=False)
     checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
     checkpoints.start(*at(4), background=True)

@@ -301,8 +301,8 @@ class Saves:
         self.error = error
         self.asked = 0
 
-    def rescue(self) -> None:
-        self.asked += 1
+    def rescue(self, *, ask: bool) -> None:
+        self.asked += ask
         if self.error is not None:
             raise self.error
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN = paced(240.0)  # seconds, against hangs: processes start, import and meet
 ENDS_WITHIN = paced(30.0)  # seconds in which a run has ended after a fault, a second signal, or its driver's death
 GIB = 2.0  # of memory that a run's processes take, forked as they are
-# Where a driver is killed, these two of Ray's own go on looking for their lost server for a minute, and then end.
-AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 FORKED = """
 {before}
@@ -172,10 +170,10 @@ class Command:
         """To the whole process group: SIGINT as a terminal sends it, SIGTERM as `timeout` and schedulers do."""
         os.killpg(self.process.pid, number)
 
-    def assert_nothing_is_left(self, *, but: Sequence[str] = ()) -> None:
-        """No process of the run is there any more, or soon, except for those with the titles `but`."""
+    def assert_nothing_is_left(self) -> None:
+        """No process of the run is there any more, or soon."""
         deadline = time.monotonic() + ENDS_WITHIN
-        while left := [f"{pid} {line[:200]}" for pid, line in self.processes().items() if line not in but]:
+        while left := [f"{pid} {line[:200]}" for pid, line in self.processes().items()]:
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
 

@@ -32,7 +32,7 @@ class FaultyBackend(FsdpBackend):
         if self.fails_in("save", step) and self.config.options.how == "full":
             self.fail()
         elif self.fails_in("save", step):  # in the background, while training goes on
-            self._writer = BackgroundWriter(run=lambda job: self.fail())
+            self._writer = BackgroundWriter(run=lambda job: (self.fail(), job()))
         return super().save(path, step, background)
 
     def fails_in(self, hook: str, step: Step) -> bool:

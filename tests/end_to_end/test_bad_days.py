@@ -24,7 +24,7 @@ from corerl.rollout.recorded import read_rollout, saved_rollouts
 from tests.cluster.nodes import cluster
 from tests.cluster.test_runtime import closed_port
 from tests.driver.saved import make_config, make_model, save
-from tests.end_to_end.command import AGENTS, Command, content, metrics, steps_done, write_small
+from tests.end_to_end.command import Command, content, metrics, steps_done, write_small
 from tests.end_to_end.faulty import fault
 from tests.end_to_end.user_functions import kind, unreliable
 
@@ -180,7 +180,7 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
         os.kill(first.process.pid, signal.SIGKILL)
         assert first.finish() == -signal.SIGKILL
         with occupied(run_dir):
-            first.assert_nothing_is_left(but=AGENTS)
+            first.assert_nothing_is_left()
     newest = latest(run_dir)
     assert newest is not None and read_state(newest)["rollout_step"] >= 2
 

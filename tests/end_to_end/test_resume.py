@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from corerl.checkpoint.commit import latest
 from corerl.testing import tolerances
-from tests.end_to_end.command import AGENTS, Command, numbers, steps_done
+from tests.end_to_end.command import Command, numbers, steps_done
 from tests.end_to_end.conftest import Finished
 from tests.end_to_end.faulty import fault
 
@@ -42,7 +42,7 @@ def kill(command: Command) -> None:
     """SIGKILL the driver, and wait until no rank, engine or server of its is left that could disturb a next run."""
     os.kill(command.process.pid, signal.SIGKILL)
     assert command.finish() == -signal.SIGKILL
-    command.assert_nothing_is_left(but=AGENTS)
+    command.assert_nothing_is_left()
 
 
 def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_equals_the_uninterrupted_one(

@@ -1,0 +1,79 @@
+"""Ray's own processes are killed, one in each session of a process; a run of which GCS dies is in tests/end_to_end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from corerl.cluster import services
+from tests.cluster.nodes import session
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
+
+DEATHS = """
+import signal, sys, time
+import ray
+from corerl.cluster import services
+from corerl.cluster.runtime import ray_session
+from corerl.errors import WorkerDied
+
+@ray.remote
+def endless():
+    time.sleep(600)
+
+for name in sys.argv[1:]:
+    try:
+        with ray_session(address="", cpus=1):
+            shared = ray.put(bytes(2**20))  # of which Ray tells its store if the node is lost, and ends this process
+            waiting = endless.remote()
+            (service,) = (each for each in services._watch.services if each.name == name)
+            began = time.monotonic()
+            signal.pidfd_send_signal(service.handle, signal.SIGKILL)
+            ray.wait([waiting])
+    except WorkerDied as error:
+        print(error, flush=True)
+        assert services._watch is None and time.monotonic() - began < 30.0  # not the minute that Ray waits
+"""
+
+
+def test_whichever_of_rays_processes_dies_is_named_with_its_log_and_ray_can_start_again() -> None:
+    logs = {
+        "raylet": "raylet.out",
+        "dashboard agent": "dashboard_agent.log",
+        "runtime-env agent": "runtime_env_agent.log",
+    }
+    logs |= {"gcs_server": "gcs_server.out"}
+    with subprocess.Popen(
+        [sys.executable, "-c", DEATHS, *logs], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as driver:
+        out, _ = driver.communicate(timeout=paced(240.0))
+        deadline = time.monotonic() + paced(30.0)
+        while left := session(driver.pid):
+            assert time.monotonic() < deadline, f"still there: {left}"
+            time.sleep(0.05)
+    assert driver.returncode == 0
+    for line, (name, log) in zip(out.splitlines(), logs.items(), strict=True):
+        assert re.fullmatch(
+            rf"Ray's {name} has died; unless someone killed it, see the machine's log \(dmesg: out of memory\?\) and "
+            rf"its own \(/.*/ray/session_\d+.*_{driver.pid}/logs/{log}\)",
+            line,
+        )
+
+
+def test_descendants_are_all_that_comes_of_a_process() -> None:
+    with subprocess.Popen(["sh", "-c", "sh -c 'sleep 60; :'; :"], start_new_session=True) as parent:
+        deadline = time.monotonic() + paced(30.0)
+        while len(there := session(parent.pid)) < 3:
+            assert time.monotonic() < deadline, there
+            time.sleep(0.01)
+        assert {parent.pid, *services.descendants(parent.pid)} == set(there)
+        for pid in there:
+            os.kill(pid, signal.SIGKILL)
+    assert services.descendants(parent.pid) == []

@@ -1,0 +1,100 @@
+"""A run whose own Ray dies says so and keeps what it has; so does one whose directory is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+from corerl.checkpoint.commit import latest
+from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
+from tests.end_to_end.faulty import fault
+
+FAKE = ["rollout.engine=fake", "algorithm.on_mismatch=off", "eval.every=0"]
+PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes that start fastest
+CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
+
+
+def process(command: Command, part: str) -> int:
+    """The one process with this in its command line, before any option."""
+    (pid,) = (pid for pid, line in command.processes().items() if part in line.partition(" -")[0])
+    return pid
+
+
+def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_is_written(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    saved = ["checkpoint.every=2", *fault("save", "wait", step=2)]  # in the background, until it is let go
+    with Command(
+        "train", write_small(tmp_path), f"run.dir={run_dir}", *FAKE, *saved, logs=tmp_path, own_ray=True
+    ) as run:
+        run.until(lambda: (run_dir / "fault").exists() and steps_done(run_dir) >= 3, "saving its second step")
+        assert latest(run_dir) is None
+        os.kill(process(run, "gcs_server"), signal.SIGKILL)
+        (run_dir / "go").touch()
+        assert run.finish(within=ENDS_WITHIN) == 1
+        run.assert_nothing_is_left()
+    (line,) = run.err.splitlines()
+    told = re.fullmatch(
+        r"corerl: error: Ray's gcs_server has died; unless someone killed it, see the machine's log \(dmesg: out of "
+        r"memory\?\) and its own \((.*/ray/session_\d.*/logs/gcs_server.out)\)",
+        line,
+    )
+    assert told and Path(told[1]).stat().st_size
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+
+
+GCS_DIES_AT_THE_END = """
+import signal
+from corerl.cluster import services
+from corerl.driver.run import Run
+finish = Run.finish
+def finish_without_gcs(self):
+    summary = finish(self)
+    (gcs,) = (each for each in services._watch.services if each.name == "gcs_server")
+    signal.pidfd_send_signal(gcs.handle, signal.SIGKILL)
+    return summary
+Run.finish = finish_without_gcs
+"""
+
+
+def test_a_run_that_has_written_everything_has_succeeded_though_ray_has_died(tmp_path: Path) -> None:
+    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", "run.steps=2", CONSOLE]
+    with Command("train", *arguments, logs=tmp_path, before=GCS_DIES_AT_THE_END, own_ray=True) as command:
+        command.until(lambda: "\nfinished after 2 of 2 steps, " in command.out, "done")
+        assert (command.finish(within=ENDS_WITHIN), command.err) == (0, "")
+        command.assert_nothing_is_left()
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000002"
+
+
+def test_a_second_signal_while_ray_starts_ends_the_run_as_it_does_later(tmp_path: Path) -> None:
+    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", CONSOLE]
+    with Command("train", *arguments, logs=tmp_path, own_ray=True) as command:
+        command.until(lambda: any("ray::DashboardAgent" in line for line in command.processes().values()), "starting")
+        os.kill(command.process.pid, signal.SIGTERM)
+        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the first signal")
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.finish(within=ENDS_WITHIN) == 130
+        command.assert_nothing_is_left()
+    assert command.err.splitlines()[-1] == "corerl: interrupted"
+    assert "\ninterrupted after 0 of 6 steps, " in command.out
+
+
+def test_a_run_whose_directory_is_removed_ends_with_an_error_even_if_there_is_another_in_its_place(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [write_small(tmp_path), f"run.dir={run_dir}", *FAKE, "run.steps=2", *fault("train", "wait", step=1)]
+    with Command("train", *arguments, logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in its second step")
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+        (run_dir / "go").touch()
+        assert command.finish(within=ENDS_WITHIN) == 1
+        command.assert_nothing_is_left()
+    assert command.err == (
+        f"corerl: error: run.dir: {run_dir} or its config.toml has been removed or moved while the run was writing "
+        "there; start the run again, and leave its directory alone\n"
+    )
+    assert latest(run_dir) is None
