@@ -93,7 +93,7 @@ def arrange(
 
 @contextlib.contextmanager
 def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list[Slot]]]:
-    """Reserve the bundles and yield the slots of each group; releases the bundles at the end, or Ray does with its own.
+    """Reserve the bundles and yield the slots of each group; releases the bundles at the end.
 
     Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
     CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
@@ -133,7 +133,7 @@ def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list
                 slots[name].append(Slot(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
         yield slots
     finally:
-        if not services.own():  # which ends now too; without its GCS, this would wait until Ray ends this process
+        if services.gcs_lives():  # else this would wait until Ray ends this process
             remove_placement_group(group)
 
 

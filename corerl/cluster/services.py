@@ -129,11 +129,6 @@ def arm(armed: bool) -> None:
         _watch.armed = armed
 
 
-def own() -> bool:
-    """Whether Ray was started here, and ends with the session."""
-    return _watch is not None and bool(_watch.services)
-
-
 def died() -> Service | None:
     """Which of Ray's processes has died, if this process has started them."""
     return _watch.died if _watch is not None else None
