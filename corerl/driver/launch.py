@@ -30,7 +30,7 @@ from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
-from corerl.driver.updates import WeightUpdates, meeting_at
+from corerl.driver.updates import WeightUpdates
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
@@ -220,7 +220,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             fleet=fleet,
             source=source,
             manifest=groups[ACTOR].manifest().result(),
-            address=meeting_at(address_of(plan.processes, fleet.receivers, start.run_dir, plan.cluster), groups[ACTOR]),
+            address=groups[ACTOR].meeting(address_of(plan.processes, fleet.receivers, start.run_dir, plan.cluster)),
             version=inits[ACTOR].weights_version,
             residency=residency,
             progress=progress,
@@ -307,7 +307,7 @@ def _start_processes(
 
 
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
-    """The address of weight updates, without the meeting point, which `meeting_at` adds."""
+    """The address of weight updates, without the meeting point, which `TrainGroup.meeting` adds."""
     # Two processes on one GPU cannot share an NCCL group.
     own_devices = TRANSPORTS[processes.transport].one_device or cluster.placement == "disaggregated"
     return Address(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Mapping
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
@@ -21,21 +20,10 @@ from corerl.rollout.sources import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
 ANSWER_SECONDS = 60.0  # for an engine to answer after the senders are done
-
-
-def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The address with a fresh meeting point, which an unguessable token is part of; and a socket in the actor's first
-    rank if the transport joins senders and receivers in a group."""
-    address = evolve(address, token=secrets.token_hex(16))
-    if not TRANSPORTS[address.transport].joins or not address.engines:
-        return address
-    host, port, listening = actor.processes.listen(0)
-    return evolve(address, host=host, port=port, listening=listening)
 
 
 @frozen(kw_only=True)
@@ -157,7 +145,7 @@ class WeightUpdates:
         for engine, error in replaced.items():
             self.progress.notice(f"{engine} is replaced: {error.message}")
         self._served -= replaced.keys()
-        self.address = meeting_at(self.address, self.group)  # the old engine is still part of the old group
+        self.address = self.group.meeting(self.address)  # the old engine is still part of the old group
 
 
 def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:

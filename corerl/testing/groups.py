@@ -18,7 +18,6 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
-from corerl.driver.updates import meeting_at
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
 from corerl.plan.resolve import resolve_tables
@@ -133,7 +132,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     """Update the engine; returns each engine's error, "" if the weights arrived whole by their checksums."""
     senders = (0,) * len(fleet.names)
     address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
-    address = meeting_at(address, group)
+    address = group.meeting(address)
     receiving = fleet.receive(group.manifest().result(), version, address)
     sent = group.update_weights(address, version).result()
     received = fleet.received(receiving, 60.0)

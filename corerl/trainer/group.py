@@ -41,6 +41,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 CPUS = 1024  # of a Ray that is started here, which counts them only: other groups may follow
@@ -239,6 +240,15 @@ class TrainGroup:
                 f"{self.role}: ranks disagree on the manifest; their chunk maps differ in order or shape"
             )
         return manifests[0]
+
+    def meeting(self, address: Address) -> Address:
+        """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in
+        the first rank if the transport joins senders and receivers in a group."""
+        address = evolve(address, token=secrets.token_hex(16))
+        if not TRANSPORTS[address.transport].joins or not address.engines:
+            return address
+        host, port, listening = self.processes.listen(0)
+        return evolve(address, host=host, port=port, listening=listening)
 
     def update_weights(self, address: Address, version: int, *, verify: bool = False) -> Future[UpdateResult]:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the

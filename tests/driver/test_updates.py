@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.driver import updates as driver
-from corerl.driver.updates import WeightUpdates, meeting_at
+from corerl.driver.updates import WeightUpdates
 from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.rollout.engine import Received
@@ -213,11 +212,8 @@ class Overlapping(Source):
         self.log.append("go on")
 
 
-def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some_have_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some_have_died() -> None:
     together, ears = Group(), Ears()
-    monkeypatch.setattr(driver, "meeting_at", lambda address, group: "another place")
     updates = make_updates(make_config(), together, together, ears, source=Overlapping(together.log), version=7)
     updates.push()
     assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
@@ -225,12 +221,11 @@ def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some
     together.dead = True
     updates.push()
     assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
-    assert (updates.address, told(ears)) == ("another place", ["engine-1 is replaced: its process died"])
+    assert (updates.address.token, told(ears)) == ("another", ["engine-1 is replaced: its process died"])
 
 
-def test_one_that_fails_is_left_out_before_the_others_are_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_is_left_out_before_the_others_are_told_to_go_on() -> None:
     together = Group()
-    monkeypatch.setattr(driver, "meeting_at", lambda address, group: address)
     updates = make_updates(make_config(), together, together, source=Overlapping(together.log))
     together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
     updates.push()
@@ -238,13 +233,6 @@ def test_one_that_fails_is_left_out_before_the_others_are_told_to_go_on(monkeypa
         *("hold for 0", "send 0", "receive 0", "leave out engine-1", "go on"),
         *("replace engine-1", "hold for 1", "send 1", "receive 1", "go on"),
     ]
-
-
-def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
-    for transport in ("ipc", "disk", "delta"):
-        address = Address(transport=transport, engines=("engine-0",), token="old")
-        tokens = {meeting_at(address, Group()).token for _ in range(3)}
-        assert len(tokens) == 3 and "old" not in tokens
 
 
 def test_a_new_engine_finds_a_device_that_it_shares_as_at_the_start_and_only_weights_in_the_update() -> None:

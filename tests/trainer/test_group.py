@@ -527,6 +527,14 @@ def test_a_sample_that_was_never_given_is_an_error() -> None:
         scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 
+def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
+    group, _ = group_with(ParallelLayout.data_parallel(rank=0, world_size=1), train=[])
+    for transport in ("ipc", "disk", "delta"):
+        address = Address(transport=transport, engines=("engine-0",), token="old")
+        tokens = {group.meeting(address).token for _ in range(3)}
+        assert len(tokens) == 3 and "old" not in tokens
+
+
 # ---- over real processes ---------------------------------------------------------------------------------------------
 
 
