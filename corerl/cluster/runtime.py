@@ -31,7 +31,7 @@ from corerl.errors import ConfigError, CorerlError, WorkerDied
 from corerl.messages import first_line
 
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
-FORWARD_SECONDS = 1.0  # for Ray, which polls ten times a second, to forward the last output
+FORWARD_SECONDS = 3.0  # for Ray, which polls ten times a second if nothing else runs, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
 # Not what is there when a block begins: a start that is given up at the wrong moment does not put it back.
 POPEN = ray_services.ConsolePopen
