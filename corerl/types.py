@@ -106,7 +106,7 @@ class SampleBatch:
 
     Columns written by CoreRL itself, all [N] and 0 where `loss_mask` is False: `loss_mask` (the policy chose the
     token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it),
-    `old_logprobs`, `ref_logprobs`, `advantages`, `values`, `returns`.
+    `old_logprobs`, `ref_logprobs`, `advantages`. An algorithm may add its own.
 
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.

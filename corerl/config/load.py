@@ -22,6 +22,7 @@ from corerl.regular import require_regular
 
 __all__ = ["as_config", "config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
+CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 SECRET = ("cluster", "environment")  # the table whose values no message shows
 NAMES = ("cluster", "secrets")  # which may be taken for the place of the values themselves
 CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an override

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from attrs import define, evolve, frozen
 
+from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver.progress import Progress
 from corerl.errors import LogprobMismatch
-from corerl.observability.tracking import CONFIG_FILE
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler, assemble, require_finished
 from corerl.types import FloatArray, IntArray, SampleBatch

@@ -272,7 +272,7 @@ class Run:
             self.bring_weights()
 
     def bring_weights(self) -> None:
-        """Push weights outside the regular schedule; this also replaces dead engines."""
+        """Replace dead engines, and push weights to all, whatever the schedule says."""
         with self.training():
             self.push_weights()
 

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corerl.config.load import dump_toml
+from corerl.config.load import CONFIG_FILE, dump_toml
 from corerl.errors import ConfigError, SaveFailed
 from corerl.observability.files import keep
-from corerl.observability.tracking import CONFIG_FILE
 from corerl.plan.run_dir import unwritable
 
 

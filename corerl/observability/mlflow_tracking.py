@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from corerl.config.load import CONFIG_FILE
 from corerl.observability.specs import MlflowOptions
 from corerl.observability.tensorboard import markdown
-from corerl.observability.tracking import CONFIG_FILE, Identity, Tracker, flat, read_config
+from corerl.observability.tracking import Identity, Tracker, flat, read_config
 from corerl.plugin.events import RunStarted, SampleShown
 
 IDENTITY_FILE = "mlflow.json"

@@ -21,7 +21,7 @@ from corerl.algorithms.registry import policy_loss
 from corerl.config.schema import AlgorithmConfig, Config
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
-from corerl.plan.resolve import algorithm_spec, check_spec
+from corerl.plan.resolve import ROLES, algorithm_spec, check_spec
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
@@ -105,7 +105,7 @@ def contradictions(config: Config) -> Iterator[str]:
     Raises PluginError if the algorithm cannot be loaded."""
     algorithm, spec, sampled = config.algorithm, algorithm_spec(config), config.rollout.samples
     name = f"algorithm.name={algorithm.name!r}"
-    given = {role for role in ("actor", "critic") if getattr(config.roles, role) is not None}
+    given = {role for role in ROLES if getattr(config.roles, role) is not None}
     for role in spec.roles:
         if role not in given:
             yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"

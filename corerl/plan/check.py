@@ -129,7 +129,7 @@ def uneven(role: str, config: Config, *, data_parallel: int) -> str:
     train, ranks = config.train_of(role), config.chosen_roles[role].ranks
     prompts, samples = config.rollout.prompts, config.rollout.samples
     step = prompts * samples // train.mini_batches
-    if prompts % train.mini_batches or step % data_parallel == 0:  # `problems` reports the first case
+    if prompts % train.mini_batches or step % data_parallel == 0:  # `contradictions` reports the first case
         return ""
     unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
     over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"

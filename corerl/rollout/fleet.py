@@ -21,7 +21,7 @@ CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers`
 
 
 class Processes(Protocol):
-    """The group of processes that a fleet runs on, such as `corerl.cluster.RayGroup`."""
+    """The group of processes that a fleet runs on, such as `corerl.cluster.group.RayGroup`."""
 
     def __len__(self) -> int: ...
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...

@@ -107,10 +107,10 @@ class EpisodeSampler(Sampler):
 
 
 class Play:
-    """Play a table's episodes to their end; requests that arrive together are sampled together.
+    """Play a runner's episodes to their end; requests that arrive together are sampled together.
 
     The thread that calls `run` calls the engines, or starts threads to do so if the engines take several calls at once.
-    Shared state changes under the table's `state`.
+    Shared state changes under the runner's `state`.
     """
 
     def __init__(
@@ -193,16 +193,16 @@ class Episodes:
     def __init__(self, table: EpisodeRunner, state: threading.Condition) -> None:
         self._table = table
         self._state = state
-        self._open: dict[int, tuple[PromptTask, list[EpisodeState]]] = {}  # by the errand's number
+        self._open: dict[int, tuple[PromptTask, list[EpisodeState]]] = {}  # by the task's number
 
-    def begin(self, errand: PromptTask) -> None:
+    def begin(self, task: PromptTask) -> None:
         with self._state:
-            players = players_of([errand.prompt], errand.request, first=errand.number)
-            self._open[errand.number] = errand, players
+            players = players_of([task.prompt], task.request, first=task.number)
+            self._open[task.number] = task, players
             self._table.admit(players)
 
     def give_up(self, number: int) -> None:
-        """End the errand's episodes; further requests of their functions are refused."""
+        """End the task's episodes; further requests of their functions are refused."""
         with self._state:
             if number in self._open:
                 self._table.end(self._open.pop(number)[1])
@@ -214,18 +214,18 @@ class Episodes:
                     # No need to gather: what arrives while all engines are busy is batched by the source.
                     waiting, seconds = self._table.look(gather=False)
                     for player, turn in (each for turns in waiting for each in turns):
-                        errand, _ = self._open[player.group]
-                        errand.ask(turn.request, functools.partial(self._table.tell, player, turn))
+                        task, _ = self._open[player.group]
+                        task.ask(turn.request, functools.partial(self._table.tell, player, turn))
                     self._tell_done()
                     self._state.wait(seconds)
         finally:
             self._table.close()
 
     def _tell_done(self) -> None:
-        for number, (errand, players) in list(self._open.items()):
+        for number, (task, players) in list(self._open.items()):
             if all(player.ended for player in players):
                 del self._open[number]
-                errand.done(functools.partial(played, [errand.prompt], errand.request, players))
+                task.done(functools.partial(played, [task.prompt], task.request, players))
 
 
 def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[EpisodeState]:

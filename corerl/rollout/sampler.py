@@ -38,9 +38,8 @@ class Rollout:
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    texts: list[
-        str
-    ]  # [B] responses, without special tokens unless reward.special_tokens; of an episode, the last answer
+    # [B] responses, without special tokens unless reward.special_tokens; of an episode, the last answer
+    texts: list[str]
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
 
@@ -86,10 +85,10 @@ class PromptTask:
 class Background(Protocol):
     """Draws samples of prompts in the background."""
 
-    def begin(self, errand: PromptTask) -> None: ...
+    def begin(self, task: PromptTask) -> None: ...
 
     def give_up(self, number: int) -> None:
-        """Discard this errand's samples; harmless if it is done or was never started."""
+        """Discard this task's samples; harmless if it is done or was never started."""
 
     def attend(self, ending: Callable[[], bool]) -> None:
         """Run in a thread of its own until `ending()`, which is checked at each change of the shared state."""
@@ -101,11 +100,11 @@ class Singles:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def begin(self, errand: PromptTask) -> None:
+    def begin(self, task: PromptTask) -> None:
         def drawn(generation: Generation) -> None:
-            errand.done(functools.partial(self._sampler.rollout, [errand.prompt], errand.request, generation))
+            task.done(functools.partial(self._sampler.rollout, [task.prompt], task.request, generation))
 
-        errand.ask(errand.request, drawn)
+        task.ask(task.request, drawn)
 
     def give_up(self, number: int) -> None:
         pass

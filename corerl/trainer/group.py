@@ -62,7 +62,7 @@ class TrainGroup:
         self.role = plan.role
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
-        self._meeting: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
+        self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
     @classmethod
     @contextlib.contextmanager
@@ -117,16 +117,16 @@ class TrainGroup:
     def construct(self) -> Future[None]:
         """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done.
         Returns when rank 0's process has started."""
-        self._meeting = self.processes.listen(0)  # first: later it would queue behind slow imports
+        self._join_at = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         return self._calls.add(constructing, _nothing)
 
     def init(self) -> Future[InitResult]:
         """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
-        if self._meeting is None:
+        if self._join_at is None:
             self.construct()
-        assert self._meeting is not None
-        host, port, listening = self._meeting
+        assert self._join_at is not None
+        host, port, listening = self._join_at
         token = secrets.token_hex(16)
         meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
         return self._calls.add(self.processes.start_each("init", meeting), self._agreed)

@@ -97,8 +97,7 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
     """Copy each chunk's box from `source` into its view; returns the bytes read.
 
     Raises ModelError if the source lacks a tensor, or has it in another shape, quantized, or with NaN or infinite
-    values. `what` names the source in
-    the error.
+    values. `what` names the source in the error.
     """
     read = 0
     for chunk in chunks:
