@@ -92,8 +92,9 @@ def arrange(
 
 
 @contextlib.contextmanager
-def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list[Slot]]]:
-    """Reserve the bundles and yield the slots of each group; releases the bundles at the end.
+def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[dict[str, list[Slot]]]:
+    """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless
+    Ray itself ends then.
 
     Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
     CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
@@ -133,7 +134,7 @@ def reserved(placement: Placement, *, timeout: float) -> Iterator[dict[str, list
                 slots[name].append(Slot(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
         yield slots
     finally:
-        if services.gcs_lives():  # else this would wait until Ray ends this process
+        if release and services.gcs_lives():  # else this would wait until Ray ends this process
             remove_placement_group(group)
 
 

@@ -39,18 +39,19 @@ DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticate
 
 
 @contextlib.contextmanager
-def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[None]:
+def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[bool]:
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
     Where this process has a Ray already, that is used, and left as it is. With `forward`, output of its processes is
     printed here too. A start that takes too long is tried once more.
 
-    If one of the processes dies of a Ray that was started here, the main thread is interrupted as by Ctrl-C,
-    wherever it is in the block; the block's end raises WorkerDied, which says which one it was.
+    Yields whether Ray ends with the block. If one of the processes dies of a Ray that was started here, the main thread
+    is interrupted as by Ctrl-C, wherever it is in the block; the block's end raises WorkerDied, which says which one it
+    was.
 
     Raises CorerlError, in one line, if Ray cannot start or the cluster does not answer.
     """
     if ray.is_initialized():
-        yield
+        yield False
         return
     if address:
         _require_listening(address)
@@ -77,7 +78,7 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
     try:
         with services.watched() as watch:
             try:
-                yield
+                yield not address
             except (CorerlError, RayError, KeyboardInterrupt) as error:
                 if died := watch.seen(services.SEEN_SECONDS if isinstance(error, (WorkerDied, RayError)) else 0.0):
                     raise WorkerDied(died.death) from error

@@ -287,8 +287,8 @@ def _start_processes(
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
     session = ray_session(address=plan.cluster.address, cpus=processes.placement.cpus, forward=hooktrace.wanted())
-    stack.enter_context(session)
-    slots = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN))
+    ends = stack.enter_context(session)
+    slots = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
     progress.begin(f"starting {_counted(slots)}")
     watching = Watching(
         notify=progress.notice,

@@ -88,8 +88,8 @@ class TrainGroup:
         for line in plan.notices:
             notify(line)
         with (
-            ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()),
-            reserved(plan.placement, timeout=RESERVED_WITHIN) as slots,
+            ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
+            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as slots,
         ):
             group = cls.launch(plan.role, slots[role], watching=Watching(notify=notify, seconds=plan.watchdog))
             try:

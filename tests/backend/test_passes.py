@@ -79,7 +79,7 @@ class Listening(Routers):
         self.now: list[list[list[int]]] | None = None
 
     @contextmanager
-    def told(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
+    def replaying(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
         self.now = None if experts is None else experts.tolist()
         yield
         self.now = None

@@ -295,7 +295,8 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(slots: l
     )
 
 
-def test_ray_that_cannot_start_is_one_line(slots: list[Slot]) -> None:
+def test_ray_that_cannot_start_is_one_line(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else the one that there is would do
     with pytest.raises(CorerlError, match=r"^cannot start Ray on this machine: ") as caught:
         with ray_session(address="", cpus=1):
             pass

@@ -49,12 +49,13 @@ def test_only_a_signal_interrupts_an_import(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "interrupts_itself.py").write_text("raise KeyboardInterrupt\n")
     (tmp_path / "is_interrupted.py").write_text("import os\nos.kill(os.getpid(), 2)\nwhile True: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler  # a shell starts what runs in the background without it
+    given = signal.signal(signal.SIGINT, before)
     with pytest.raises(ConfigError, match=r"^a.b: .* cannot import 'interrupts_itself': KeyboardInterrupt$"):
         imported("interrupts_itself:f", setting="a.b")
     with pytest.raises(KeyboardInterrupt):
         imported("is_interrupted:f", setting="a.b")
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.signal(signal.SIGINT, given) is before
 
 
 @pytest.mark.parametrize("name", ["math:score", "json.rewards:score"])
