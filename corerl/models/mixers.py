@@ -79,7 +79,15 @@ def _has(module: nn.Module, *words: str) -> bool:
 
 @functools.cache  # reading a class takes milliseconds, and models have many modules of few classes
 def _code(kind: type[nn.Module]) -> str:
-    return "\n".join(inspect.getsource(each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)])
+    return "\n".join(_source(each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)])
+
+
+def _source(kind: type) -> str:
+    """The code of a class or, where Python does not list its module any more, that of its methods."""
+    try:
+        return inspect.getsource(kind)
+    except TypeError:
+        return "\n".join(inspect.getsource(each) for each in vars(kind).values() if inspect.isfunction(each))
 
 
 def _values(kind: type[nn.Module]) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
 from corerl.models.attention import Seen
@@ -69,3 +70,19 @@ def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> Non
     packing = PackedSequences.of(torch.tensor([0, 4]), "cpu")
     with pytest.raises(ModelError, match="^Sums computes attention with its own code"):
         block["mixer"](hidden, scale=hidden, past_key_values=Seen(), packing=packing)
+
+
+def test_the_code_of_a_class_is_read_even_if_its_module_is_listed_no_more() -> None:
+    class Orphan(nn.Module):
+        def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None) -> Tensor:
+            attention_interface = ALL_ATTENTION_FUNCTIONS["eager"]
+            return attention_interface(hidden_states)  # type: ignore[no-any-return]
+
+    decoder = nn.Sequential(Orphan())
+    assert attends(decoder)
+    Orphan.__module__ = "a_module_that_is_gone"
+
+    class Later(Orphan):  # so that what is known of the other is not remembered
+        pass
+
+    assert attends(nn.Sequential(Later()))
