@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from ray._private import ray_constants
 
 from corerl.cluster import with_parent
+from corerl.descendants import descendants
 
 INTERRUPT = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGTERM  # one that nobody else sends
 AGAIN_SECONDS = 1.0  # between two interruptions: the first may hit a place where Python drops exceptions
@@ -162,19 +163,6 @@ def end_raylet() -> None:
     for pid in (raylet.pid, *descendants(raylet.pid)):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(pid, signal.SIGKILL)
-
-
-def descendants(of: int) -> list[int]:
-    """Those of a process that run now, parents first."""
-    children: dict[int, list[int]] = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(directory.name))
-    found = list(children.get(of, []))
-    for pid in found:  # which grows
-        found += children.get(pid, [])
-    return found
 
 
 def _node() -> Any:

@@ -9,16 +9,16 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from corerl.config.schema import RewardConfig
+from corerl.descendants import descendants
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_lookup import reward_of
 from corerl.rollout.rewards import (
@@ -275,7 +275,7 @@ class _Process:
 def _kill(processes: Sequence[_Process]) -> None:
     """Kill the processes, from any thread, and what they have started; a thread that waits for an answer notices."""
     pids = [pid for process in processes if not process.ended and (pid := process.process.pid)]
-    started = _started_by(pids)
+    started = descendants(*pids)
     for process in processes:
         process.process.kill()  # first, so that it starts no others
     _end(*started, *(-pid for pid in pids))
@@ -288,19 +288,6 @@ def _answered(processes: Sequence[_Process]) -> list[_Process]:
     soonest = min((process.until for process in busy), default=now)
     told = wait([process.connection for process in busy], timeout=max(0.0, soonest - now))
     return [process for process in busy if process.connection in told or process.until <= time.monotonic()]
-
-
-def _started_by(pids: Sequence[int]) -> Sequence[int]:
-    """Processes that these have started, and so on, where the system lists them in /proc."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
-            children[parent].append(int(file.parent.name))
-    found = list(pids)
-    for pid in found:  # which grows
-        found += children[pid]
-    return found[len(pids) :]
 
 
 def _end(*pids: int) -> None:
@@ -350,7 +337,7 @@ def _end_with_driver() -> None:
     if driver is not None:
         driver.join()
         # A reward may run forever, and nobody waits for it.
-        _end(*_started_by([os.getpid()]), -os.getpid())
+        _end(*descendants(os.getpid()), -os.getpid())
         os._exit(1)  # where the reward has put itself into another group
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from corerl.cluster import services
+from corerl.descendants import descendants
 from tests.cluster.nodes import session
 from tests.machine import paced
 
@@ -73,7 +73,7 @@ def test_descendants_are_all_that_comes_of_a_process() -> None:
         while len(there := session(parent.pid)) < 3:
             assert time.monotonic() < deadline, there
             time.sleep(0.01)
-        assert {parent.pid, *services.descendants(parent.pid)} == set(there)
+        assert {parent.pid, *descendants(parent.pid)} == set(there)
         for pid in there:
             os.kill(pid, signal.SIGKILL)
-    assert services.descendants(parent.pid) == []
+    assert descendants(parent.pid) == []
