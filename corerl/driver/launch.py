@@ -196,8 +196,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress.notice(text)
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
-    if notice := snapshots.begin(progress.step, resumed=bool(start.state)):
-        progress.notice(notice)
+    for text in snapshots.begin(progress.step, resumed=bool(start.state)):
+        progress.notice(text)
     if check is not None:
         progress.begin("checking the prompts")
         while not check.ready(BEAT_SECONDS):

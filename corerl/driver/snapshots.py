@@ -23,11 +23,15 @@ class Snapshots:
     settings: AlgorithmConfig
     _made: int = 0  # updates that were kept
 
-    def begin(self, step: int, *, resumed: bool) -> str:
-        """Load the reference policy, before rollout step `step`. Returns a notice if a resumed run lacks weights that
-        an uninterrupted one would have; "" if not."""
-        if REFERENCE not in self.tags:
-            return ""
+    def begin(self, step: int, *, resumed: bool) -> list[str]:
+        """Load the reference policy, before rollout step `step`. Returns a notice for each of the weights that an
+        uninterrupted run would have, and a resumed one lacks."""
+        notices = [self._load_reference(step, resumed=resumed)] if REFERENCE in self.tags else []
+        if resumed and OLD in self.tags:
+            notices.append("until the second update, the old weights are those of the checkpoint, which has no others")
+        return [notice for notice in notices if notice]
+
+    def _load_reference(self, step: int, *, resumed: bool) -> str:
         reference, every = self.group.snapshot(REFERENCE), self.settings.reference_every
         if not (resumed and every):
             reference.load(self.settings.reference).result()

@@ -4,10 +4,13 @@ model or follow the actor, and what the engines hold or have held."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from corerl.config.schema import AlgorithmConfig
+from corerl.driver.snapshots import Snapshots
 from corerl.types import SampleBatch
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
@@ -74,3 +77,11 @@ def halved(samples: SampleBatch) -> SampleBatch:
     """A user's `algorithm.postprocess`."""
     SEEN.append(samples)
     return samples.with_columns(advantages=samples.columns["advantages"] * np.float32(0.5))
+
+
+def test_a_resumed_run_is_told_that_its_checkpoint_has_no_old_weights() -> None:
+    nobody: Any = None  # no reference is asked for, so that no rank is
+    snapshots = Snapshots(group=nobody, tags={"old"}, settings=AlgorithmConfig())
+    assert snapshots.begin(0, resumed=False) == []
+    (notice,) = snapshots.begin(4, resumed=True)
+    assert notice == "until the second update, the old weights are those of the checkpoint, which has no others"
