@@ -34,9 +34,9 @@ from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.driver.launch import launch
+from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
 from corerl.models.config import hf_config
 from corerl.plan.make import make_plan
-from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
 from corerl_sglang.arguments import server_arguments
 from corerl_sglang.config import SglangConfig
 

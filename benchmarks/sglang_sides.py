@@ -25,8 +25,8 @@ from attrs import frozen
 from benchmarks.runs import SERVER
 from benchmarks.steps import QuickWeights
 from corerl.config.schema import ModelConfig
+from corerl.engines.base import EngineContext
 from corerl.models.config import hf_config
-from corerl.rollout.engine import EngineContext
 from corerl.weights.manifest import Manifest
 from corerl.weights.verify import bit_sums
 from corerl_sglang.arguments import server_arguments

@@ -18,8 +18,8 @@ from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver.progress import Progress
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler, assemble, require_finished
 from corerl.types import FloatArray, IntArray, SampleBatch
 

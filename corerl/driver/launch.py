@@ -31,6 +31,7 @@ from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
+from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
@@ -43,7 +44,6 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
-from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
@@ -410,7 +410,7 @@ def make_fleet(plan: EnginePlan, slots: Sequence[Slot], watching: Watching, *, r
     ]
     processes = RayGroup(
         [assignment.context.name for assignment in assignments],
-        "corerl.rollout.service:EngineService",
+        "corerl.engines.service:EngineService",
         slots,
         plan.environment,
         failure=EngineFailed,

@@ -11,7 +11,7 @@ import torch
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
 from corerl.driver.equal_rewards import without_spread
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources.base import Scored
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 

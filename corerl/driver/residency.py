@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from attrs import define, field
 
 from corerl.driver.progress import Progress
+from corerl.engines.fleet import EngineFleet
 from corerl.kinds import ALL_KINDS, MemoryKind
 from corerl.plan.residency import TRAIN, EngineMemory, Stage, training
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.fleet import EngineFleet
 from corerl.trainer.group import TrainGroup
 
 GIB = 2**30

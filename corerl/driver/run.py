@@ -38,6 +38,7 @@ from corerl.driver.run_dir import require_there
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
+from corerl.engines.fleet import EngineFleet
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -48,10 +49,9 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.rewards import Scorer
+from corerl.rollout.rewards.base import Scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources import Scored, Source, evaluate
+from corerl.rollout.sources.base import Scored, Source, evaluate
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
 

@@ -10,20 +10,20 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.engines.fleet import Counted, EngineFleet
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
-from corerl.rollout.asynchronous import Asynchronous
-from corerl.rollout.chat_server import ChatServer
-from corerl.rollout.episodes import EpisodeScorer
-from corerl.rollout.fleet import Counted, EngineFleet
-from corerl.rollout.one_step_off import OneStepOff
-from corerl.rollout.play import EpisodeSampler
+from corerl.rollout.agents.chat_server import ChatServer
+from corerl.rollout.agents.episodes import EpisodeScorer
+from corerl.rollout.agents.play import EpisodeSampler
 from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.recorded import ROLLOUTS, RecordingSource, SavedRollouts
-from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import InTurn, Scorer
+from corerl.rollout.rewards.base import InTurn, Scorer
+from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources import BatchSampler, DynamicSampling, Source, Synchronous
+from corerl.rollout.sources.asynchronous import Asynchronous
+from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source, Synchronous
+from corerl.rollout.sources.one_step_off import OneStepOff
+from corerl.rollout.sources.recorded import ROLLOUTS, RecordingSource, SavedRollouts
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:

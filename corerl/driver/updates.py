@@ -12,11 +12,11 @@ from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
+from corerl.engines.base import Received
+from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
-from corerl.rollout.engine import Received
-from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.sources import Source
+from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address

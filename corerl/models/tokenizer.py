@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,3 +180,11 @@ def require_room_for_tokens(
             f"{what} vocabulary has {size} tokens, but the tokenizer gives {token!r} the id {last}, which needs "
             f"{last + 1}; {cure}set model.tokenizer to the tokenizer of this model"
         )
+
+
+def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """[n] each text's tokens, without any that the tokenizer adds by itself."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids

@@ -15,19 +15,19 @@ from corerl.config.schema import Config, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
+from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
 from corerl.models.config import code_not_run, context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.agents.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.encoding import require_encodable
-from corerl.rollout.engine import UNLIMITED, SamplingParams
-from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.reward_lookup import require_any_thread, reward_of
-from corerl.rollout.rewards import Reward
+from corerl.rollout.rewards.base import Reward
+from corerl.rollout.rewards.lookup import require_any_thread, reward_of
 from corerl.rollout.sampler import sampling_params
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources.base import Scored
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout

@@ -38,7 +38,7 @@ from corerl.plan.settle import settled, with_absolute_paths, with_precisions, wi
 from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.recorded import SavedRollouts
+from corerl.rollout.sources.recorded import SavedRollouts
 from corerl.weights.transports import AUTO, transport_named
 
 if TYPE_CHECKING:

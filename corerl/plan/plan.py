@@ -19,14 +19,14 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.prompts import PromptSource
+from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.prompt_check import PromptCheck
 from corerl.plan.start import Start
-from corerl.rollout.engine import UNLIMITED, SamplingParams
-from corerl.rollout.episodes import EpisodeFunction
-from corerl.rollout.rewards import Reward
-from corerl.rollout.sources import Scored
+from corerl.rollout.agents.episodes import EpisodeFunction
+from corerl.rollout.rewards.base import Reward
+from corerl.rollout.sources.base import Scored
 
 if TYPE_CHECKING:
     from corerl.plan.forecast import Forecast

@@ -14,6 +14,8 @@ from corerl.cluster.placement import Placement, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
+from corerl.engines.base import EngineContext
+from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.models.config import experts
 from corerl.plan.algorithm import AlgorithmPlan
@@ -25,8 +27,6 @@ from corerl.plan.transports import ENGINES, transport_of
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.engine import EngineContext
-from corerl.rollout.service import EngineAssignment
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout

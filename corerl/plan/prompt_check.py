@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from corerl.calls import Future
 from corerl.data.prompts import PromptSource
+from corerl.engines.base import UNLIMITED
 from corerl.errors import DataError
 from corerl.rollout.encoding import unusable
-from corerl.rollout.engine import UNLIMITED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,9 +14,10 @@ import numpy as np
 from attrs import frozen
 
 from corerl.data.prompts import Prompt, PromptSource
+from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
-from corerl.rollout.engine import UNLIMITED
+from corerl.models.tokenizer import plain
 from corerl.rollout.templates import SHARED, TemplateCostly, TemplateFailed
 
 if TYPE_CHECKING:
@@ -101,14 +102,6 @@ def _told(prompt: Prompt, ids: list[int] | Rejected) -> list[int] | DataError:
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
-
-
-def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """[n] each text's tokens, without any that the tokenizer adds by itself."""
-    if not texts:
-        return []
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from corerl.errors import DataError
-from corerl.rollout.sources import Scored, Source, Wrapped
+from corerl.rollout.sources.base import Scored, Source, Wrapped
 
 
 class Postprocessed(Wrapped):

@@ -13,17 +13,17 @@ from attrs import field, frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError, EngineFailed
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.stops import Stops, stops_of
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from corerl.rollout.rewards import Failure
+    from corerl.rollout.rewards.base import Failure
 
 
 @frozen(kw_only=True)

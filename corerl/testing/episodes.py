@@ -17,18 +17,18 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.config.schema import ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation
+from corerl.engines.stops import Stops
 from corerl.errors import ModelError
 from corerl.models.config import context_length, hf_config
 from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.chat_server import ChatRequest, ChatServer
-from corerl.rollout.conversation import Refused
+from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
+from corerl.rollout.agents.conversation import Refused
+from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState, Turn
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.encoding import behind
-from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation
-from corerl.rollout.episode_runner import EpisodeRunner, EpisodeState, Turn
-from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.sampler import sampling_params
-from corerl.rollout.stops import Stops
 
 END = "<|end|>"
 # Teaches the format that `rollout.episodes.tool_calls = "auto"` finds in it.

@@ -18,6 +18,9 @@ from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
+from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
+from corerl.engines.fleet import EngineFleet
+from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
 from corerl.plan.resolve import resolve_tables
@@ -25,9 +28,6 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
-from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.service import EngineAssignment
 from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
 from corerl.trainer.group import TrainGroup
@@ -118,7 +118,7 @@ def engine(setup: Setup, slots: Sequence[Slot]) -> Iterator[EngineFleet]:
     )
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     processes = RayGroup(
-        ["engine-0"], "corerl.rollout.service:EngineService", slots, environment, failure=EngineFailed, threads=2
+        ["engine-0"], "corerl.engines.service:EngineService", slots, environment, failure=EngineFailed, threads=2
     )
     try:
         fleet = EngineFleet(processes, [assignment])

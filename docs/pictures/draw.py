@@ -17,11 +17,11 @@ import numpy as np
 
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
+from corerl.engines.base import Generation, SamplingParams
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.conversation import Conversation, Renderer
-from corerl.rollout.engine import Generation, SamplingParams
+from corerl.rollout.agents.conversation import Conversation, Renderer
 from corerl.types import MemoryKind, ParallelLayout, SampleBatch, offsets_of
 from corerl.weights.manifest import build_manifest
 

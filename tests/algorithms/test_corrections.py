@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corerl.algorithms.corrections import ImportanceWeights, correction_metrics, importance_weights
-from corerl.rollout.transformers_engine import keep_likeliest
+from corerl.engines.transformers import keep_likeliest
 from corerl.types import FloatArray, SampleBatch
 
 Level = Literal["token", "sequence", "geometric"]

@@ -20,6 +20,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.updates import WeightUpdates
+from corerl.engines.base import Received
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.plan import Plan, RolloutPlan
@@ -30,7 +31,6 @@ from corerl.plan.start import Start
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import Received
 from corerl.trainer.group import TrainGroup
 from corerl.types import (
     LossSpec,

@@ -17,11 +17,11 @@ from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import gate as module
 from corerl.driver.gate import Gate, bound_of, difference, draw, spread_over
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
 from tests.driver.fakes import Ears, progress, told

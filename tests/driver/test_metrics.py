@@ -16,7 +16,7 @@ from corerl.driver.metrics import (
     train_metrics,
 )
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources.base import Scored
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 

@@ -23,7 +23,7 @@ from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import SampleShown
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Evaluation, Scored
+from corerl.rollout.sources.base import Evaluation, Scored
 from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,

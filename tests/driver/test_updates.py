@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from corerl.driver.updates import WeightUpdates
+from corerl.engines.base import Received
 from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
-from corerl.rollout.engine import Received
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.fakes import Ears, Group, Source, make_updates, sharing, told

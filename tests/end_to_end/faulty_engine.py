@@ -12,9 +12,9 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.config.schema import ModelConfig, option
-from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, Told, unheard
-from corerl.rollout.engines import TRANSFORMERS, TransformersConfig
-from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, Told, unheard
+from corerl.engines.specs import TRANSFORMERS, TransformersConfig
+from corerl.engines.transformers import TransformersEngine
 from corerl.weights.manifest import Bucket
 
 NAME = "tests.end_to_end.faulty_engine:SPEC"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from corerl.checkpoint.commit import latest, read_state
 from corerl.cli.main import main
 from corerl.driver.run_dir import occupied
-from corerl.rollout.recorded import read_rollout, saved_rollouts
+from corerl.rollout.sources.recorded import read_rollout, saved_rollouts
 from tests.cluster.nodes import cluster
 from tests.cluster.test_runtime import closed_port
 from tests.driver.saved import make_config, make_model, save

@@ -41,8 +41,13 @@ BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._induc
 # Together they import nearly all of what ranks, engines and drivers run, but for Ray: its library reads the environment
 # of a worker as it is loaded.
 PRELOAD = [
-    *("corerl.trainer.worker", "corerl.rollout.service", "corerl.rollout.transformers_engine"),
-    *("corerl.rollout.sources", "corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards"),
+    *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
+    *(
+        "corerl.rollout.sources.base",
+        "corerl.rollout.sources.asynchronous",
+        "corerl.rollout.agents.play",
+        "corerl.rollout.rewards.base",
+    ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
     *("corerl.observability.console", "corerl.testing.plain.backend", "corerl_fsdp.backend"),
     *("corerl.testing.scenarios.states", "corerl.testing.scenarios.training"),

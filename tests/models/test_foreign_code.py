@@ -13,6 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from corerl.config.schema import ModelConfig
+from corerl.engines.base import EngineContext
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import code_not_run, hf_config
@@ -20,9 +23,6 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.model_files import built, require_weights
-from corerl.rollout.engine import EngineContext
-from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.testing.models import tiny_fields
 from tests.driver.saved import config_in
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from corerl.data.prompts import Prompt
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources.base import Scored
 from corerl.types import SampleBatch
 
 

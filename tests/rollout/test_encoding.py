@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.data.chat import ChatPrompts
 from corerl.data.prompts import Prompt, PromptSource, SortDigits
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.conversation import Conversation, Refused, Renderer
+from corerl.rollout.agents.conversation import Conversation, Refused, Renderer
 from corerl.rollout.encoding import encode, require_encodable, unusable
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.

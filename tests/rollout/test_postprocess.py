@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.errors import DataError
 from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.sources import Scored, Source
+from corerl.rollout.sources.base import Scored, Source
 from tests.rollout.scored import scored
 
 
@@ -74,10 +74,10 @@ def numbers_for_mask(batch: Scored) -> Scored:
     ("function", "message"),
     [
         (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
-        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.sources.Scored; return the batch"),
+        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.sources.base.Scored; return the batch"),
         (
             lambda batch: batch.rewards,
-            r"returned ndarray, wanted a corerl.rollout.sources.Scored; return the batch",
+            r"returned ndarray, wanted a corerl.rollout.sources.base.Scored; return the batch",
         ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),

@@ -4,10 +4,10 @@ from attrs import evolve
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, EngineFailed
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.rewards import samples_of
+from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
 from tests.rollout.scored import scored
 

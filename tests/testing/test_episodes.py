@@ -9,12 +9,12 @@ import pytest
 
 from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
+from corerl.engines.base import SamplingParams
 from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.chat_server import ChatServer
-from corerl.rollout.conversation import Conversation, Renderer
-from corerl.rollout.engine import SamplingParams
-from corerl.rollout.episodes import Episode, EpisodeFunction
-from corerl.rollout.play import EpisodeSampler
+from corerl.rollout.agents.chat_server import ChatServer
+from corerl.rollout.agents.conversation import Conversation, Renderer
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction
+from corerl.rollout.agents.play import EpisodeSampler
 from corerl.rollout.sampler import Sampler
 from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
 from corerl.testing.models import tiny_fields

@@ -32,6 +32,8 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.engines.receiving import Receiving
+from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -47,8 +49,6 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
-from corerl.rollout.receiving import Receiving
-from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.worker import Worker

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.rollout.receiving import Receiving
+from corerl.engines.receiving import Receiving
 from corerl.weights import quantize as module
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks

@@ -7,9 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corerl.config import ModelConfig
-from corerl.models import hf_config
-from corerl.ops import gumbel
-from corerl.rollout import (
+from corerl.engines import (
     Engine,
     EngineContext,
     EngineLifecycle,
@@ -20,6 +18,8 @@ from corerl.rollout import (
     Told,
     unheard,
 )
+from corerl.models import hf_config
+from corerl.ops import gumbel
 from corerl.weights import Address, Bucket, Manifest, bit_sums
 from my_engine import LoopOptions
 

@@ -11,7 +11,7 @@ from attrs import evolve
 from torch.profiler import ProfilerActivity, profile
 
 from corerl.config import WeightsConfig
-from corerl.rollout import Receiving
+from corerl.engines import Receiving
 from corerl.testing import Runs, Setup, State, running, state_of, train, whole
 from corerl.types import UpdateResult
 from corerl.weights import Address, Bucket, Manifest, bit_sums

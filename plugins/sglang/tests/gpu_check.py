@@ -30,10 +30,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corerl.config import ModelConfig, WeightsConfig
+from corerl.engines import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.errors import WorkerDied
 from corerl.models import hf_boxes, hf_config
 from corerl.models.build import named_weights
-from corerl.rollout import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.weights import SCALE, Address, bit_sums, build_manifest, is_quantized, quantized
 from corerl.weights.quantize import BLOCK, quantize, to_blocks
 from corerl.weights.transports import open_sender

@@ -53,8 +53,8 @@ class Rank:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from corerl.engines import named_views
         from corerl.models import routers
-        from corerl.rollout import named_views
 
         self.damage = damage
         config = AutoConfig.from_pretrained(model_path)

@@ -22,19 +22,19 @@ import torch
 from attrs import evolve
 
 from corerl.config import ModelConfig, WeightsConfig
+from corerl.engines import GenerateRequest, Generation, Received, SamplingParams, named_views, stops
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models.tokenizer import character_tokenizer
-from corerl.rollout import GenerateRequest, Generation, Received, SamplingParams, named_views, stops
-from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.weights import Address, Bucket, bit_sums, build_manifest, quantized
 from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
-from tests.rollout.stopping import assert_cut_at
+from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
+from tests.engines.stopping import assert_cut_at
 
 pytestmark = pytest.mark.processes
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corerl.engines import GenerateRequest, SamplingParams
+from corerl.engines.continuation import append, continued
 from corerl.errors import EngineFailed
-from corerl.rollout import GenerateRequest, SamplingParams
-from corerl.rollout.continuation import append, continued
 from corerl_sglang.read import Experts, Reader
 
 STOP, LEFT = 7, 8

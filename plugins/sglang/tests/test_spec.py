@@ -18,10 +18,10 @@ from transformers import AutoConfig
 
 from corerl.config import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.doctor.plugins import look_named
+from corerl.engines import EngineContext
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl.plugin import Finding, Level
-from corerl.rollout import EngineContext
 from corerl.weights.quantize import BLOCK
 from corerl_sglang import SPEC
 from corerl_sglang.arguments import ELSEWHERE, Key, plain_allocator, server_arguments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from corerl_sglang.server import PING
 
 if TYPE_CHECKING:
-    from corerl.rollout import EngineContext
+    from corerl.engines import EngineContext
     from corerl_sglang.config import SglangConfig
 
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function

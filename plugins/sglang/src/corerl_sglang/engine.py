@@ -18,10 +18,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import ModelConfig
-from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
-from corerl.messages import message_of
-from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
-from corerl.rollout import (
+from corerl.engines import (
     Engine,
     EngineContext,
     EngineLifecycle,
@@ -34,6 +31,9 @@ from corerl.rollout import (
     shape_mismatch,
     unheard,
 )
+from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
+from corerl.messages import message_of
+from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
 from corerl.weights import Address, Manifest, as_sent, is_quantized
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from corerl.engines import Receiving
 from corerl.messages import message_of
-from corerl.rollout import Receiving
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 from attrs import evolve, frozen
 
+from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.models import routers
-from corerl.rollout import GenerateRequest, Generation, SamplingParams
 from corerl.types import Array, offsets_of
 from corerl_sglang.generated import Sample, read_samples
 

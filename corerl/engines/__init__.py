@@ -1,0 +1,21 @@
+"""Rollout engines: what one is, and how a run uses several as one."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.engines.base import Engine as Engine
+    from corerl.engines.base import EngineContext as EngineContext
+    from corerl.engines.base import GenerateRequest as GenerateRequest
+    from corerl.engines.base import Generation as Generation
+    from corerl.engines.base import Received as Received
+    from corerl.engines.base import SamplingParams as SamplingParams
+    from corerl.engines.base import Told as Told
+    from corerl.engines.base import unheard as unheard
+    from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
+    from corerl.engines.offered import shape_mismatch as shape_mismatch
+    from corerl.engines.receiving import Receiving as Receiving
+    from corerl.engines.transformers import named_views as named_views
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -1,0 +1,112 @@
+"""Continue interrupted responses: build the follow-up request and join the parts."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+
+from corerl.engines.base import GenerateRequest, Generation
+from corerl.types import Array, IntArray, offsets_of
+
+
+def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
+    """Request the rows that `generation` left unfinished, their responses so far appended to the prompts. Noise keys
+    are kept: under the same weights, the same tokens follow as without the interruption."""
+    rows = np.flatnonzero(generation.unfinished)
+    prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
+    parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
+    return GenerateRequest(
+        tokens=np.concatenate([np.zeros(0, dtype=np.int64), *parts]),
+        offsets=offsets_of([len(part) for part in parts]),
+        noise_keys=request.noise_keys[rows],
+        params=request.params,
+        begun=(request.begun + np.diff(generation.offsets))[rows],
+        answered=(request.answered + np.diff(generation.offsets))[rows],
+        limits=request.limits[rows],
+    )
+
+
+def append(request: GenerateRequest, generation: Generation, more: Generation) -> Generation:
+    """Append `more`, the answer to `continued`, to the unfinished rows of `generation`, the answer to `request`.
+
+    Each token keeps the log-prob, version and experts it was sampled with; experts unknown at that time, such as those
+    of a part's last token, come from the pass that read the token."""
+    rows = np.flatnonzero(generation.unfinished)
+    follows: dict[int, int] = {int(row): index for index, row in enumerate(rows)}
+
+    def per_token(name: str) -> list[Array]:
+        first, second = getattr(generation, name), getattr(more, name)
+        before, after = _split(first, generation.offsets), _split(second, more.offsets)
+        return [
+            np.concatenate([part, after[follows[row]]]) if row in follows else part for row, part in enumerate(before)
+        ]
+
+    def per_row(name: str) -> Array:
+        values: Array = getattr(generation, name).copy()
+        values[rows] = getattr(more, name)
+        return values
+
+    tokens = per_token("tokens")
+    return Generation(
+        tokens=np.concatenate(tokens),
+        offsets=offsets_of([len(row) for row in tokens]),
+        logprobs=np.concatenate(per_token("logprobs")),
+        versions=np.concatenate(per_token("versions")),
+        truncated=per_row("truncated"),
+        unfinished=per_row("unfinished"),
+        routed_experts=_experts(request, generation, more, follows),
+    )
+
+
+def split(generation: Generation, requests: list[GenerateRequest]) -> list[Generation]:
+    """Split a generation of the concatenated `requests` into one for each."""
+    parts, row, token = [], 0, 0
+    for request in requests:
+        low, high = generation.offsets[row], generation.offsets[row + len(request)]
+        routed = generation.routed_experts
+        told = len(request.tokens) + int(high - low)
+        parts.append(
+            Generation(
+                tokens=generation.tokens[low:high],
+                offsets=generation.offsets[row : row + len(request) + 1] - low,
+                logprobs=generation.logprobs[low:high],
+                versions=generation.versions[low:high],
+                truncated=generation.truncated[row : row + len(request)],
+                unfinished=generation.unfinished[row : row + len(request)],
+                routed_experts=None if routed is None else routed[token : token + told],
+            )
+        )
+        row, token = row + len(request), token + told
+    return parts
+
+
+def _experts(
+    request: GenerateRequest, generation: Generation, more: Generation, follows: dict[int, int]
+) -> Array | None:
+    if generation.routed_experts is None and not len(generation.tokens):  # interrupted before any were reported
+        unknown = more.routed_experts
+        if unknown is None:
+            return None
+        generation = evolve(
+            generation, routed_experts=np.full((len(request.tokens), *unknown.shape[1:]), -1, dtype=unknown.dtype)
+        )
+    if generation.routed_experts is None or (more.routed_experts is None and len(more.tokens)):
+        return None
+    if more.routed_experts is None:
+        return generation.routed_experts
+    before = _split(generation.routed_experts, request.offsets + generation.offsets)
+    lengths = np.diff(request.offsets) + np.diff(generation.offsets)
+    after = _split(more.routed_experts, offsets_of(lengths[list(follows)] + np.diff(more.offsets)))
+    parts = []
+    for row, part in enumerate(before):
+        if row in follows:
+            whole = after[follows[row]].copy()
+            known = part >= 0
+            whole[: len(part)][known] = part[known]
+            part = whole
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _split(values: Array, offsets: IntArray) -> list[Array]:
+    return np.split(values, offsets[1:-1])

@@ -1,0 +1,156 @@
+"""Divide a request's rows among replicas: evenly, but a row goes to the replica that already holds its prefix."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from corerl.engines.base import GenerateRequest, Generation
+from corerl.engines.continuation import split
+from corerl.types import IntArray, offsets_of
+
+SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
+REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights stay the same
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its powers make a row's prefix hashes differ
+
+
+class PrefixRouter:
+    """Decides which replica draws which rows. Thread-safe.
+
+    A replica caches the keys and values of what it has read and drawn until its weights change. Hence rows of one
+    prompt stay together if shares then stay even to within a prompt; and a row that starts with a prompt, or a prompt
+    and its response, that a replica has seen goes there again, such as the next turn of a conversation. Evenness is
+    counted in rows, including those still being drawn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy: Counter[int] = Counter()  # rows that each replica is drawing
+        self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
+        self._lengths: set[int] = set()  # of these prefixes
+
+    def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
+        """The rows [n] for each replica that gets any, in ascending order."""
+        if len(replicas) == 1:
+            return {replicas[0]: np.arange(len(request))}
+        hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
+        whole = [(int(size), int(row[-1])) if size else (0, 0) for size, row in zip(lengths, hashes, strict=True)]
+        with self._lock:
+            load = [self._busy[replica] for replica in replicas]
+            even = -(-(len(request) + sum(load)) // len(replicas))
+            given: list[list[int]] = [[] for _ in replicas]
+            left: list[int] = []
+            place = {replica: i for i, replica in enumerate(replicas)}
+            known = sorted(self._lengths, reverse=True)
+            for row in range(len(request)):
+                i = place.get(self._home(hashes[row], known), -1)
+                if i >= 0 and load[i] + 1 <= SLACK * even:
+                    given[i].append(row)
+                    load[i] += 1
+                else:
+                    left.append(row)
+        prompts, room = [whole[row] for row in left], _fill(load, len(left))
+        start = ideal = 0
+        for rows, more in zip(given, room, strict=True):
+            ideal += more
+            stop = max(start, _between(prompts, ideal, even))
+            rows += left[start:stop]
+            start = stop
+        return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
+
+    @contextmanager
+    def drawing(self, rows: Mapping[int, int]) -> Iterator[None]:
+        """Count these rows per replica as being drawn while inside."""
+        with self._lock:
+            self._busy.update(rows)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.subtract(rows)
+
+    def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
+        """Remember that the replica has read each row's prompt, and its response."""
+        responses = np.split(generation.tokens, generation.offsets[1:-1])
+        rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
+        samples = GenerateRequest(
+            tokens=np.concatenate(rows),
+            offsets=offsets_of([len(row) for row in rows]),
+            noise_keys=request.noise_keys,
+            params=request.params,
+        )
+        beginnings: dict[tuple[int, int], int] = {}
+        for hashes, prompt in zip(_prefix_hashes(samples), np.diff(request.offsets), strict=True):
+            beginnings |= {(size, int(hashes[size - 1])): replica for size in (int(prompt), len(hashes)) if size}
+        with self._lock:
+            if len(self._homes) + len(beginnings) > REMEMBERED:
+                self._forget()
+            self._homes |= beginnings
+            self._lengths |= {size for size, _ in beginnings}
+
+    def forget(self) -> None:
+        """Forget all prefixes, because the weights have changed."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._homes.clear()
+        self._lengths.clear()
+
+    def _home(self, hashes: IntArray, known: Sequence[int]) -> int:
+        """The replica that has read the longest prefix of a row, given the hashes of its prefixes; -1 if none has.
+        `known` holds the lengths of remembered prefixes, longest first."""
+        for size in known:
+            if size <= len(hashes) and (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
+                return home
+        return -1
+
+
+def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generation]]) -> Generation:
+    """Merge parts, each a (rows, generation) pair, into one generation in the request's order."""
+    rows = np.concatenate([named for named, _ in parts])
+    together = Generation.concatenate([part for _, part in parts])
+    if np.array_equal(rows, np.arange(len(rows))):
+        return together
+    single = split(together, [request.rows(row, row + 1) for row in rows])
+    return Generation.concatenate([single[place] for place in np.argsort(rows)])
+
+
+def _fill(load: Sequence[int], rows: int) -> list[int]:
+    """How many of `rows` more rows each replica takes so that loads end up as even as possible."""
+    heap = [(each, i) for i, each in enumerate(load)]
+    heapq.heapify(heap)
+    taken = [0] * len(load)
+    for _ in range(rows):
+        each, i = heap[0]
+        heapq.heapreplace(heap, (each + 1, i))
+        taken[i] += 1
+    return taken
+
+
+def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
+    """Where to cut without separating one prompt's rows: the place nearest to `at`, or `at` itself if the prompt there
+    has more rows than `share`."""
+    low = high = at
+    while 0 < low < len(prompts) and prompts[low] == prompts[low - 1]:
+        low -= 1
+    while 0 < high < len(prompts) and prompts[high] == prompts[high - 1]:
+        high += 1
+    if high - low > share:
+        return at
+    return low if at - low <= high - at else high
+
+
+def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
+    """Per row, the hashes [n] of all its prefixes, shortest first."""
+    lengths, starts = np.diff(request.offsets), request.offsets[:-1]
+    within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
+    powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((request.tokens + 1).astype(np.uint64) * powers[within])])
+    before = np.repeat(sums[starts], lengths)
+    return np.split(sums[1:] - before, request.offsets[1:-1])

@@ -1,0 +1,97 @@
+"""The code of an engine process: one replica, resolved by name in that process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from corerl.config.load import structure
+from corerl.config.schema import ModelConfig
+from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.engines.stops import Stops, until_stop
+from corerl.plugin.fingerprint import Origin, require_same
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.requirements import require_met
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@frozen(kw_only=True)
+class EngineAssignment:
+    """What the driver sends to one replica, as plain data."""
+
+    engine: str  # the name, resolved again in the engine's process
+    origins: tuple[Origin, ...]  # of the plugins the driver resolved, to compare
+    model: ModelConfig
+    options: Mapping[str, Any]  # the engine's own table
+    context: EngineContext
+
+
+class EngineService:
+    """One replica, in its own process."""
+
+    def __init__(self, assignment: EngineAssignment) -> None:
+        require_met(each.distribution for each in assignment.origins)
+        loaded = load(Kind.ENGINES, assignment.engine)
+        require_same(assignment.origins, (Kind.ENGINES, loaded))
+        options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
+        engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
+        self.engine = engine_class(assignment.model, options, assignment.context)
+        self._model = assignment.model
+        self._counting = threading.Lock()
+        self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        thread = threading.get_ident()
+
+        def told(rows: int) -> None:
+            with self._counting:
+                self._counts[thread] = self._counts[thread][0] + rows, len(request)
+
+        self._counts[thread] = 0, len(request)
+        try:
+            if not request.params.stop:
+                return self.engine.generate(request, told)
+            return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), told)
+        finally:
+            with self._counting:
+                del self._counts[thread]
+
+    def counts(self) -> Mapping[int, tuple[int, int]]:
+        """Of each thread that generates: how many rows of its request have ended, and how many it has."""
+        with self._counting:
+            return dict(self._counts)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        from corerl.models.tokenizer import load_tokenizer  # slow to import, and few runs have stop texts
+
+        return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self.engine.receive(manifest, version, address)
+
+    def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
+        return self.engine.weight_sums(dtype)
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def sleep(self) -> int:
+        return self.engine.sleep()
+
+    def wake_up(self) -> int:
+        return self.engine.wake_up()
+
+    def close(self) -> None:
+        self.engine.close()

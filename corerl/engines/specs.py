@@ -1,0 +1,37 @@
+"""Specs of the engines that come with CoreRL; importing this loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from corerl.config.schema import at_least, option
+from corerl.plugin.spec import EngineSpec
+
+
+@frozen(kw_only=True)
+class TransformersConfig:
+    batch_size: int = option("rows generated at once", default=512, validator=at_least(1))
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
+        "attention implementation of transformers; auto: sdpa if the model supports it, else eager", default="auto"
+    )
+
+
+@frozen(kw_only=True)
+class FakeConfig:
+    vocab_size: int = option("tokens are drawn from [0, vocab_size)", default=16, validator=at_least(1))
+
+
+TRANSFORMERS = EngineSpec(
+    implementation="corerl.engines.transformers:TransformersEngine",
+    config=TransformersConfig,
+    api=(1, 0),
+    summary="transformers' own generate(), on CPU or GPU",
+)
+FAKE = EngineSpec(
+    implementation="corerl.engines.fake:FakeEngine",
+    config=FakeConfig,
+    api=(1, 0),
+    summary="no model: tokens are a function of prompt, noise and weights version; for tests",
+)

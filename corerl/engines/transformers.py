@@ -1,0 +1,320 @@
+"""An engine on the model's own `generate`, for any transformers causal language model, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from corerl.config.schema import ModelConfig
+from corerl.engines.base import (
+    Engine,
+    EngineContext,
+    GenerateRequest,
+    Generation,
+    Received,
+    SamplingParams,
+    Told,
+    unheard,
+)
+from corerl.engines.lifecycle import EngineLifecycle
+from corerl.engines.offered import shape_mismatch
+from corerl.engines.specs import TransformersConfig
+from corerl.memory.cache import empty_cache
+from corerl.models.build import build_on_meta, materialize, named_weights
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.models.layout import choose_layout, own_attention
+from corerl.models.mixers import carries_state
+from corerl.models.names import hf_boxes
+from corerl.models.parts import parts_of
+from corerl.models.routing import routers
+from corerl.ops.noise import gumbel
+from corerl.types import Array, BoolArray, offsets_of
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address
+from corerl.weights.verify import bit_sums
+
+PAD = 0  # any token will do: padding is masked, and what follows a stop token is cut off
+
+
+class TransformersEngine(Engine):
+    def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
+        self._options = options
+        self._device = torch.device(context.device)
+        hf = hf_config(model)
+        attention = own_attention(hf) if options.attention == "auto" else options.attention
+        self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
+        # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
+        looked = look_at(hf)
+        self._pads = choose_layout(looked, "auto").name == "packed" and not carries_state(parts_of(looked).decoder)
+        # Left uninitialized: nothing is served before the first update has overwritten every parameter.
+        empty = {
+            name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
+            for name, parameter in self._model.named_parameters()
+        }
+        materialize(self._model, empty)
+        self._model.eval()
+        nn.Module.to(self._model, self._device)  # the buffers
+        # `generate` takes unset options from here: a model's own defaults (top_k, penalties, a second end of sequence)
+        # would distort the recorded distribution.
+        self._model.generation_config = GenerationConfig()
+        self._views = named_views(self._model)
+        self._storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in empty.values())]
+        self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
+        self._routers = routers(self._model)
+        self._asleep = False
+        self._serving = EngineLifecycle(context.name, context.index)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+        done: list[Generation] = []
+        with self._serving.generating() as version:
+            for start, end in pairwise(self._bounds(request)):
+                rows = request.rows(start, end)
+                done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, told))
+        return Generation.concatenate(done)
+
+    def _bounds(self, request: GenerateRequest) -> list[int]:
+        """Where the rows of a request are split into those generated at once: of one length, unless they are padded."""
+        size, lengths = self._options.batch_size, np.diff(request.offsets)
+        others = [] if self._pads else (np.flatnonzero(np.diff(lengths)) + 1).tolist()
+        parts = pairwise([0, *others, len(request)])
+        return [*(at for start, end in parts for at in range(start, end, size)), len(request)]
+
+    @torch.inference_mode()
+    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
+        params = request.params
+        lengths = np.diff(request.offsets)
+        width = int(lengths.max())
+        mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
+        tokens = np.full(mask.shape, PAD, dtype=np.int64)
+        tokens[mask] = request.tokens
+        keys, begun, left = (
+            torch.tensor(each, device=self._device) for each in (request.noise_keys, request.begun, request.left)
+        )
+        draw = Draw(keys, begun, params)
+        routes = Routes(self._routers if params.routed_experts else [])
+        generate: Any = self._model.generate  # its decorator hides that it is callable
+        with routes:
+            sequences = generate(
+                input_ids=torch.tensor(tokens, device=self._device),
+                attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([Halt(width + left, params.stop_tokens, self._serving, told)]),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    use_cache=True,
+                    max_new_tokens=int(request.left.max()),
+                    eos_token_id=list(params.stop_tokens) or None,
+                    pad_token_id=PAD,
+                ),
+            )
+        responses = sequences[:, width:].cpu().numpy()
+        steps = np.arange(responses.shape[1])
+        # A finished row is padded while others continue, and the padding may look like a stop token.
+        stopped = np.isin(responses, params.stop_tokens) & (steps < request.left[:, None])
+        finished = stopped.any(axis=1)
+        sizes = np.where(finished, stopped.argmax(axis=1) + 1, np.minimum(len(steps), request.left))
+        chosen = steps < sizes[:, None]
+        return Generation(
+            tokens=responses[chosen],
+            offsets=offsets_of(sizes),
+            logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
+            versions=np.full(sizes.sum(), version, dtype=np.int64),
+            truncated=~finished & (sizes == request.left),
+            routed_experts=routes.of(mask, chosen),
+            unfinished=~finished & (sizes < request.left),
+        )
+
+    def pause(self) -> None:
+        self._serving.pause()
+
+    def resume(self) -> None:
+        self._serving.resume()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+
+    def _check(self, manifest: Manifest) -> str:
+        """Why this manifest cannot be loaded; "" if it can."""
+        if self._asleep:
+            return "the engine's weights are asleep; wake it up first"
+        return shape_mismatch(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
+
+    @torch.no_grad()
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        for name, tensor in bucket.views(flat).items():
+            self._views[name].copy_(tensor)
+            self._sent[name] = tensor.dtype
+
+    def weight_sums(self, dtype: str) -> dict[str, int] | None:
+        own = {name: view.dtype for name, view in self._views.items()}
+        sent = self._sent or dict.fromkeys(own, getattr(torch, dtype))
+        if sent == own:
+            return bit_sums(self._views)
+        # Of the others, loading has rounded what was sent.
+        exact = {name: each for name, each in sent.items() if torch.promote_types(own[name], each) == own[name]}
+        return {name: bit_sums({name: self._views[name].to(each)})[name] for name, each in exact.items()} or None
+
+    def sleep(self) -> int:
+        if self._asleep:
+            return 0
+        with self._serving.dropping_weights("its weights were put to sleep"):
+            for storage, _ in self._storages:
+                storage.resize_(0)
+            self._asleep = True
+            empty_cache(self._device)
+        return self._bytes
+
+    def wake_up(self) -> int:
+        if not self._asleep:
+            return 0
+        with self._serving.dropping_weights("no weights have arrived since it woke up"):
+            for storage, size in self._storages:
+                storage.resize_(size)
+            self._asleep = False
+        return self._bytes
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size for _, size in self._storages)
+
+    def close(self) -> None:
+        self.sleep()
+        self._serving.close()
+
+
+def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every HF tensor of the model by name, as a view of what holds it: a parameter, a part of one, or a buffer."""
+    boxes = hf_boxes(model)
+    return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
+
+
+class Routes:
+    """A context that records the routers' choices."""
+
+    def __init__(self, routers: Sequence[nn.Module]) -> None:
+        self._routers = routers
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]  # per layer, pass by pass: [tokens, k]
+
+    def __enter__(self) -> None:
+        self._handles = [
+            router.register_forward_hook(functools.partial(self._keep, chosen))
+            for router, chosen in zip(self._routers, self._chosen, strict=True)
+        ]
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @staticmethod
+    def _keep(chosen: list[torch.Tensor], router: nn.Module, arguments: Any, output: Any) -> None:
+        # Logits, scores and indices, in a model-specific order: only the indices are integers.
+        chosen += [each for each in output if not each.is_floating_point()] if isinstance(output, tuple) else []
+
+    def of(self, prompts: BoolArray, responses: BoolArray) -> Array | None:
+        """[n + m, layers, k] experts of the tokens marked by `prompts` [R, width] and `responses` [R, steps], row by
+        row, from one pass over all prompts and one per step but the last. A row's last token is -1: it was the input of
+        no step, or of one whose result is unused. None if the routers reported nothing."""
+        if not self._chosen or not all(self._chosen):
+            return None
+        rows = len(prompts)
+        layers = [torch.cat([each.view(rows, -1, each.shape[-1]) for each in chosen], dim=1) for chosen in self._chosen]
+        known = torch.stack(layers, dim=2).to(torch.int16).cpu().numpy()  # [R, width + steps - 1, layers, k]
+        experts = np.concatenate([known, np.full_like(known[:, :1], -1)], axis=1)
+        last = prompts.shape[1] + responses.sum(axis=1) - 1
+        experts[np.arange(rows), last] = -1
+        marked: Array = experts[np.concatenate([prompts, responses], axis=1)]
+        return marked
+
+
+def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generation:
+    """An empty generation for these rows, with the same columns as the finished part of the request."""
+    nothing = Generation.nothing(request)
+    if not done or done[0].routed_experts is None:
+        return nothing
+    experts = np.full((len(request.tokens), *done[0].routed_experts.shape[1:]), -1, done[0].routed_experts.dtype)
+    return evolve(nothing, routed_experts=experts)
+
+
+class Halt(StoppingCriteria):
+    """Ends a row at its token limit, and all rows once the engine is paused; tells of rows that have ended."""
+
+    def __init__(self, ends: torch.Tensor, stops: Sequence[int], serving: EngineLifecycle, told: Told) -> None:
+        self._ends = ends  # [R] maximum length of prompt and response
+        self._stops = torch.tensor(stops, dtype=torch.int64, device=ends.device)
+        self._serving = serving
+        self._told = told
+        self._ended = torch.zeros_like(ends, dtype=torch.bool)  # [R]
+        self._known = 0  # rows told of
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """[R, length so far] -> [R]"""
+        if self._serving.paused:
+            return torch.ones_like(self._ends, dtype=torch.bool)
+        full = self._ends <= input_ids.shape[1]
+        self._ended |= full | torch.isin(input_ids[:, -1], self._stops)
+        if ended := int(self._ended.sum()) - self._known:
+            self._known += ended
+            self._told(ended)
+        return full
+
+
+class Draw(LogitsProcessor):
+    """Draws each row's next token, and returns scores that peak at it, since `generate` decodes greedily.
+
+    Must be the last processor. Keeps one number per row and step: nothing of vocabulary size outlives a call.
+    """
+
+    def __init__(self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams) -> None:
+        self._keys = keys  # [R] int64
+        self._begun = begun  # [R] response tokens that exist already
+        self._params = params
+        self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the drawn token, of logits / temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[R, length so far], [R, V] -> [R, V]"""
+        logprobs = torch.log_softmax(scores.float() / self._params.temperature, dim=-1)
+        perturbed = logprobs
+        if not self._params.greedy:
+            perturbed = keep_likeliest(logprobs, self._params.top_p, self._params.top_k)
+            # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
+            perturbed = perturbed + gumbel(self._keys, self._begun + len(self.logprobs), scores.shape[-1])
+        drawn = perturbed.argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        return perturbed
+
+
+def keep_likeliest(logprobs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+    """[R, V] with -inf outside each row's nucleus, the smallest set of likeliest tokens with total probability of at
+    least `top_p` (Holtzman et al. 2020, "The curious case of neural text degeneration"), and outside its `top_k`
+    likeliest tokens, if that is not 0."""
+    if top_p >= 1.0 and not top_k:
+        return logprobs
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    left_out = torch.zeros_like(ordered, dtype=torch.bool)
+    if top_p < 1.0:
+        probabilities = ordered.exp()
+        left_out = probabilities.cumsum(dim=-1) - probabilities >= top_p  # likelier tokens hold enough; never the first
+    if top_k:
+        left_out[:, top_k:] = True
+    return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered.masked_fill(left_out, -math.inf))

@@ -1,0 +1,1 @@
+"""Episodes: a user's function talks with the policy through an OpenAI-compatible server."""

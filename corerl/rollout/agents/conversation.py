@@ -1,0 +1,264 @@
+"""Keep a conversation as tokens: each request appends its new messages' tokens; sampled tokens are never re-encoded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import field, frozen
+
+from corerl.data.chat import read_message
+from corerl.engines.base import Generation, SamplingParams
+from corerl.engines.stops import Stops
+from corerl.messages import short_repr
+from corerl.rollout.agents.tool_calls import CallFormat, as_told, meant
+from corerl.rollout.encoding import Rejected, begun, behind, plain, render
+from corerl.types import Array, BoolArray, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+SHOWN = 60  # characters of a value that a refusal shows
+
+
+class Refused(Exception):
+    """A request cannot be answered. The client is told why, and the conversation is unchanged."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.message, self.status, self.code = message, status, code
+
+
+def _empty(dtype: type) -> Any:
+    return field(factory=lambda: np.zeros(0, dtype=dtype))
+
+
+@frozen(kw_only=True)
+class Answer:
+    """One answer of the policy."""
+
+    text: str  # the whole answer, for the reward
+    content: str  # without special tokens and tool calls, for the client
+    calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
+
+    @property
+    def message(self) -> dict[str, Any]:
+        calls = {"tool_calls": list(self.calls)} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+@frozen(kw_only=True, eq=False)
+class Conversation:
+    """Everything said so far, ending with an answer; initially empty. Immutable: each answer makes a new one."""
+
+    messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
+    text: str = ""  # of the last answer, including tool calls
+    answers: frozenset[int] = frozenset()  # indices of the messages that were sampled
+    tools: tuple[Mapping[str, Any], ...] = ()  # offered by the first request
+    prompt_length: int = 0  # tokens of the first request
+    tokens: IntArray = _empty(np.int64)  # [n]
+    loss_mask: BoolArray = _empty(np.bool_)  # [n] True where sampled
+    logprobs: FloatArray = _empty(np.float32)  # [n] 0.0 where not sampled
+    versions: IntArray = _empty(np.int64)  # [n] 0 where not sampled
+    routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
+
+    @classmethod
+    def unanswered(cls, prompt: IntArray) -> Conversation:
+        """The bare prompt of an episode that requested nothing."""
+        nothing = np.zeros(len(prompt))
+        return cls(
+            prompt_length=len(prompt),
+            tokens=prompt,
+            loss_mask=nothing.astype(np.bool_),
+            logprobs=nothing.astype(np.float32),
+            versions=nothing.astype(np.int64),
+        )
+
+    @property
+    def begun(self) -> int:
+        """Number of tokens after the first request's."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def turns(self) -> int:
+        return len(self.answers)
+
+    def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
+        """Append what `asked` adds, then the one row of `generation`. Sampled tokens keep the log-prob, version and
+        experts they were sampled with; experts unknown at that time come from the pass that read the token."""
+        said, new = len(generation.tokens), len(asked.tokens)
+
+        def behind(before: Array, drawn: Array) -> Array:
+            return np.concatenate([before, np.zeros(new, before.dtype), drawn.astype(before.dtype)])
+
+        experts = generation.routed_experts
+        if experts is not None and self.routed_experts is not None:
+            known = np.flatnonzero((self.routed_experts >= 0).all(axis=(1, 2)))
+            experts = experts.copy()
+            experts[known] = self.routed_experts[known]
+        return Conversation(
+            messages=(*asked.messages, answer.message),
+            text=answer.text,
+            answers=self.answers | {len(asked.messages)},
+            tools=asked.tools,
+            prompt_length=self.prompt_length or new,
+            tokens=np.concatenate([self.tokens, asked.tokens, generation.tokens]),
+            loss_mask=behind(self.loss_mask, np.ones(said)),
+            logprobs=behind(self.logprobs, generation.logprobs),
+            versions=behind(self.versions, generation.versions),
+            routed_experts=experts,
+        )
+
+
+@frozen(kw_only=True, eq=False)
+class Asked:
+    """What a request adds to a conversation."""
+
+    messages: tuple[Message, ...]  # the conversation's own first, then the new ones
+    tools: tuple[Mapping[str, Any], ...]
+    tokens: IntArray  # [n] to append to the conversation's
+
+
+def continued(
+    conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> tuple[Message, ...]:
+    """The request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
+    Refused if they do not continue the conversation."""
+    read = tuple(_read(number, message) for number, message in enumerate(messages))
+    if not read or (read[-1]["role"] == "assistant" and read[-1].get("tool_calls")):
+        raise Refused("messages: nothing to answer; the last message must not be a tool call")
+    if conversation.turns:
+        _require_continued(conversation, read)
+        if list(tools) != list(conversation.tools):
+            raise Refused("tools: differ from the tools of the episode's first request; send the same ones")
+    return read
+
+
+class Renderer:
+    """Encode new messages with the tokenizer's chat template. Without a template, message texts are concatenated, and
+    the first request begins as the tokenizer begins a text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        calls: CallFormat | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
+        """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
+        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client."""
+        self._special_tokens = special_tokens
+        self._tokenizer = tokenizer
+        self._calls = calls
+        self._options = options
+
+    def ask(
+        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Asked:
+        """What `messages` add to `conversation`. Raises Refused if they do not continue it or the template rejects
+        them."""
+        read = continued(conversation, messages, tools)
+        tokens = self._tokens(conversation, read, tools)
+        if not len(tokens) and not conversation.turns:
+            raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
+        new = read[len(conversation.messages) :]
+        return Asked(
+            messages=(*conversation.messages, *new), tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64)
+        )
+
+    def _tokens(
+        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        said = len(conversation.messages)
+        template = bool(self._tokenizer.chat_template)
+        if tools and not template:
+            raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
+        if not template:
+            text = "".join(message["content"] for message in messages[said:])
+            return behind(self._tokenizer, text) if said else begun(self._tokenizer, [text])[0]
+        if not said:
+            return plain(self._tokenizer, [self._rendered(messages, tools)])[0]
+        # Find what the template writes after the last answer, whatever it makes of the answer itself.
+        mark = uuid.uuid4().hex
+        # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
+        texts = [
+            {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
+            for number, message in enumerate(messages)
+        ]
+        texts[said - 1] = {"role": "assistant", "content": mark}
+        # An answer and the beginning that its request gave it are one message.
+        beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
+        marked = [message for number, message in enumerate(texts) if number not in beginnings]
+        _, found, following = self._rendered(marked, tools).rpartition(mark)
+        if not found:
+            raise Refused(
+                "messages: the chat template omits the last answer, so nothing can follow it; use a tokenizer "
+                "(model.tokenizer) whose template includes it"
+            )
+        tokens = behind(self._tokenizer, following)
+        # It begins with the answer's end token, which was already sampled unless the answer was cut.
+        return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return render(self._tokenizer, messages, tools=tools, options=self._options)
+        except Rejected as rejected:
+            raise Refused(f"messages: {rejected}") from rejected
+
+    def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
+        """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
+        tool calls are parsed out of it; malformed ones stay text."""
+        stops = Stops(self._tokenizer, params.stop)
+        ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
+        said = (tokens[:-1] if ended else tokens).tolist()
+        ended = ended or stops.end(said) is not None
+        plain_text, whole = (stops.text(said, special_tokens=special) for special in (False, True))
+        text = whole if self._special_tokens else plain_text
+        if self._calls is not None and asked.tools and ended:
+            # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
+            for written in (plain_text, whole):
+                if (read := self._calls.read(written)) is not None:
+                    content, calls = read
+                    told = as_told(calls, number=len(asked.messages))
+                    return Answer(text=text, content=content, calls=tuple(told))
+        return Answer(text=text, content=plain_text)
+
+
+def _read(number: int, message: Any) -> Message:
+    """Normalize a message as the data's are; clients leave out empty content."""
+    if isinstance(message, Mapping):
+        message = {**message, "content": message.get("content") or ""}
+    try:
+        return read_message(message)
+    except ValueError as error:
+        raise Refused(f"messages[{number}] {error}") from error
+
+
+def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:
+    """Raise Refused at the first message that differs from the conversation's, or if there is no new message."""
+    advice = "an episode is one conversation: append messages, but do not change earlier ones"
+    for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
+        # A client may add fields to an answer, such as tool calls that it parsed itself.
+        answer = number in conversation.answers
+        for key in sorted(had if answer else {*had, *got}):
+            of = meant if answer and key == "tool_calls" else _as_is
+            if of(had.get(key)) != of(got.get(key)):
+                raise Refused(
+                    f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, but the episode has "
+                    f"{short_repr(had.get(key), SHOWN)} there; {advice}",
+                    code="history_changed",
+                )
+    if len(messages) <= len(conversation.messages):
+        raise Refused(
+            f"messages: got {len(messages)}, but the episode already has {len(conversation.messages)}, including its "
+            f"last answer; send all of those and a new one; {advice}",
+            code="history_changed",
+        )
+
+
+def _as_is(value: Any) -> Any:
+    return value

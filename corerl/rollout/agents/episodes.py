@@ -1,0 +1,143 @@
+"""Episodes: a user's function talks with the policy over any number of turns, and may return the episode's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from corerl.config.functions import imported, signature_of
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, RewardError
+from corerl.messages import short_repr
+from corerl.rollout import loop
+from corerl.rollout.agents.chat_server import API_KEY, MODEL, Client
+from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, gathered, number, short, told
+from corerl.rollout.sampler import Rollout
+from corerl.types import IntArray
+
+
+@frozen(kw_only=True)
+class Episode:
+    """The argument of a user's function: a prompt, and the URL where the policy answers."""
+
+    prompt: Prompt  # text, answer, and the row's fields
+    base_url: str  # OpenAI-compatible, for this episode alone
+    api_key: str = API_KEY
+    model: str = MODEL
+    _client: Client  # shared by all episodes
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
+        chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
+        return [dict(message) for message in chat]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
+        library. Raises RuntimeError with the server's message if the request is refused."""
+        body = {"model": self.model, "messages": messages, **parameters}
+        answer = self._client.post(f"{urlsplit(self.base_url).path}/chat/completions", body)
+        if "error" in answer:
+            raise RuntimeError(answer["error"]["message"])
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+
+@frozen(kw_only=True, eq=False)
+class EpisodeFunction:
+    """A user's function with its name in the config and its options."""
+
+    name: str
+    function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
+    options: Mapping[str, Any] = field(factory=dict)
+
+    def play(self, episode: Episode, timeout: float) -> float | Failure | None:
+        """Run the function; returns the episode's reward, if it gives one. Awaitables are cancelled after `timeout`
+        s."""
+        try:
+            value = self.function(episode, **self.options)
+            if inspect.isawaitable(value):
+                value = loop.begin(self._awaited(timeout, value, episode.prompt)).result()
+        except BaseException as error:  # SystemExit too: it would end the thread silently
+            return self.failure("raised", f"raised {told(error)}", episode.prompt)
+        if isinstance(value, Failure):
+            return value
+        try:
+            if value is None or (reward := number(value)) is not None:
+                return None if value is None else reward
+            what = f"returned {short_repr(value)}, wanted a finite number or None,"
+        except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
+            what = f"returned a value that raised {told(error)}"
+        return self.failure("no-number", what, episode.prompt)
+
+    async def _awaited(self, timeout: float, value: Awaitable[Any], prompt: Prompt) -> Any:
+        try:
+            async with asyncio.timeout(timeout) as clock:
+                return await value
+        except BaseException as error:  # here, as the thread that waits gets another TimeoutError, from nowhere
+            if clock.expired() and isinstance(error, TimeoutError):
+                return self.late(timeout, prompt)
+            return self.failure("raised", f"raised {told(error)}", prompt)
+
+    def late(self, timeout: float, prompt: Prompt) -> Failure:
+        return self.failure("timeout", f"took longer than rollout.episodes.timeout={timeout:g} seconds", prompt)
+
+    def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
+        message = f"rollout.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
+        return Failure(kind=kind, message=" ".join(message.split()))
+
+
+def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
+    """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
+    function = imported(name, setting="rollout.function")
+    signature = signature_of(function)
+    try:
+        if signature is not None:
+            signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.function={name!r} takes {signature}, but is called as function(episode, "
+            f"**options) with rollout.episodes.options={dict(options)}: {error}"
+        ) from error
+    return EpisodeFunction(name=name, function=function, options=options)
+
+
+class EpisodeScorer:
+    """Takes the rewards that episode functions returned, and scores the remaining episodes with another scorer."""
+
+    def __init__(self, scorer: Scorer, *, failed_value: float) -> None:
+        self._scorer = scorer
+        self._failed_value = failed_value
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """Raises RewardError if every sample fails, unless they are only a `part` of a batch."""
+        outcomes = rollout.outcomes
+        unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
+        if not len(outcomes) or len(unknown) == len(outcomes):
+            return self._scorer.score(rollout, part=part)
+        returned = [each if isinstance(each, Failure) else Judged(reward=each or 0.0) for each in outcomes]
+        known = gathered(returned, self._failed_value, part=True)
+        rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
+        failures, parts = Counter(known.failures), known.parts
+        if len(unknown):
+            scores = self._scorer.score(_rows(rollout, unknown), part=True)
+            rewards[unknown], failed[unknown] = scores.rewards, scores.failed
+            failures.update(scores.failures)
+            parts = scores.parts
+            if scores.first and failed.argmax() in unknown:
+                first = scores.first
+        if failed.all() and not part:
+            raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
+        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts)
+
+
+def _rows(rollout: Rollout, rows: IntArray) -> Rollout:
+    """Only the given samples, with the same prompts."""
+    return evolve(rollout, batch=rollout.batch.take(rows), texts=[rollout.texts[row] for row in rows], outcomes=[])

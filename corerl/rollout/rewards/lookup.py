@@ -1,0 +1,138 @@
+"""Look up the reward functions that `[reward]` names, built in or the user's, and check that they can be called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, fields
+
+from corerl.config.functions import imported, signature_of
+from corerl.errors import ConfigError, RewardError
+from corerl.messages import nearest
+from corerl.rollout.rewards.base import Reward, Term, WeightedSum, takes_tokens
+
+if TYPE_CHECKING:
+    from corerl.config.schema import RewardConfig
+    from corerl.data.prompts import Prompt
+
+
+def position_match(prompt: Prompt, response: str) -> float:
+    """The share of positions that match, over the longer of answer and response."""
+    answer = _answer(prompt)
+    right = sum(wanted == got for wanted, got in zip(answer, response, strict=False))
+    return right / max(len(answer), len(response))
+
+
+def exact_match(prompt: Prompt, response: str) -> float:
+    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
+    return float(response.strip() == _answer(prompt).strip())
+
+
+def _answer(prompt: Prompt) -> str:
+    if not prompt.answer:
+        raise ValueError("the prompt has no answer to compare with; set data.answer_key, or use a reward of your own")
+    return prompt.answer
+
+
+RESPONSES = ("response", "completion", "answer", "output", "text")  # parameter names that suggest a response
+BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
+
+
+def reward_of(config: RewardConfig) -> Reward:
+    """The reward that `[reward]` describes. Raises ConfigError if there is none, or a signature does not fit."""
+    if not config.functions:
+        reward = resolve_reward(config.name, config.options, config.weights)
+        return evolve(reward, failed_value=config.failed_value)
+    if config.name != fields(type(config)).name.default or config.options or config.weights:
+        raise ConfigError(
+            "reward.functions: cannot be combined with reward.name, reward.options or reward.weights; move them into "
+            "an entry of reward.functions, or remove one of the two"
+        )
+    labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"reward.functions: two functions are named {label!r}; give each a different label")
+        if inside := [other for other in labels if other.startswith(f"{label}.")]:
+            raise ConfigError(
+                f"reward.functions: {inside[0]!r} could also be a part of {label!r}; give it a label that does not "
+                f"begin with '{label}.'"
+            )
+    terms = [
+        Term(
+            label=label,
+            weight=each.weight,
+            reward=resolve_reward(each.name, each.options, each.weights, table=f"reward.functions[{place}]"),
+        )
+        for place, (label, each) in enumerate(zip(labels, config.functions, strict=True))
+    ]
+    return WeightedSum(name=" + ".join(labels), terms=terms, failed_value=config.failed_value)
+
+
+def resolve_reward(
+    name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
+) -> Reward:
+    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
+    does not fit."""
+    function = BUILT_IN.get(name)
+    if function is None:
+        if ":" not in name:
+            near = nearest(name, BUILT_IN)
+            raise ConfigError(
+                f"{table}.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
+                f"built in: {', '.join(sorted(BUILT_IN))}; write your own as 'module:function'"
+            )
+        function = imported(name, setting=f"{table}.name")
+    _require_callable(name, function, options, table)
+    return Reward(name=name, function=function, options=options, weights=weights or {})
+
+
+def require_any_thread(reward: Reward, prompt: Prompt) -> None:
+    """Try a reward in a thread, as a run calls it whose source samples ahead. Raises ConfigError if it needs the main
+    thread, which alone may set signals; other errors may be those of this sample alone. One that needs it for some
+    samples only ends the run at the first of them."""
+    refused: list[RewardError] = []
+
+    def call() -> None:
+        try:
+            reward.outcomes([(prompt, prompt.answer, ())])
+        except RewardError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=call, name="reward trial", daemon=True)
+    thread.start()
+    thread.join()
+    if refused:
+        raise ConfigError(f"reward.processes: {refused[0]}") from refused[0]
+
+
+def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:
+    signature = signature_of(function)
+    if signature is None:
+        return
+    try:
+        signature.bind_partial(None, "")
+    except TypeError as error:
+        raise ConfigError(
+            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options): "
+            f"{error}; make its first two parameters positional"
+        ) from error
+    order = [word.lower() for word in list(signature.parameters)[:2]]
+    if len(order) == 2 and order[0] in RESPONSES and order[1] == "prompt":
+        raise ConfigError(
+            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options); "
+            "swap its first two parameters"
+        )
+    if takes_tokens(function) and "tokens" in options:
+        raise ConfigError(
+            f"{table}.options.tokens: reward {name!r} gets the response's token ids under this name; rename the option"
+        )
+    seen: dict[str, Any] = {"tokens": []} if takes_tokens(function) else {}
+    try:
+        signature.bind(None, "", **seen, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{table}.options={dict(options)} do not fit reward {name!r}, which is called with (prompt, response, "
+            f"**options): {error}"
+        ) from error

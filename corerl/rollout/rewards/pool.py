@@ -1,0 +1,385 @@
+"""Score samples in separate processes, with a time limit per sample, so that a faulty reward cannot harm the run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from corerl.config.schema import RewardConfig
+from corerl.descendants import descendants
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards.base import (
+    AT_ONCE,
+    Begun,
+    Failure,
+    Outcome,
+    Reward,
+    Sample,
+    Scorer,
+    Scores,
+    gathered,
+    samples_of,
+)
+from corerl.rollout.rewards.lookup import reward_of
+
+if TYPE_CHECKING:
+    from corerl.engines.fleet import Counted
+    from corerl.rollout.sampler import Rollout
+
+TURN = 1.0  # seconds after which a process leaves to others the part of its chunk that it has not started
+GRACE = 2.0  # seconds beyond a time limit before a process is killed
+START = 120.0  # seconds for a process to start and import the reward
+
+
+@contextlib.contextmanager
+def scorer(reward: Reward, config: RewardConfig, told: Counted | None = None) -> Iterator[Scorer]:
+    """The scorer of a run, with `config.processes` processes that end with the block. `told` hears how many samples of
+    a batch are scored, and how many it has."""
+    if not config.processes:
+        yield InDriver(reward, told)
+        return
+    pool = RewardPool(reward, config, told)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@frozen
+class InDriver:
+    """Scores in this process, without a time limit."""
+
+    reward: Reward
+    told: Counted | None
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        if part or self.told is None:
+            return self.reward.score(rollout, part=part)
+        samples, outcomes, told = samples_of(rollout, tokens=self.reward.takes_tokens), list[Outcome](), self.told
+        told(0, len(samples))
+        for outcome in self.reward.each_outcome(samples):
+            outcomes.append(outcome)
+            told(len(outcomes), len(samples))
+        return gathered(outcomes, self.reward.failed_value)
+
+
+class RewardPool:
+    """Processes that import the reward by name; they start immediately, and construction does not wait for them. If the
+    reward raises, times out or dies on a sample, only that sample fails. Each outcome is sent as it comes, so that the
+    sample at which a process is lost is known: the first one without. Of an async reward it is one of several, which
+    are scored again, one by one."""
+
+    def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
+        self._told = told
+        self._reward = reward
+        self._config = config
+        self._scoring = threading.Lock()
+        self._closed = False
+        self._processes = [_Process(reward, config) for _ in range(config.processes)]
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """Raises RewardError if all samples fail (unless they are only a `part` of a batch) or the pool is closed;
+        ConfigError if the processes cannot import the reward."""
+        with self._scoring:
+            try:
+                samples = samples_of(rollout, tokens=self._reward.takes_tokens)
+                outcomes = self._outcomes(samples, None if part else self._told)
+            except BaseException:
+                self._end()  # a late answer must not be taken for one about the next rollout
+                raise
+        return gathered(outcomes, self._config.failed_value, part=part)
+
+    def close(self) -> None:
+        """Kill the processes, and what they have started. A thread that is scoring gets an error."""
+        self._closed = True
+        _kill(list(self._processes))
+        with self._scoring:
+            self._end()
+
+    def _end(self) -> None:
+        _kill(self._processes)
+        while self._processes:
+            self._processes.pop().end()
+
+    def _outcomes(self, samples: Sequence[Sample], told: Counted | None) -> list[Outcome]:
+        size = min(AT_ONCE, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
+        chunks: deque[Sequence[int]] = deque(
+            range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
+        )
+        outcomes: dict[int, Outcome] = {}
+        # A row may be scored twice, if it was taken for left to others: none must be at it when the next rollout comes.
+        while len(outcomes) < len(samples) or any(process.scores for process in self._processes):
+            if told is not None:
+                told(len(outcomes), len(samples))
+            self._refill()
+            for process in self._processes:
+                if not process.busy and chunks and process.begin(chunks[0], [samples[row] for row in chunks[0]]):
+                    chunks.popleft()
+            for process in _answered(self._processes):
+                try:
+                    found, left = process.answers()
+                except _Lost as lost:
+                    if self._closed:
+                        raise self._over() from None
+                    if self._reward.waits and len(process.rows) > 1:  # any of them may be the culprit
+                        chunks.extend([row] for row in process.rows)
+                        continue
+                    found = {row: self._failure(lost, samples[row]) for row in process.rows[:1]}
+                    left = process.rows[1:]
+                outcomes |= found
+                if left:
+                    chunks.append(left)
+        return [outcomes[row] for row in range(len(samples))]
+
+    def _refill(self) -> None:
+        """Replace the processes that have ended."""
+        if self._closed:
+            raise self._over()
+        self._processes = [process for process in self._processes if not process.ended]
+        while len(self._processes) < self._config.processes:
+            self._processes.append(_Process(self._reward, self._config))
+        if self._closed:  # closed meanwhile
+            raise self._over()
+
+    def _over(self) -> RewardError:
+        return RewardError(f"the processes of reward {self._reward.name!r} were stopped because the run has ended")
+
+    def _failure(self, lost: _Lost, sample: Sample) -> Failure:
+        if lost.exitcode is None:
+            return self._reward.late(self._config.timeout, *sample[:2])
+        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", *sample[:2])
+
+
+class _Lost(Exception):
+    """A process has ended, or its time was up and it was killed."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode  # None if its time was up
+
+
+class _Process:
+    """One scoring process: it starts, then alternates between idle and scoring `rows`, until it has ended."""
+
+    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, config))
+        # A Ctrl-C is for the driver: until the process has left its group, it hears none.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        theirs.close()  # now held by the process alone: the connection closes when it ends
+        self._reward = reward
+        self._limit = config.timeout
+        self._chunk: Sequence[int] = ()
+        self.rows: list[int] = []  # of its chunk, those without an outcome that are not left to others
+        self.until = time.monotonic() + START  # its deadline; infinite while idle
+        self.ended = False
+
+    @property
+    def busy(self) -> bool:
+        return self.until < math.inf
+
+    @property
+    def scores(self) -> bool:
+        return bool(self._chunk)
+
+    def begin(self, rows: Sequence[int], samples: Sequence[Sample]) -> bool:
+        """Start scoring these samples; returns False if the process ended while idle."""
+        try:
+            self.connection.send(samples)
+        except OSError:
+            _kill([self])
+            self.end()
+            return False
+        self._chunk, self.rows, self._since = rows, list(rows), time.monotonic()
+        # An async reward is at all of them at once.
+        self.until = self._since + (TURN + self._limit + GRACE if self._reward.waits else self._patience)
+        return True
+
+    @property
+    def _patience(self) -> float:
+        """Seconds from the last outcome to the next, or, with several rows, to when it surely begins no other one."""
+        return 2 * TURN if len(self.rows) > 1 else self._limit + GRACE
+
+    def answers(self) -> tuple[dict[int, Outcome], Sequence[int]]:
+        """The outcomes that have come, by row, and the rows that it leaves to others; none if it has just started.
+        Raises _Lost if it ended or its time is up, RewardError if that happened before it had started, ConfigError if
+        it cannot import the reward."""
+        found: dict[int, Outcome] = {}
+        left: Sequence[int] = ()
+        try:
+            while self.connection.poll():
+                told: tuple[int, Outcome] | ConfigError | None = self.connection.recv()
+                if isinstance(told, ConfigError):
+                    raise told
+                if told is None:
+                    left = [row for row in self.rows if row not in found]
+                    self._chunk, self.rows, self.until = (), [], math.inf
+                    return found, left
+                found[self._chunk[told[0]]] = told[1]
+        except (EOFError, OSError):
+            if not found:
+                self.process.join(GRACE)  # let it exit, to learn its exit code
+                raise self._lost() from None
+        if found:
+            self._since = time.monotonic()
+        elif self._reward.waits or len(self.rows) < 2:
+            raise self._lost()
+        else:
+            left = self.rows[1:]
+        self.rows = [row for row in self.rows if row not in found and row not in left]
+        if not self._reward.waits:
+            self.until = self._since + self._patience
+        return found, left
+
+    def _lost(self) -> Exception:
+        exitcode = self.process.exitcode
+        if not self._chunk:
+            return self._not_started(exitcode)
+        _kill([self])
+        self.end()
+        return _Lost(exitcode)
+
+    def _not_started(self, exitcode: int | None) -> RewardError:
+        how = f"did not import it within {START:g} seconds"
+        if exitcode is not None:
+            how = f"ended ({_status(exitcode)}) before importing it"
+        return RewardError(
+            f"a process for reward {self._reward.name!r} {how}: the module is slow to import, or ends the process, or "
+            "the script that started the run lacks `if __name__ == '__main__':`; fix that, or set reward.processes=0"
+        )
+
+    def end(self) -> None:
+        """Of a process that was killed: wait for it."""
+        self.process.join()
+        self.connection.close()
+        self._chunk, self.until, self.ended = (), math.inf, True
+
+
+def _kill(processes: Sequence[_Process]) -> None:
+    """Kill the processes, from any thread, and what they have started; a thread that waits for an answer notices."""
+    pids = [pid for process in processes if not process.ended and (pid := process.process.pid)]
+    started = descendants(*pids)
+    for process in processes:
+        process.process.kill()  # first, so that it starts no others
+    _end(*started, *(-pid for pid in pids))
+
+
+def _answered(processes: Sequence[_Process]) -> list[_Process]:
+    """Wait for at least one process that has answered or ended, or whose time is up; returns all such."""
+    busy = [process for process in processes if process.busy]
+    now = time.monotonic()
+    soonest = min((process.until for process in busy), default=now)
+    told = wait([process.connection for process in busy], timeout=max(0.0, soonest - now))
+    return [process for process in busy if process.connection in told or process.until <= time.monotonic()]
+
+
+def _end(*pids: int) -> None:
+    """Kill these processes, and the group of each one that is negative."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            os.kill(pid, signal.SIGKILL)
+
+
+def _status(exitcode: int) -> str:
+    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
+
+
+# ---- in the processes ------------------------------------------------------------------------------------------------
+
+
+class _TimeUp(BaseException):
+    """The sample's time is up. Not an Exception, so that the reward does not catch it as one of its own."""
+
+
+def _serve(connection: Connection, config: RewardConfig) -> None:
+    """Answer each list of samples with their outcomes, each with its place in the list, then with None, also if it has
+    left some to others. The first message is None once the reward is imported, or the ConfigError that prevents it."""
+    # A child left running by a reward would hold it open, and the end of this process would not be noticed.
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=connection.close)
+    # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
+    os.setpgrp()
+    hearing = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which forgets one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, hearing)
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    try:
+        reward = reward_of(config)
+    except ConfigError as error:
+        connection.send(error)
+        return
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
+        while True:
+            connection.send(None)
+            for place, outcome in _scored(reward, connection.recv(), config.timeout):
+                connection.send((place, outcome))
+
+
+def _end_with_driver() -> None:
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        driver.join()
+        # A reward may run forever, and nobody waits for it.
+        _end(*descendants(os.getpid()), -os.getpid())
+        os._exit(1)  # where the reward has put itself into another group
+
+
+def _scored(reward: Reward, samples: Sequence[Sample], limit: float) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes of the first samples, each with its place: at least one; no new one is started after `TURN` seconds, or
+    `limit`. An async reward is awaited for all of them at once."""
+    begun: dict[Future[Outcome], int] = {}
+    started = time.monotonic()
+    for place, sample in enumerate(samples):
+        found = _timed(reward, sample, limit)
+        if isinstance(found, Future):
+            begun[found] = place
+        else:
+            yield place, found
+        if time.monotonic() - started > min(TURN, limit):
+            break
+    for each in as_completed(begun):
+        yield begun[each], each.result()
+
+
+def _timed(reward: Reward, sample: Sample, limit: float) -> Begun | Outcome:
+    """Score one sample, or begin to where the reward is async. A signal interrupts Python code and waits; for
+    anything else the driver kills the process."""
+    late = False
+
+    def end(*_: object) -> None:
+        nonlocal late
+        late = True
+        raise _TimeUp
+
+    found: Begun | Outcome
+    try:
+        signal.signal(signal.SIGALRM, end)  # set again: the previous sample may have changed it
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        try:
+            found = reward.begin(*sample, limit) if reward.waits else reward.outcome(*sample)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except BaseException as error:  # _TimeUp beside the reward's own code, or an interrupt
+        found = reward.failure("raised", f"raised {type(error).__name__}", *sample[:2])
+    if not late:
+        return found
+    if isinstance(found, Future):
+        found.cancel()
+    return reward.late(limit, *sample[:2])

@@ -1,0 +1,1 @@
+"""Sources of scored batches: on demand, one step ahead, continuous, recorded."""

@@ -1,0 +1,326 @@
+"""Supply the loop with scored batches, and evaluate on held-out prompts."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from corerl.data.chat import readable
+from corerl.data.prompts import Prompt, PromptStream
+from corerl.engines.base import SamplingParams
+from corerl.plugin.events import SampleShown
+from corerl.rollout.rewards.base import PartSums, Scorer, added
+from corerl.rollout.rewards.lookup import exact_match
+from corerl.rollout.sampler import Rollout, Sampler
+from corerl.types import BoolArray, FloatArray, IntArray
+
+
+@frozen(kw_only=True)
+class Scored:
+    """One sampled and scored rollout step, ready for computing advantages."""
+
+    step: int  # rollout step
+    rollout: Rollout
+    rewards: FloatArray  # [B]
+    exact_match: float | None  # share of samples that equal their answer; None if no prompt has one
+    seconds: Mapping[str, float]  # by phase: rollout, reward
+    failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
+    first_failure: str = ""  # as one line
+    counts: Mapping[str, int] = field(factory=dict)  # of other samples drawn for this step, by name
+    parts: PartSums = field(factory=dict)  # of rewards that have several, over all samples scored for this step
+
+    def shown(self, count: int = 3) -> tuple[SampleShown, ...]:
+        """The first sample of each of the first `count` prompts, for display."""
+        return shown(self.rollout, self.rewards, first_samples(self.rollout, count))
+
+    def samples(self) -> tuple[SampleShown, ...]:
+        """[B] all samples as texts."""
+        return shown(self.rollout, self.rewards)
+
+    def take(self, groups: IntArray) -> Scored:
+        """Only the samples of these prompts [n]."""
+        samples = np.flatnonzero(np.isin(self.rollout.batch.rows["group"], groups))
+        order = np.argsort(_position(groups)[self.rollout.batch.rows["group"][samples]], kind="stable")
+        rollout = self.rollout.take(groups)
+        rewards = self.rewards[samples[order]]
+        return evolve(self, rollout=rollout, rewards=rewards, exact_match=exact_share(rollout))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Scored]) -> Scored:
+        """Combine several attempts at one step."""
+        rollout = Rollout.concatenate([part.rollout for part in parts])
+        return evolve(
+            parts[0],
+            rollout=rollout,
+            rewards=np.concatenate([part.rewards for part in parts]),
+            exact_match=exact_share(rollout),
+        )
+
+
+def _position(groups: IntArray) -> IntArray:
+    """[max + 1] the position of each group in `groups`."""
+    position = np.zeros(int(groups.max(initial=0)) + 1, dtype=np.int64)
+    position[groups] = np.arange(len(groups))
+    return position
+
+
+@frozen(kw_only=True)
+class DynamicSampling:
+    """Drop groups that teach nothing, and sample other prompts in their place."""
+
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # rewards [B], groups [B] -> [P]
+    attempts: int  # extra attempts; what is still missing then is filled up with dropped groups
+
+
+class Source(ABC):
+    """An iterator of rollout steps. The loop uses it only in the thread that updates weights.
+
+    A step counts as done once it is handed out: a resumed run continues from the `position`, and what `save` wrote,
+    taken after that step was trained on.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines may be generating while weights are trained, and hence during an update."""
+        return False
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Scored]: ...
+
+    @property
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+
+    @abstractmethod
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        """Continue from `position`; `checkpoint` is the directory that `save` wrote into. Raises CheckpointError if the
+        data differ from the checkpoint's."""
+
+    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
+        """Write the state that `position` does not hold. Raises DataError."""
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """A context in which engines generate nothing; when it ends, they hold weights `version`."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027  -- most have no threads
+        """Stop sampling; returns at once."""
+
+
+class Wrapped(Source):
+    """A source that transforms another's steps and delegates everything else to it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @property
+    def overlaps(self) -> bool:
+        return self.source.overlaps
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return self.source.position
+
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        self.source.restore(position, checkpoint)
+
+    def save(self, checkpoint: Path) -> None:
+        self.source.save(checkpoint)
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        return self.source.updating(version)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@frozen(kw_only=True)
+class BatchSampler:
+    """Turns the next prompts into a scored batch. Raises what sampler and reward raise."""
+
+    stream: PromptStream
+    sampler: Sampler
+    reward: Scorer
+    params: SamplingParams
+    prompts: int  # per step
+    samples: int  # per prompt
+    refill: DynamicSampling | None = None
+
+    def batch(self, step: int) -> Scored:
+        """The batch of rollout step `step`."""
+        first = self.score(step, *self.sample(step))
+        return first if self.refill is None else self._refilled(first, self.refill)
+
+    def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
+        """Sample the next prompts; returns the rollout and the seconds it took."""
+        started = time.perf_counter()
+        rollout = self.sampler.sample(
+            self.stream.take(self.prompts),
+            rollout_step=step,
+            samples=self.samples,
+            params=self.params,
+            attempt=attempt,
+        )
+        return rollout, time.perf_counter() - started
+
+    def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
+        started = time.perf_counter()
+        scores = self.reward.score(rollout)
+        matched = exact_share(rollout)
+        return Scored(
+            step=step,
+            rollout=rollout,
+            rewards=scores.rewards,
+            exact_match=matched,
+            seconds={"rollout": seconds, "reward": time.perf_counter() - started},
+            failures=scores.failures,
+            first_failure=scores.first,
+            parts=scores.parts,
+        )
+
+    def _refilled(self, first: Scored, refill: DynamicSampling) -> Scored:
+        attempts, useful, zero_variance = [first], [], []
+        while True:
+            scored = attempts[-1]
+            teaches = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
+            useful.append(scored.take(np.flatnonzero(teaches)))
+            zero_variance.append(scored.take(np.flatnonzero(~teaches)))
+            found = sum(len(part.rollout.prompts) for part in useful)
+            if found >= self.prompts or len(attempts) > refill.attempts:
+                break
+            attempts.append(self.score(first.step, *self.sample(first.step, len(attempts))))
+        failures: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        for scored in attempts:
+            failures.update(scored.failures)
+            seconds.update(scored.seconds)
+        kept = Scored.concatenate([*useful, *zero_variance]).take(np.arange(self.prompts))
+        return evolve(
+            kept,
+            seconds=dict(seconds),
+            failures=dict(failures),
+            first_failure=next((scored.first_failure for scored in attempts if scored.first_failure), ""),
+            parts=added(*(scored.parts for scored in attempts)),
+            counts={
+                "attempts": len(attempts),
+                "groups_set_aside": sum(len(part.rollout.prompts) for part in zero_variance),
+                "groups_unused": max(found - self.prompts, 0),
+                "groups_missing": max(self.prompts - found, 0),
+            },
+        )
+
+
+class Synchronous(Source):
+    """Sample each step on demand, with the weights the engines hold at that time. A resumed run draws the same samples
+    as an uninterrupted one."""
+
+    def __init__(self, draws: BatchSampler, *, steps: int) -> None:
+        self._draws = draws
+        self._steps = steps  # rollout steps in total, including those before a resume
+        self._step = 0  # the next step
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        scored = self._draws.batch(self._step)
+        self._step += 1
+        return scored
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The next rollout step, and the position of the prompt stream."""
+        return {"rollout_step": self._step, "prompts": self._draws.stream.position}
+
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        self._draws.stream.restore(position["prompts"])
+        self._step = position["rollout_step"]
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
+    shown: tuple[SampleShown, ...]  # samples of the first prompts, the same ones every time
+    samples: tuple[SampleShown, ...] = ()  # of all prompts
+    failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
+    first_failure: str = ""  # as one line
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    reward: Scorer,
+    *,
+    params: SamplingParams,
+    show: int = 3,
+) -> Evaluation:
+    """Score one greedy response to each prompt. The same weights give the same scores at any step.
+
+    If sources are mixed, each one also gets its `eval/NAME/reward`.
+    """
+    rollout = sampler.sample(
+        prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
+    )
+    scores = reward.score(rollout)
+    rewards = scores.rewards
+    metrics = {
+        "eval/reward": float(rewards.mean(dtype=np.float64)),
+        "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
+    }
+    matched = exact_share(rollout)
+    if matched is not None:
+        metrics["eval/exact_match"] = matched
+    if scores.failures:
+        metrics["eval/failed"] = float(sum(scores.failures.values()))
+    metrics |= {f"eval/reward/{name}": value / count for name, (value, count) in scores.parts.items()}
+    sources = np.array([prompt.source for prompt in prompts])
+    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
+        metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
+    return Evaluation(
+        metrics=metrics,
+        shown=shown(rollout, rewards, first_samples(rollout, show)),
+        samples=shown(rollout, rewards),
+        failures=scores.failures,
+        first_failure=scores.first,
+    )
+
+
+def exact_share(rollout: Rollout) -> float | None:
+    """The share of samples that equal their prompt's answer, among prompts that have one; None if none has."""
+    prompts = [rollout.prompts[group] for group in rollout.batch.rows["group"]]
+    matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts, strict=True) if prompt.answer]
+    return sum(matches) / len(matches) if matches else None
+
+
+def first_samples(rollout: Rollout, count: int) -> IntArray:
+    """[n] rows of the first sample of each of the first `count` prompts."""
+    return np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
+
+
+def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[SampleShown, ...]:
+    """The samples in these rows as texts; by default all. Of a chat, the prompt is all that the model was given, and
+    so has the config's system message too."""
+    rows = np.arange(len(rollout.batch)) if rows is None else rows
+    groups = rollout.batch.rows["group"][rows].tolist()
+    prompts = {group: rollout.prompts[group] for group in groups}
+    texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}
+    return tuple(
+        SampleShown(
+            prompt=texts[group],
+            response=rollout.texts[row],
+            answer=prompts[group].answer,
+            reward=float(rewards[row]),
+        )
+        for row, group in zip(rows.tolist(), groups, strict=True)
+    )

@@ -1,0 +1,172 @@
+"""Rollout batches on disk, one file per step: written by a run that samples, read by one that trains."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import asdict, evolve
+
+from corerl.data.prompts import Prompt
+from corerl.errors import CheckpointError, DataError
+from corerl.plain_json import parse_json
+from corerl.regular import require_regular
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources.base import Scored, Source, Wrapped
+from corerl.types import Array, SampleBatch
+
+ROLLOUTS = "rollouts"  # subdirectory of a run directory
+NAME = re.compile(r"step-(\d{8})\.npz")
+
+
+def file_of(directory: Path, step: int) -> Path:
+    """The path of rollout step `step`."""
+    return directory / f"step-{step:08d}.npz"
+
+
+def write_rollout(directory: Path, scored: Scored) -> Path:
+    """Write one .npz: the batch's arrays by name, all else (prompts, texts, ...) as JSON. Raises DataError."""
+    rollout, batch = scored.rollout, scored.rollout.batch
+    facts = {
+        "step": scored.step,
+        "temperature": batch.temperature,
+        "exact_match": scored.exact_match,
+        "prompts": [asdict(prompt) for prompt in rollout.prompts],
+        "texts": rollout.texts,
+        "failures": dict(scored.failures),
+        "first_failure": scored.first_failure,
+        "counts": dict(scored.counts),
+        "parts": dict(scored.parts),
+    }
+    arrays: dict[str, Array] = {
+        "tokens": batch.tokens,
+        "offsets": batch.offsets,
+        "rewards": scored.rewards,
+        **{f"columns/{name}": column for name, column in batch.columns.items()},
+        **{f"rows/{name}": row for name, row in batch.rows.items()},
+        "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
+    }
+    path = file_of(directory, scored.step)
+    partial = path.with_suffix(".partial")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"cannot write the rollout batch {path}: {error}; earlier batches are intact") from error
+    return path
+
+
+class RecordingSource(Wrapped):
+    """A source whose batches are written to `directory` as they arrive, before anything uses them."""
+
+    def __init__(self, source: Source, directory: Path) -> None:
+        super().__init__(source)
+        self._directory = directory
+
+    def __iter__(self) -> Iterator[Scored]:
+        for scored in self.source:
+            write_rollout(self._directory, scored)
+            yield scored
+
+
+def read_rollout(path: Path) -> Scored:
+    """Read what `write_rollout` wrote. Raises DataError if the file is missing or damaged."""
+    try:
+        require_regular(path)
+        # numpy would leave a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            arrays: dict[str, Array] = dict(file)
+        facts = parse_json(arrays["facts"].tobytes())
+        batch = SampleBatch(
+            tokens=arrays["tokens"],
+            offsets=arrays["offsets"],
+            columns=_under("columns/", arrays),
+            rows=_under("rows/", arrays),
+            temperature=facts["temperature"],
+        )
+        prompts = tuple(Prompt(**prompt) for prompt in facts["prompts"])
+        return Scored(
+            step=facts["step"],
+            rollout=Rollout(batch=batch, prompts=prompts, texts=facts["texts"]),
+            rewards=arrays["rewards"],
+            exact_match=facts["exact_match"],
+            seconds={},
+            failures=facts["failures"],
+            first_failure=facts["first_failure"],
+            counts=facts["counts"],
+            parts={name: tuple(sums) for name, sums in facts["parts"].items()},
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(f"cannot read the rollout batch {path} ({error}); sample it again") from error
+
+
+def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def saved_rollouts(directory: str | Path) -> list[Path]:
+    """The rollout batches in `directory`, or in that run directory, in step order. Raises DataError if there are
+    none."""
+    path = Path(directory)
+    path = path / ROLLOUTS if os.path.isdir(path / ROLLOUTS) else path
+    found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if os.path.isdir(path) else []
+    if not found:
+        raise DataError(
+            f"rollout.saved: no rollout batches (step-00000000.npz, ...) in {str(directory)!r}; set it to the "
+            "`rollouts` directory of a run with rollout.save=true or run.mode='rollout-only'"
+        )
+    return found
+
+
+class SavedRollouts(Source):
+    """Rollout steps read from files, in order, renumbered from 0."""
+
+    def __init__(self, directory: str | Path, *, steps: int, vocab_size: int) -> None:
+        """Raises DataError if there are fewer than `steps` files."""
+        self._files = saved_rollouts(directory)
+        if len(self._files) < steps:
+            raise DataError(
+                f"run.steps: got {steps}, but the number of rollout batches in {str(directory)!r} is "
+                f"{len(self._files)}; set run.steps to at most {len(self._files)}"
+            )
+        self._steps = steps
+        self._vocab_size = vocab_size
+        self._step = 0
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        path = self._files[self._step]
+        scored = read_rollout(path)
+        largest = int(scored.rollout.batch.tokens.max(initial=0))
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"{path} contains token {largest}, but the model's vocabulary has only {self._vocab_size} tokens; "
+                "train the model that sampled this batch"
+            )
+        self._step += 1
+        return evolve(scored, step=self._step - 1)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return {"rollout_step": self._step, "files": len(self._files)}
+
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        if position.get("files") != len(self._files):
+            raise CheckpointError(
+                f"the checkpoint was trained from {position.get('files', 'no')} saved rollout batches, but there are "
+                f"now {len(self._files)}; resume with the same rollout.saved"
+            )
+        self._step = position["rollout_step"]

@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.engines.base import GenerateRequest, SamplingParams
+from corerl.engines.continuation import append, continued
+from corerl.engines.fake import FakeEngine
+from corerl.engines.specs import FakeConfig
+from corerl.errors import EngineFailed
+from tests.engines.models import context, pause_after, spread, update
+
+WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+
+
+def fake(index: int = 0) -> FakeEngine:
+    return FakeEngine(ModelConfig(), FakeConfig(vocab_size=8), context(index))
+
+
+def request(rows: int) -> GenerateRequest:
+    return GenerateRequest(
+        tokens=np.arange(2 * rows) % 8,
+        offsets=np.arange(rows + 1) * 2,
+        noise_keys=np.arange(rows) * 31,
+        params=SamplingParams(max_tokens=5, stop_tokens=(3,)),
+    )
+
+
+def test_answers_are_a_function_of_prompt_noise_and_version_and_end_as_real_ones_do(tmp_path: Path) -> None:
+    engines = [fake(0), fake(1)]
+    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
+        engines[0].generate(request(1))
+    (first, _) = update(engines, WEIGHTS, version=1, path=tmp_path)
+    assert (first.version, first.bytes, first.error) == (1, 28, "")
+    asked = request(40)
+    whole = engines[0].generate(asked)
+    pooled = spread(engines, asked)
+    for column in ("tokens", "offsets", "logprobs", "versions", "truncated"):
+        assert getattr(pooled, column).tolist() == getattr(whole, column).tolist()
+    last = whole.tokens[whole.offsets[1:] - 1]
+    assert ((last == 3) != whole.truncated).all()
+    assert (np.diff(whole.offsets)[whole.truncated] == 5).all()
+    assert 0 < whole.truncated.sum() < 40
+    assert whole.logprobs.dtype == np.float32 and (whole.logprobs <= 0).all()
+
+    assert engines[0].generate(evolve(asked, noise_keys=asked.noise_keys + 1)).tokens.tolist() != whole.tokens.tolist()
+    greedy = evolve(asked, params=evolve(asked.params, greedy=True))
+    other_noise = evolve(greedy, noise_keys=asked.noise_keys + 1)
+    assert engines[0].generate(greedy).tokens.tolist() == engines[0].generate(other_noise).tokens.tolist()
+    update(engines, WEIGHTS, version=2, path=tmp_path)
+    later = engines[0].generate(asked)
+    assert later.tokens.tolist() != whole.tokens.tolist() and set(later.versions.tolist()) == {2}
+
+
+def test_it_tells_of_each_row_as_it_ends(tmp_path: Path) -> None:
+    served = fake()
+    update([served], WEIGHTS, version=1, path=tmp_path)
+    told: list[int] = []
+    sizes = np.diff(served.generate(request(40), told.append).offsets)
+    assert told == [int((sizes == size).sum()) for size in range(1, 6) if (sizes == size).any()]
+    assert sum(told) == 40
+
+
+def test_a_row_ends_at_its_own_limit(tmp_path: Path) -> None:
+    served = fake()
+    update([served], WEIGHTS, version=1, path=tmp_path)
+    asked = request(6)
+    whole, limits = served.generate(asked), np.array([1, 5, 2, 3, 5, 4])
+    cut = served.generate(evolve(asked, limits=limits))
+    sizes = np.minimum(np.diff(whole.offsets), limits)
+    assert np.diff(cut.offsets).tolist() == sizes.tolist()
+    first = np.concatenate(
+        [row[:size] for row, size in zip(np.split(whole.tokens, whole.offsets[1:-1]), sizes, strict=True)]
+    )
+    assert cut.tokens.tolist() == first.tolist()
+    assert cut.truncated.tolist() == (cut.tokens[cut.offsets[1:] - 1] != 3).tolist()
+    rows = np.array([5, 0])
+    parts = [
+        asked.take(rows).left,
+        evolve(asked, limits=limits).take(rows).left,
+        evolve(asked, limits=limits).rows(1, 3).left,
+    ]
+    assert [part.tolist() for part in parts] == [[5, 5], [4, 1], [5, 2]]
+    both = GenerateRequest.concatenate([evolve(asked, limits=limits).take(rows), asked.rows(0, 1)])
+    assert both.left.tolist() == [4, 1, 5]
+    assert evolve(both, params=evolve(both.params, max_tokens=9)).left.tolist() == [4, 1, 9]
+
+
+def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = fake()
+    update([served], WEIGHTS, version=1, path=tmp_path)
+    asked = request(20)
+    whole = served.generate(asked)
+    with monkeypatch.context() as patch:
+        pause_after(patch, 2)
+        drawn = served.generate(asked)
+    assert set(np.diff(drawn.offsets)) == {1, 2} and drawn.unfinished.any()
+    together = append(asked, drawn, served.generate(continued(asked, drawn)))
+    for column in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
+        assert getattr(together, column).tolist() == getattr(whole, column).tolist()

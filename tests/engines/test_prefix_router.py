@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from corerl.config.schema import ModelConfig
+from corerl.engines import prefix_router
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.fake import FakeEngine
+from corerl.engines.prefix_router import PrefixRouter, in_order
+from corerl.engines.specs import FakeConfig
+
+
+def request(rows: Sequence[Sequence[int]]) -> GenerateRequest:
+    return GenerateRequest(
+        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        noise_keys=np.arange(len(rows)),
+        params=SamplingParams(max_tokens=4),
+    )
+
+
+def answer(rows: Sequence[Sequence[int]]) -> Generation:
+    sizes = [len(row) for row in rows]
+    return Generation(
+        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
+        offsets=np.cumsum([0, *sizes]),
+        logprobs=np.zeros(sum(sizes), np.float32),
+        versions=np.zeros(sum(sizes), np.int64),
+        truncated=np.ones(len(rows), np.bool_),
+    )
+
+
+def shared(shares: PrefixRouter, rows: Sequence[Sequence[int]], replicas: Sequence[int]) -> dict[int, list[int]]:
+    return {replica: each.tolist() for replica, each in shares.divide(request(rows), replicas).items()}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "wanted"),
+    [
+        (6, 4, [8, 8, 8]),
+        (4, 8, [8, 16, 8]),  # ideally 10, 11, 11
+        (5, 4, [8, 4, 8]),  # ideally 6, 7, 7
+        (1, 7, [3, 2, 2]),  # one prompt has more rows than a share: it is parted
+        (2, 1, [1, 1]),
+    ],
+)
+def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, samples: int, wanted: list[int]) -> None:
+    rows = [[3, prompt, 7] for prompt in range(prompts) for _ in range(samples)]
+    found = shared(PrefixRouter(), rows, [0, 2, 5])
+    assert sorted(row for each in found.values() for row in each) == list(range(len(rows)))
+    assert [len(each) for each in found.values()] == wanted
+    if samples <= len(rows) // 3:
+        parts = [{rows[row][1] for row in each} for each in found.values()]
+        assert sum(map(len, parts)) == prompts  # none is in two
+
+
+def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> None:
+    shares = PrefixRouter()
+    with shares.drawing({0: 3, 1: 1}):
+        assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
+        assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
+        with shares.drawing({2: 4}):
+            assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
+    assert {len(rows) for rows in shared(shares, [[1], [2], [3]], [0, 1, 2]).values()} == {1}
+
+
+def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_change() -> None:
+    shares = PrefixRouter()
+    prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
+    responses = [[5], [6, 6], [7], [8]]
+    shares.drew(0, request([prompts[0], prompts[3]]), answer([responses[0], responses[3]]))
+    shares.drew(1, request([prompts[1], prompts[2]]), answer([responses[1], responses[2]]))
+    turns = [prompt + response + [2] for prompt, response in zip(prompts, responses, strict=True)]
+    assert shared(shares, turns, [0, 1]) == {0: [0, 3], 1: [1, 2]}
+    assert shared(shares, turns[::-1], [0, 1]) == {0: [0, 3], 1: [1, 2]}
+    # The prompt alone is enough; what only shares tokens with it is not.
+    assert shared(shares, [[9, 1, 4, 4], [8, 4, 4]], [0, 1]) == {0: [0], 1: [1]}
+    # Not more than the slack of an even share of two, and who is gone keeps nothing.
+    again = [turns[0], [*turns[0], 1], [*turns[0], 2], [*turns[0], 3]]
+    assert shared(shares, again, [0, 1]) == {0: [0, 1, 2], 1: [3]}
+    assert shared(shares, turns, [1]) == {1: [0, 1, 2, 3]}
+    shares.forget()
+    assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
+
+
+def test_a_row_goes_to_who_has_read_the_longest_beginning_of_it() -> None:
+    shares = PrefixRouter()
+    for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
+        shares.drew(replica, request([[9, 1]]), answer([response]))
+    assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
+
+
+def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
+    shares = PrefixRouter()
+    shares.drew(1, request([[1, 1], [2, 2]]), answer([[5], [6]]))
+    assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {1: [0]}
+    shares.drew(0, request([[3, 3]]), answer([[7]]))
+    with shares.drawing({1: 1}):
+        assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
+
+
+def test_parts_are_put_back_in_the_order_of_the_request() -> None:
+    engine = FakeEngine(
+        ModelConfig(), FakeConfig(), EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
+    )
+    engine._serving._reason = ""
+    asked = request([[1], [2, 2], [3], [4, 4, 4], [5]])
+    whole = engine.generate(asked)
+    named = [np.array([1, 3]), np.array([0, 2, 4])]
+    found = in_order(asked, [(rows, engine.generate(asked.take(rows))) for rows in named])
+    for name in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
+        assert np.array_equal(getattr(found, name), getattr(whole, name))

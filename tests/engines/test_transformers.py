@@ -1,0 +1,484 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.continuation import append, continued
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine, keep_likeliest
+from corerl.errors import EngineFailed
+from corerl.models.smallest import smallest_config
+from corerl.ops.noise import hash_keys
+from corerl.testing.models import drawn_model
+from corerl.weights.manifest import build_manifest
+from corerl.weights.quantize import quantize, quantized
+from tests.engines.models import (
+    MOE,
+    TIED,
+    UNTIED,
+    VOCAB,
+    context,
+    hf_tensors,
+    pause_after,
+    plain_logprobs,
+    random_model,
+    sequences,
+    spread,
+    update,
+)
+
+PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_tokens=(2, 9))
+
+
+def engine(fields: Mapping[str, Any], *, index: int = 0, batch_size: int = 512) -> TransformersEngine:
+    return TransformersEngine(ModelConfig(config=fields), TransformersConfig(batch_size=batch_size), context(index))
+
+
+def request(rows: int, params: SamplingParams = PARAMS, *, step: int = 0) -> GenerateRequest:
+    """Prompts of 1 to 7 tokens, so that nearly every row is padded."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 8, size=rows)
+    return GenerateRequest(
+        tokens=rng.integers(4, VOCAB, size=lengths.sum()),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        noise_keys=hash_keys(0, step, np.arange(rows), np.zeros(rows, dtype=np.int64)),
+        params=params,
+    )
+
+
+def same_prompt(rows: int, params: SamplingParams) -> GenerateRequest:
+    """One prompt, `rows` samples."""
+    prompt = np.array([1, 5, 8])
+    return GenerateRequest(
+        tokens=np.tile(prompt, rows),
+        offsets=np.arange(rows + 1) * len(prompt),
+        noise_keys=hash_keys(0, 0, np.zeros(rows, dtype=np.int64), np.arange(rows)),
+        params=params,
+    )
+
+
+def assert_same_samples(a: Generation, b: Generation) -> None:
+    assert a.tokens.tolist() == b.tokens.tolist()
+    assert a.offsets.tolist() == b.offsets.tolist()
+    assert a.truncated.tolist() == b.truncated.tolist()
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, Any]:
+    """An engine at version 3 of a plain model's weights, and that model; nobody changes the engine."""
+    model = random_model(TIED, seed=1)
+    served = engine(TIED)
+    (received,) = update(
+        [served], hf_tensors(model, tmp_path_factory.mktemp("hf")), version=3, path=tmp_path_factory.mktemp("w")
+    )
+    assert received.error == "" and received.version == 3
+    return served, model
+
+
+@pytest.mark.parametrize("fields", [TIED, UNTIED, MOE], ids=["tied", "untied", "moe"])
+def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
+    fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(fields, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = engine(fields)
+    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
+    assert received.error == ""
+    assert received.bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
+    asked = request(24)
+    generation = served.generate(asked)
+    for prompt, response, logprobs in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        torch.testing.assert_close(
+            torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "bloom"])
+def test_of_models_with_windows_sinks_states_and_distances_greedy_samples_are_what_generate_returns(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = smallest_config(model_type)
+    model, params = drawn_model(config), SamplingParams(temperature=1.0, max_tokens=12, stop_tokens=(2,), greedy=True)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = TransformersEngine(ModelConfig(path=str(tmp_path / "hf")), TransformersConfig(), context())
+    assert [each.error for each in update([served], tensors, version=0, path=tmp_path / "weights")] == [""]
+    asked = request(6, params)
+    for prompt, response, logprobs in sequences(asked, served.generate(asked)):
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
+        whole = model.generate(torch.tensor([prompt]), **options)[0].tolist()  # type: ignore[operator]
+        assert prompt + response == whole
+        expected = plain_logprobs(model, whole)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_it_tells_of_each_row_as_it_ends(tied: tuple[TransformersEngine, Any]) -> None:
+    served, _ = tied
+    told: list[int] = []
+    sizes = np.diff(served.generate(request(12), told.append).offsets)
+    assert told == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
+    assert sum(told) == 12 and len(told) > 1
+
+
+def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> None:
+    served, _ = tied
+    asked = request(12)
+    whole = served.generate(asked)
+    limits = np.random.default_rng(0).integers(1, PARAMS.max_tokens + 1, size=12)
+    cut = served.generate(evolve(asked, limits=limits))
+    for (_, response, _), (_, shorter, _), limit in zip(
+        sequences(asked, whole), sequences(asked, cut), limits, strict=True
+    ):
+        assert shorter == response[:limit]
+    ended = np.isin(cut.tokens[cut.offsets[1:] - 1], PARAMS.stop_tokens)
+    assert cut.truncated.tolist() == (~ended).tolist() and not cut.unfinished.any()
+
+
+def test_the_experts_that_are_told_are_those_of_a_plain_forward_pass_of_each_sequence(tmp_path: Path) -> None:
+    model = random_model(MOE, seed=1)
+    served = engine(MOE, batch_size=10)
+    update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
+    asked = request(24)
+    told = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
+    experts = told.routed_experts
+    assert experts is not None and experts.dtype == np.int16
+    assert len(set(np.diff(told.offsets).tolist())) > 1  # some rows go on where others have ended
+    start = 0
+    for prompt, response, _ in sequences(asked, told):
+        tokens = torch.tensor([prompt + response])
+        logits = model(input_ids=tokens, output_router_logits=True).router_logits  # of each layer: [tokens, experts]
+        wanted = torch.stack([layer.topk(2).indices for layer in logits], dim=1)
+        wanted[-1] = -1  # was sampled, and went through nothing
+        assert experts[start : start + len(wanted)].tolist() == wanted.tolist()
+        start += len(wanted)
+    assert start == len(experts)
+    assert_same_samples(told, served.generate(asked))
+    assert served.generate(asked).routed_experts is None
+
+
+def test_of_a_model_without_experts_none_are_told(tmp_path: Path) -> None:
+    served = engine(TIED)
+    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=0, path=tmp_path / "weights")
+    assert served.generate(request(3, evolve(PARAMS, routed_experts=True))).routed_experts is None
+
+
+def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: Path) -> None:
+    model = random_model(UNTIED, seed=1)
+    half = evolve(context(), precision="float16")
+    served = TransformersEngine(ModelConfig(config=UNTIED), TransformersConfig(), half)
+    tensors = {name: tensor.half() for name, tensor in hf_tensors(model, tmp_path / "hf").items()}
+    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
+    assert received.error == "" and received.bytes == sum(tensor.numel() * 2 for tensor in tensors.values())
+    asked = request(24)
+    generation = served.generate(asked)
+    for prompt, response, logprobs in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        wanted = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=2e-2, rtol=0)
+
+
+def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_engines(tmp_path: Path) -> None:
+    tensors = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
+    engines = [engine(TIED), engine(TIED, index=1, batch_size=5), engine(TIED, index=2, batch_size=1)]
+    assert [received.error for received in update(engines, tensors, version=1, path=tmp_path / "w")] == ["", "", ""]
+    asked = request(31)
+    whole = engines[0].generate(asked)
+    assert_same_samples(whole, engines[1].generate(asked))
+    assert_same_samples(whole, engines[2].generate(asked))
+    assert_same_samples(whole, spread(engines, asked))
+    assert (
+        whole.tokens.tolist()
+        != engines[0].generate(evolve(asked, noise_keys=request(31, step=1).noise_keys)).tokens.tolist()
+    )
+
+
+def test_a_sample_ends_with_its_first_stop_token_or_is_truncated_at_max_tokens(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, _ = tied
+    asked = request(200)
+    generation = served.generate(asked)
+    endings = {True: 0, False: 0}
+    for (_, response, _), truncated in zip(sequences(asked, generation), generation.truncated, strict=True):
+        assert not set(response[:-1]) & {2, 9}
+        assert truncated == (response[-1] not in {2, 9})
+        assert len(response) == 6 if truncated else 1 <= len(response) <= 6
+        endings[bool(truncated)] += 1
+    assert min(endings.values()) > 10
+    assert generation.versions.tolist() == [3] * len(generation.tokens)
+    endless = served.generate(evolve(asked, params=evolve(PARAMS, stop_tokens=())))
+    assert np.diff(endless.offsets).tolist() == [6] * 200 and endless.truncated.all()
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Cells that expect fewer than 5 are append into one."""
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    return float(((counts - expected) ** 2 / expected.clamp(min=1)).sum())
+
+
+def test_samples_are_distributed_as_the_softmax_of_logits_over_temperature(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, model = tied
+    params = SamplingParams(temperature=1.5, max_tokens=2)
+    tokens = torch.from_numpy(served.generate(same_prompt(6000, params)).tokens).view(-1, 2)
+    first = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1].exp().double()
+    assert chi_square(torch.bincount(tokens[:, 0], minlength=VOCAB).double(), first) < 37.7  # 99.9 %, 15 degrees
+    likeliest = int(first.argmax())
+    then = tokens[tokens[:, 0] == likeliest, 1]
+    second = plain_logprobs(model, [1, 5, 8, likeliest, 0], 1.5)[-1].exp().double()
+    assert chi_square(torch.bincount(then, minlength=VOCAB).double(), second) < 37.7
+
+
+def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distributions_logprobs(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, model = tied
+    params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
+    asked = same_prompt(4000, params)
+    generation = served.generate(asked)
+    full = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1]
+    probabilities = full.exp().double()
+    nucleus, held = [], 0.0
+    for token in probabilities.argsort(descending=True).tolist():
+        nucleus.append(token)
+        held += float(probabilities[token])
+        if held >= 0.7:
+            break
+    assert 1 < len(nucleus) < VOCAB
+    assert set(generation.tokens.tolist()) == set(nucleus)
+    kept = torch.zeros(VOCAB, dtype=torch.float64)
+    kept[nucleus] = probabilities[nucleus] / held
+    counts = torch.bincount(torch.from_numpy(generation.tokens), minlength=VOCAB).double()
+    assert chi_square(counts, kept) < 37.7
+    np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
+
+
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p_and_top_k_counts_tokens() -> None:
+    logprobs = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.97, 0.01, 0.01, 0.01]]).log()
+    for top_p, top_k, expected in [
+        (0.4, 0, [[False, True, False, False], [True, False, False, False]]),
+        (0.6, 0, [[False, True, True, False], [True, False, False, False]]),
+        (1.0, 0, [[True] * 4, [True] * 4]),
+        (0.6, 3, [[False, True, True, False], [True, False, False, False]]),
+        (0.99, 2, [[False, True, True, False], [True, True, False, False]]),
+        (1.0, 9, [[True] * 4, [True] * 4]),
+    ]:
+        kept = keep_likeliest(logprobs, top_p, top_k)
+        # Of equally likely tokens any may be kept.
+        assert kept.isfinite().sum(1).tolist() == [sum(row) for row in expected]
+        assert torch.where(kept.isfinite(), kept, logprobs).equal(logprobs)
+        assert kept[0].isfinite().tolist() == expected[0] and kept[1, 0].isfinite()
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[TransformersEngine, Any]) -> None:
+    served, model = tied
+    asked = request(12, evolve(PARAMS, greedy=True))
+    generation = served.generate(asked)
+    for prompt, response, _ in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response)[len(prompt) - 1 :].argmax(dim=-1)
+        assert response == expected.tolist()
+    assert_same_samples(generation, served.generate(evolve(asked, noise_keys=asked.noise_keys + 1)))
+
+
+def test_defaults_that_a_model_brings_for_generation_do_not_bend_its_distribution(
+    tied: tuple[TransformersEngine, Any], tmp_path: Path
+) -> None:
+    served, model = tied
+    asked = request(16)
+    directory = tmp_path / "model"
+    tensors = hf_tensors(model, directory)
+    (directory / "generation_config.json").write_text(
+        '{"do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0, "eos_token_id": [4, 5, 6, 7]}'
+    )
+    from_directory = TransformersEngine(ModelConfig(path=str(directory)), TransformersConfig(), context())
+    (received,) = update([from_directory], tensors, version=3, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(asked), from_directory.generate(asked))
+
+
+def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_until_one_commits(
+    tmp_path: Path,
+) -> None:
+    model = random_model(UNTIED, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = engine(UNTIED)
+    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
+        served.generate(request(2))
+    update([served], tensors, version=1, path=tmp_path / "w")
+    before = served.generate(request(4))
+
+    missing = dict(tensors)
+    del missing["model.norm.weight"]
+    unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
+    misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
+    for wrong, text in [
+        (missing, "the trainer does not send 1 of the model's .* such as 'model.norm.weight'"),
+        (unknown, "the model lacks 1 of the .* tensors that were sent, such as 'value_head.weight'"),
+        (misshapen, r"the trainer sends 'model.norm.weight' with shape \[31\], but the model requires \[32\]"),
+    ]:
+        (received,) = update([served], wrong, version=2, path=tmp_path / "w")
+        assert received.bytes == 0
+        with pytest.raises(EngineFailed, match=text):
+            served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(request(4)), before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_tells_the_sums_of_what_was_sent_though_experts_are_fused_and_it_holds_them_wider(
+    tmp_path: Path, dtype: str
+) -> None:
+    sent = {
+        name: tensor.to(getattr(torch, dtype))
+        for name, tensor in hf_tensors(random_model(MOE, seed=1), tmp_path / "hf").items()
+    }
+    served = engine(MOE)
+    update([served], sent, version=1, path=tmp_path / "w")
+    bits = {"float32": torch.int32, "bfloat16": torch.int16}[dtype]
+    wanted = {name: int(tensor.view(bits).long().sum()) for name, tensor in sent.items()}
+    assert served.weight_sums(dtype) == wanted
+    assert len({*wanted.values()}) > len(wanted) / 2  # norms begin as ones, and are alike
+    next(iter(served._views.values())).view(-1)[0] += 1.0
+    assert served.weight_sums(dtype) != wanted
+
+
+def test_it_tells_the_sums_of_tensors_that_came_each_in_its_own_dtype(tmp_path: Path) -> None:
+    sent = {name: tensor.bfloat16() for name, tensor in hf_tensors(random_model(TIED, seed=1), tmp_path / "hf").items()}
+    manifest = build_manifest([(name, tuple(tensor.shape)) for name, tensor in sent.items()], dtype="bfloat16")
+    own = quantized(manifest, None, precise={"model.norm.weight": "float32"})
+    (bucket,), (as_sent,) = manifest.buckets, own.buckets
+    exact = torch.rand(sent["model.norm.weight"].shape)
+    flat, out = torch.cat([tensor.flatten() for tensor in sent.values()]), torch.empty(as_sent.numel, dtype=torch.uint8)
+    quantize(bucket, flat, as_sent, out, {"model.norm.weight": exact})
+    served = engine(TIED)
+    served._load(as_sent, out)
+    wanted = {name: int(tensor.view(torch.int16).long().sum()) for name, tensor in sent.items()}
+    wanted["model.norm.weight"] = int(exact.view(torch.int32).long().sum())
+    assert served.weight_sums(own.dtype) == wanted
+
+
+def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:
+    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
+    assert served.weight_sums("float32") is None
+    name = next(iter(served._views))
+    served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
+    sums = served.weight_sums("uint8")
+    assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
+
+
+def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_goes_on_serving(tmp_path: Path) -> None:
+    old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
+    new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")
+    served = engine(TIED)
+    update([served], old, version=5, path=tmp_path / "w")
+    before = served.generate(request(4))
+    for version in (5, 4):
+        (received,) = update([served], new, version=version, path=tmp_path / "w")
+        assert received.bytes == 0
+        assert received.error == f"version {version} is not newer than 5, which engine-0 already has"
+        assert_same_samples(served.generate(request(4)), before)
+    update([served], new, version=6, path=tmp_path / "w")
+    after = served.generate(request(4))
+    assert after.tokens.tolist() != before.tokens.tolist()
+    assert set(after.versions.tolist()) == {6}
+
+
+def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_path: Path) -> None:
+    model = random_model(TIED, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    size = sum(tensor.numel() * 4 for tensor in tensors.values())  # a tied embedding is in the file once
+    served = engine(TIED)
+    update([served], tensors, version=1, path=tmp_path / "w")
+    before = served.generate(request(4))
+    assert served.sleep() == size and served.sleep() == 0
+    with pytest.raises(EngineFailed, match="its weights were put to sleep"):
+        served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == "the engine's weights are asleep; wake it up first"
+    assert served.wake_up() == size and served.wake_up() == 0
+    with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
+        served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(request(4)), before)
+
+
+# ---- interrupted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [TIED, MOE], ids=["tied", "moe"])
+def test_what_is_interrupted_and_continued_is_what_would_have_been_drawn_without(
+    fields: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(fields, batch_size=4)
+    update([served], hf_tensors(random_model(fields, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
+    asked = request(10, evolve(PARAMS, routed_experts=fields is MOE))
+    whole = served.generate(asked)
+    asks = 3
+    parts: list[tuple[GenerateRequest, Generation]] = []
+    left = asked
+    while True:
+        with monkeypatch.context() as patch:
+            pause_after(patch, asks)
+            parts.append((left, served.generate(left)))
+        if not parts[-1][1].unfinished.any():
+            break
+        left = continued(*parts[-1])
+    assert len(parts) > 3
+    first = parts[0][1]
+    assert np.diff(first.offsets)[4:].tolist() == [0] * 6 and first.unfinished[4:].all()  # nothing but the first run
+    assert not (first.unfinished & first.truncated).any()
+    together = parts[-1][1]
+    for before, drawn in reversed(parts[:-1]):
+        together = append(before, drawn, together)
+    assert_same_samples(together, whole)
+    assert not together.unfinished.any()
+    if fields is MOE:
+        np.testing.assert_array_equal(together.routed_experts, whole.routed_experts)
+
+
+def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, models = engine(TIED), {version: random_model(TIED, seed=version) for version in (1, 2)}
+
+    def push(version: int) -> None:
+        update([served], hf_tensors(models[version], tmp_path / f"hf{version}"), version=version, path=tmp_path / "w")
+
+    push(1)
+    asked = request(12)
+    with monkeypatch.context() as patch:
+        pause_after(patch, 3)
+        drawn = served.generate(asked)
+    push(2)
+    together = append(asked, drawn, served.generate(continued(asked, drawn)))
+    assert set(together.versions) == {1, 2}
+    ends = np.split(together.versions, together.offsets[1:-1])
+    for (prompt, response, logprobs), versions in zip(sequences(asked, together), ends, strict=True):
+        assert (np.diff(versions) >= 0).all() and len(response) <= PARAMS.max_tokens
+        for position, (version, logprob) in enumerate(zip(versions, logprobs, strict=True)):
+            wanted = plain_logprobs(models[version], prompt + response, PARAMS.temperature)
+            token = len(prompt) + position
+            assert logprob == pytest.approx(float(wanted[token - 1, response[position]]), abs=1e-4)
+
+
+def test_a_paused_engine_answers_at_once_with_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+    served = engine(TIED)
+    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
+    served.pause()
+    none = served.generate(request(3))
+    assert len(none.tokens) == 0 and none.unfinished.tolist() == [True] * 3
+    served.resume()
+    assert not served.generate(request(3)).unfinished.any()

@@ -1,0 +1,346 @@
+"""Tokens are compared with rows put together by hand, and with the tokenizer and its template called by themselves."""
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from corerl.engines.base import Generation, SamplingParams
+from corerl.models.tokenizer import load_tokenizer
+from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
+from corerl.rollout.agents.tool_calls import FORMATS
+from corerl.rollout.encoding import behind
+
+STOP = "<eos>"
+PARAMS = SamplingParams(stop_tokens=(2,))
+# Ends each turn as Qwen's and Llama's do, and writes an answer that is not the last one in other words than its own.
+TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}"
+    "{% for message in messages %}{{ message['role'][0] }}:"
+    "{% if message['role'] == 'assistant' and messages[loop.index:] | length > 1 %}..{% endif %}"
+    "{{ message['content'] }}" + STOP + ";{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+USER = {"role": "user", "content": "12"}
+TOOL = {"role": "tool", "content": "45"}
+
+
+def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
+    made = load_tokenizer(tokenizer="characters:0123456789>uats:;.", path="")
+    if template:
+        made.chat_template = template
+    return made
+
+
+def drawn(tokens: Sequence[int], *, version: int = 1, experts: Any = None) -> Generation:
+    return Generation(
+        tokens=np.array(tokens, dtype=np.int64),
+        offsets=np.array([0, len(tokens)]),
+        logprobs=-np.array(tokens, dtype=np.float32),
+        versions=np.full(len(tokens), version),
+        truncated=np.zeros(1, dtype=np.bool_),
+        routed_experts=experts,
+    )
+
+
+def answered(
+    renderer: Renderer, conversation: Conversation, messages: list[dict[str, Any]], tokens: Sequence[int], **told: Any
+) -> Conversation:
+    asked = renderer.ask(conversation, messages)
+    answer = renderer.answer(asked, np.array(tokens), PARAMS)
+    messages.append(answer.message)
+    return conversation.answered(asked, answer, drawn(tokens, **told))
+
+
+def test_the_row_of_two_turns_is_what_was_sampled_with_the_templates_words_between() -> None:
+    ours = tokenizer()
+    renderer, messages = Renderer(ours), [USER]
+    first, second = ours("3<eos>", add_special_tokens=False)["input_ids"], [*ours.encode("7")[1:], 2]
+    conversation = answered(renderer, Conversation(), messages, first, version=4)
+    conversation = answered(renderer, conversation, [*messages, TOOL], second, version=5)
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:3<eos>;t:45<eos>;a:7<eos>"
+    asked = "<bos>u:12<eos>;a:"
+    between = ";t:45<eos>;a:"
+    lengths = [len(ours.encode(text)[1:]) for text in (asked, "3<eos>", between, "7<eos>")]
+    assert conversation.prompt_length == lengths[0]
+    sampled = np.repeat([False, True, False, True], lengths)
+    np.testing.assert_array_equal(conversation.loss_mask, sampled)
+    np.testing.assert_array_equal(conversation.versions, np.repeat([0, 4, 0, 5], lengths))
+    np.testing.assert_array_equal(conversation.logprobs, np.where(sampled, -conversation.tokens, 0))
+    assert (conversation.turns, conversation.text) == (2, "7")
+    assert conversation.begun == sum(lengths[1:])
+
+
+def test_what_was_sampled_is_never_tokenized_from_its_text() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.Split("?", "isolated")
+    inner.decoder = decoders.Fuse()
+    merging = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert merging.encode("ab") == [2]
+    renderer, messages = Renderer(merging), [{"role": "user", "content": "?"}]
+    conversation = answered(renderer, Conversation(), messages, [0, 1])  # a spelling of "ab" that it would not choose
+    assert messages[-1]["content"] == "ab"
+    asked = renderer.ask(conversation, [*messages, {"role": "tool", "content": "ab?"}])
+    assert asked.tokens.tolist() == [2, 3]
+    assert conversation.tokens.tolist() == [3, 0, 1]
+
+
+def test_an_answer_that_was_cut_is_ended_as_the_template_ends_one() -> None:
+    ours = tokenizer()
+    renderer, messages = Renderer(ours), [USER]
+    conversation = answered(renderer, Conversation(), messages, ours.encode("33")[1:])
+    asked = renderer.ask(conversation, [*messages, TOOL])
+    assert ours.decode(asked.tokens) == "<eos>;t:45<eos>;a:"
+
+
+def test_without_a_template_texts_stand_one_behind_the_other() -> None:
+    ours = tokenizer(template=None)
+    renderer, messages = Renderer(ours), [USER]
+    conversation = answered(renderer, Conversation(), messages, [*ours.encode("3")[1:], 2])
+    conversation = answered(renderer, conversation, [*messages, TOOL, USER], ours.encode("9")[1:])
+    assert ours.decode(conversation.tokens) == "<bos>123<eos>45129"
+    with pytest.raises(Refused, match="^tools: the tokenizer has no chat template"):
+        renderer.ask(Conversation(), [USER], [{"name": "u"}])
+
+
+@pytest.mark.parametrize(("kept", "text"), [(False, "3"), (True, "<unk>3")])
+def test_special_tokens_are_for_the_reward_where_it_wants_them_and_never_for_the_client(kept: bool, text: str) -> None:
+    renderer = Renderer(tokenizer(), special_tokens=kept)
+    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), PARAMS)
+    assert (answer.text, answer.content) == (text, "3")
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it() -> None:
+    renderer, ours = calling()
+    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
+    params = SamplingParams(stop_tokens=(2,), stop=("Observation:",))
+    said = np.array(ours.encode(CALLS + "\nObservation:", add_special_tokens=False))
+    answer = renderer.answer(asked, said, params)
+    assert (answer.text, answer.content) == (CALLS + "\n", "1")
+    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]  # it was not cut
+    assert renderer.answer(asked, said[:-1], params).calls == ()
+
+
+def test_tools_are_shown_once_and_stay_the_same() -> None:
+    ours = tokenizer()
+    renderer = Renderer(ours)
+    asked = renderer.ask(Conversation(), [USER], [{"name": "stu"}])
+    assert ours.decode(asked.tokens) == "<bos>stuu:12<eos>;a:"
+    conversation = Conversation().answered(asked, Answer(text="3", content="3"), drawn(ours.encode("3<eos>")[1:]))
+    messages = [USER, {"role": "assistant", "content": "3"}, TOOL]
+    assert ours.decode(renderer.ask(conversation, messages, [{"name": "stu"}]).tokens) == ";t:45<eos>;a:"
+    with pytest.raises(Refused, match="^tools: differ from the tools of the episode's first request"):
+        renderer.ask(conversation, messages)
+
+
+def test_messages_come_back_as_clients_write_them() -> None:
+    renderer, messages = Renderer(tokenizer()), [USER]
+    conversation = answered(renderer, Conversation(), messages, [4, 2])
+    back = {**messages[-1], "refusal": None, "tool_calls": [{"id": "1"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "name": None}
+    plain = renderer.ask(conversation, [*messages, TOOL]).tokens
+    np.testing.assert_array_equal(renderer.ask(conversation, [parts, back, TOOL]).tokens, plain)
+    empty = [{**message, "tool_calls": []} for message in (*messages, TOOL)]
+    np.testing.assert_array_equal(renderer.ask(conversation, empty).tokens, plain)
+
+
+# Refuses two calls at once, as Llama 3.1's does, and writes calls out of `tool_calls` in words of its own.
+CALLING = TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['tool_calls'] | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}{% endfor %}{{ message['content'] }}",
+)
+CALLS = '1<tool_call>{"name":"t","arguments":{"a":"5"}}</tool_call><tool_call>{"name":"u","arguments":{}}</tool_call>'
+
+
+def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
+    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
+    ours.chat_template = CALLING
+    return Renderer(ours, FORMATS["hermes"]), ours
+
+
+def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> None:
+    renderer, ours = calling()
+    tools = [{"name": "t"}]
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    asked = renderer.ask(Conversation(), [USER], tools)
+    answer = renderer.answer(asked, said, PARAMS)
+    assert (answer.text, answer.content) == (CALLS, "1")
+    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]
+    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
+    assert conversation.text == CALLS
+
+    back = {"role": "assistant", "content": "1", "refusal": None, "tool_calls": [dict(call) for call in answer.calls]}
+    back["tool_calls"][0]["function"] = {"name": "t", "arguments": '{ "a" : "5" }'}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
+    more = renderer.ask(conversation, [USER, back, *results], tools)
+    assert ours.decode(more.tokens) == ";t:9<eos>;t:9<eos>;a:"
+    again = conversation.answered(more, Answer(text="5", content="5"), drawn([9, 2], version=2))
+    assert ours.decode(again.tokens) == f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;t:9<eos>;a:{ours.decode([9])}<eos>"
+    np.testing.assert_array_equal(again.tokens[: len(conversation.tokens)], conversation.tokens)
+    # An answer of before, in whatever words, is compared with what was told of it.
+    renderer.ask(again, [USER, back, *results, {"role": "assistant", "content": "5"}, USER], tools)
+
+    changed = {**back, "tool_calls": [{**back["tool_calls"][0], "function": {"name": "t", "arguments": "{}"}}]}
+    for wrong in (changed, {"role": "assistant", "content": "1"}, {"role": "assistant", "content": CALLS}):
+        with pytest.raises(Refused, match=r"^messages\[1\].(tool_calls|content): got"):
+            renderer.ask(conversation, [USER, wrong, *results], tools)
+
+
+def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_malformed() -> None:
+    renderer, ours = calling()
+    without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
+
+    def read(asked: Asked, text: str, *end: int) -> Answer:
+        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
+
+    assert read(with_tools, CALLS, 2).calls
+    malformed = CALLS.replace('"5"', '"5')
+    for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
+        assert read(asked, text, *end) == Answer(text=text, content=text)
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    assert not Renderer(ours).answer(with_tools, said, PARAMS).calls
+
+
+def test_marks_of_a_call_may_be_special_tokens() -> None:
+    _, ours = calling()
+    ours.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    renderer = Renderer(ours, FORMATS["hermes"])
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, PARAMS)
+    assert answer.content == "1" and len(answer.calls) == 2
+    assert "tool_call" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "^messages: nothing to answer"),
+        (
+            [USER, {"role": "assistant", "content": "0"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
+            "^messages: nothing to answer; the last message must not be a tool call",
+        ),
+        ([USER, {"role": "assistant", "content": "0"}], "^messages: got 2, but the episode already has 2, including"),
+        ([USER], "^messages: got 1, but the episode already has 2, including its last answer; send all of those "),
+        (
+            [{"role": "user", "content": "13"}, TOOL, TOOL],
+            r"^messages\[0\].content: got '13', but the episode has '12",
+        ),
+        ([USER, {"role": "assistant", "content": "1"}, TOOL], r"^messages\[1\].content: got '1', .* has '0' there"),
+        ([USER, {"role": "user", "content": "0"}, TOOL], r"^messages\[1\].role: got 'user', .* has 'assistant'"),
+        ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', but the episode has None"),
+        (
+            [USER, {"role": "assistant", "content": "0"}, {"content": "4"}],
+            r"^messages\[2\] has no string 'role'; every message needs",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
+            r"^messages\[0\] has the content part \{'type': 'image_url'.*, but the model reads only text parts",
+        ),
+        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\] has no string 'content'; every message needs"),
+    ],
+)
+def test_a_request_that_does_not_continue_the_conversation_is_refused(
+    messages: list[dict[str, Any]], told: str
+) -> None:
+    renderer = Renderer(tokenizer())
+    conversation = answered(renderer, Conversation(), [USER], [4, 2])
+    with pytest.raises(Refused, match=told):
+        renderer.ask(conversation, messages)
+
+
+def test_what_the_template_refuses_is_told_with_the_roles() -> None:
+    renderer = Renderer(tokenizer("{{ raise_exception('no') }}"))
+    with pytest.raises(
+        Refused, match=r"chat template rejects its messages \(TemplateError: no\); their roles are: user, tool"
+    ):
+        renderer.ask(Conversation(), [USER, TOOL])
+    silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
+    conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
+    with pytest.raises(Refused, match="the chat template omits the last answer"):
+        silent.ask(conversation, [*messages, TOOL])
+
+
+def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
+    renderer, messages = Renderer(tokenizer(template=None)), [{"role": "user", "content": "1"}]
+
+    def experts(*numbers: int) -> Any:
+        return np.array(numbers, dtype=np.int16).reshape(-1, 1, 1)
+
+    first = answered(renderer, Conversation(), messages, [4, 2], experts=experts(1, 2, 3, -1))  # <bos> 1, two drawn
+    second = answered(renderer, first, [*messages, TOOL], [5], experts=experts(9, 9, 9, 7, 6, 5, -1))
+    assert second.routed_experts is not None
+    assert second.routed_experts.ravel().tolist() == [1, 2, 3, 7, 6, 5, -1]
+
+
+# ---- an answer that the request begins -------------------------------------------------------------------------------
+
+
+def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_that_ends() -> None:
+    two = "{% if loop.previtem and loop.previtem['role'] == message['role'] %}{{ raise_exception('two') }}{% endif %}"
+    ours = tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two))
+    renderer, messages = Renderer(ours), [USER, {"role": "assistant", "content": "3"}]
+    conversation = answered(renderer, Conversation(), messages, [*ours.encode("7")[1:], 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>"
+    assert (conversation.text, conversation.prompt_length) == ("7", len(ours.encode("u:12<eos>;a:3")))
+    conversation = answered(renderer, conversation, [*messages, TOOL, {"role": "assistant", "content": "5"}], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
+
+
+def test_without_a_template_a_begun_answer_is_text_like_any_other() -> None:
+    ours = tokenizer(template=None)
+    asked = Renderer(ours).ask(Conversation(), [USER, {"role": "assistant", "content": "3"}])
+    assert ours.decode(asked.tokens) == "<bos>123"
+
+
+def test_arguments_of_the_template_hold_in_every_turn() -> None:
+    ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
+    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
+    conversation = answered(renderer, Conversation(), messages, [4, 2])
+    conversation = answered(renderer, conversation, [*messages, TOOL], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:90<eos>;t:45<eos>;a:90<eos>"
+
+
+# ---- tokenizers with habits ------------------------------------------------------------------------------------------
+
+
+def metaspace(scheme: str) -> PreTrainedTokenizerBase:
+    """Puts a space before a text, as sentencepiece does; merges a space with the letter behind it."""
+    letters = {char: index for index, char in enumerate("\u2581abcdef.\n")}
+    vocabulary = {"<s>": 20, "</s>": 2, **{char: 3 + index for char, index in letters.items()}, "\u2581a": 21, "ab": 22}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [("\u2581", "a"), ("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 20), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("follows", ["abc", " abc", "a", "\nab", ".", "  b"])
+def test_texts_without_a_template_are_exactly_concatenated_whatever_the_tokenizer_puts_before_one(
+    scheme: str, follows: str
+) -> None:
+    ours = metaspace(scheme)
+    assert ours.decode(ours.encode("abc", add_special_tokens=False)[1:]) != "abc"  # the space is in the first token
+    renderer, messages = Renderer(ours), [{"role": "user", "content": "de"}]
+    said = [ours.convert_tokens_to_ids("f")]
+    conversation = answered(renderer, Conversation(), messages, said)
+    conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
+    assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
+    assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
+
+
+def test_a_byte_level_tokenizer_encodes_what_follows_as_it_encodes_any_text() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({char: n for n, char in enumerate("ab\u0120")}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    ours = PreTrainedTokenizerFast(tokenizer_object=inner)
+    for text in ("ab", " ab", "a b"):
+        assert behind(ours, text) == ours.encode(text)

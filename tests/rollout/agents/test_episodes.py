@@ -1,0 +1,128 @@
+"""What a user's function may be, and what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction, resolve_function
+from corerl.rollout.rewards.base import Failure
+
+
+def test_the_function_is_found_and_tried_before_anything_starts() -> None:
+    found = resolve_function("examples.two_turn_tool:fetch", {"tool": False})
+    assert (found.name, found.options) == ("examples.two_turn_tool:fetch", {"tool": False})
+    with pytest.raises(ConfigError, match="^rollout.function: 'examples.two_turn_tool:fetsh': .* did you mean"):
+        resolve_function("examples.two_turn_tool:fetsh", {})
+    with pytest.raises(ConfigError, match=r"^rollout.function=.* with rollout.episodes.options=\{'tol': 1\}: .*'tol'"):
+        resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
+
+
+def test_an_episode_begins_with_the_prompts_own_messages() -> None:
+    chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    episodes = [
+        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", client=None)  # type: ignore[arg-type]
+        for prompt in (Prompt(index=40, text="21>", answer="12"), Prompt(index=1, text="s u", answer="", messages=chat))
+    ]
+    assert episodes[0].messages == [{"role": "user", "content": "21>"}]
+    assert episodes[1].messages == list(chat) and episodes[1].messages is not episodes[1].messages
+
+
+async def patient(episode: Episode) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def impatient(episode: Episode) -> float:
+    raise TimeoutError("the tool did not answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (
+            lambda episode: 10**5000,
+            "no-number",
+            "returned int that is too large to be shown, wanted a finite number or",
+        ),
+        (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number or None, on "),
+        (lambda episode: {"right": 1.0}, "no-number", "returned {'right': 1.0}, wanted a finite number or None, on "),
+        (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
+        (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number or None, on prompt 0 ('q')"),
+        (patient, "timeout", "took longer than rollout.episodes.timeout=0.05 seconds on prompt 0 ('q')"),
+        (impatient, "raised", "raised TimeoutError: the tool did not answer (tests/rollout/agents/test_episodes.py:"),
+    ],
+)
+def test_what_is_no_reward_fails_the_episode_and_a_value_that_is_late_is_late(
+    function: Callable[[Episode], Any], kind: str, told: str
+) -> None:
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    failure = EpisodeFunction(name="mine:play", function=function).play(episode, 0.05)
+    assert isinstance(failure, Failure) and failure.kind == kind
+    assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), torch.tensor(1.0).bfloat16(), np.float32(1), 1])
+def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> None:
+    async def later(episode: Episode) -> object:
+        return value
+
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    for function in (later, lambda episode: value):
+        assert EpisodeFunction(name="mine:play", function=function).play(episode, 60.0) == 1.0
+
+
+def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:
+    begun, loops = threading.Event(), set()
+    ended = asyncio.Event()
+
+    async def exits() -> None:
+        sys.exit("bad argument")
+
+    async def function(episode: Episode) -> float:
+        loops.add(asyncio.get_running_loop())
+        match episode.prompt.index:
+            case 0:
+                begun.set()
+                await ended.wait()
+            case 1:
+                await exits()
+            case 2:
+                await asyncio.gather(asyncio.sleep(0), exits())  # in a task of its own
+            case 3:
+                raise KeyboardInterrupt
+            case 4:
+                ended.set()
+        return 1.0
+
+    mine = EpisodeFunction(name="mine:play", function=function)
+    outcomes: dict[int, float | Failure | None] = {}
+
+    def play(index: int) -> None:
+        prompt = Prompt(index=index, text="5>", answer="")
+        outcomes[index] = mine.play(Episode(prompt=prompt, base_url="", client=None), timeout=10.0)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=play, args=(index,), daemon=True) for index in range(5)]
+    threads[0].start()
+    assert begun.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+        thread.join(10)
+    threads[0].join(10)
+    said = {index: each.message if isinstance(each, Failure) else each for index, each in outcomes.items()}
+    raised = "rollout.function 'mine:play' raised"
+    assert {index: each for index, each in said.items() if index in (0, 4)} == {0: 1.0, 4: 1.0}
+    exit_at = f"{raised} SystemExit: bad argument (tests/rollout/agents/test_episodes.py:"
+    assert all(str(said[index]).startswith(exit_at) for index in (1, 2))
+    assert str(said[3]).startswith(f"{raised} KeyboardInterrupt")
+    assert len(loops) == 1

@@ -1,0 +1,759 @@
+"""Episodes against engines that say what a function of tokens, noise and position says, and against real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import EpisodesConfig, ModelConfig
+from corerl.data.prompts import Prompt
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.engines.fleet import NoneLeft
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.stops import Stops, until_stop
+from corerl.engines.transformers import TransformersEngine
+from corerl.errors import EngineFailed, RewardError
+from corerl.models.tokenizer import load_tokenizer
+from corerl.ops.noise import hash_key
+from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
+from corerl.rollout.agents.conversation import Refused
+from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
+from corerl.rollout.agents.play import EpisodeSampler
+from corerl.rollout.rewards.base import Failure, Reward
+from corerl.rollout.sampler import Rollout, Sampler
+from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
+from tests.machine import paced
+
+TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
+PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))
+PROMPTS = [Prompt(index=40, text="21>", answer="12"), Prompt(index=8, text="5>", answer="5", fields={"tool": "77>"})]
+
+
+class Oracle:
+    """A row's next token is a function of its noise and of how many came before: seldom the end."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        rows, stops = [], request.params.stop_tokens
+        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
+            row: list[int] = []
+            while len(row) < left and not (row and row[-1] in stops):
+                draw = hash_key(int(key), int(begun) + len(row)) % 14
+                row.append(draw if draw > 3 else 2)
+            rows.append(row)
+        tokens = np.concatenate([np.array(row) for row in rows])
+        return Generation(
+            tokens=tokens,
+            offsets=np.cumsum([0, *map(len, rows)]),
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.array([row[-1] not in stops for row in rows]),
+        )
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[ChatServer]:
+    made = ChatServer(temperature=1.0, top_p=1.0)
+    yield made
+    made.close()
+
+
+Play = Callable[..., Rollout]
+
+
+@pytest.fixture
+def play(front: ChatServer) -> Play:
+    def sample(
+        function: Callable[..., Any],
+        *,
+        generate: Callable[[GenerateRequest], Generation] | None = None,
+        samples: int = 4,
+        params: SamplingParams = PARAMS,
+        prompts: Sequence[Prompt] = PROMPTS,
+        aside: Callable[[GenerateRequest], Generation] | None = None,
+        calls: int = 1,
+        longest_prompt: int = UNLIMITED,
+        told: Callable[[int, int], None] | None = None,
+        **config: Any,
+    ) -> Rollout:
+        sampler = EpisodeSampler(
+            tokenizer=TOKENIZER,
+            generate=generate or Oracle(),
+            seed=7,
+            function=EpisodeFunction(name="mine:play", function=function),
+            front=front,
+            config=EpisodesConfig(**config),
+            aside=aside,
+            calls=calls,
+            longest_prompt=longest_prompt,
+            told=told,
+        )
+        return sampler.sample(prompts, rollout_step=5, samples=samples, params=params)
+
+    return sample
+
+
+def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:
+    np.testing.assert_array_equal(one.batch.tokens, other.batch.tokens)
+    np.testing.assert_array_equal(one.batch.offsets, other.batch.offsets)
+    for name, column in other.batch.columns.items():
+        np.testing.assert_array_equal(one.batch.columns[name], column, err_msg=name)
+    for name, row in other.batch.rows.items():
+        if name not in but:
+            np.testing.assert_array_equal(one.batch.rows[name], row, err_msg=name)
+    assert one.texts == other.texts
+
+
+def single(episode: Episode) -> None:
+    episode.chat(episode.messages)
+
+
+def two_turns(episode: Episode) -> float:
+    messages = episode.messages
+    call = episode.chat(messages, max_tokens=3)
+    messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+    return float(len(episode.chat(messages)["message"]["content"]))
+
+
+def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play) -> None:
+    plain = Sampler(tokenizer=TOKENIZER, generate=Oracle(), seed=7)
+    played = play(single)
+    assert_equal(played, plain.sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS))
+    assert played.batch.rows["turns"].tolist() == [1] * 8
+    assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
+
+
+def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
+    told: list[tuple[int, int]] = []
+    play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)
+    assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
+
+
+def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(play: Play) -> None:
+    def slow(episode: Episode) -> float:
+        time.sleep(0.02 * np.random.default_rng().random())
+        value = two_turns(episode)
+        time.sleep(0.02 * np.random.default_rng().random())
+        return value
+
+    together, alone = Oracle(), Oracle()
+    reference = play(two_turns, generate=together)
+    assert_equal(play(slow), reference)
+    assert_equal(play(two_turns, generate=alone, concurrency=1), reference)
+    assert [len(request) for request in alone.requests] == [1] * 16
+    assert len(together.requests[0]) == 8  # the first requests of all episodes, in one call
+    assert reference.outcomes == [float(len(text)) for text in reference.texts]
+
+
+def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play: Play) -> None:
+    def three_turns(episode: Episode) -> None:
+        messages = episode.messages
+        for limit in (1, 2, None):
+            call = episode.chat(messages, **({"max_tokens": limit} if limit else {}))
+            messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+
+    oracle = Oracle()
+    play(three_turns, generate=oracle)
+    assert {request.params for request in oracle.requests} == {PARAMS}  # or engines could not draw them together
+    left = {
+        (int(begun), int(left)) for each in oracle.requests for begun, left in zip(each.begun, each.left, strict=True)
+    }
+    # A turn of one token, and two or three of a tool's; a turn of at most two, and as many of a tool's again.
+    assert {pair for pair in left if pair[0] < 5} == {(0, 1), (3, 2), (4, 2)}
+    assert all(begun + drawn == PARAMS.max_tokens for begun, drawn in left if begun >= 5)
+
+
+def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play) -> None:
+    plain, oracle = Oracle(), Oracle()
+    Sampler(tokenizer=TOKENIZER, generate=plain, seed=7).sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS)
+
+    def last_first(episode: Episode) -> None:
+        time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
+        single(episode)
+
+    play(last_first, generate=oracle)
+    order = plain.requests[0].noise_keys.tolist()
+    asked = [[order.index(key) for key in request.noise_keys.tolist()] for request in oracle.requests]
+    assert sorted(row for call in asked for row in call) == list(range(8))
+    assert all(call == sorted(call) for call in asked)  # of those that came together, which is all, unless time flew
+
+
+def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
+    rollout = play(two_turns)
+    plain = Sampler(tokenizer=TOKENIZER, generate=Oracle(), seed=7)
+    keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
+    for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
+        group = row // 4
+        prompt = TOKENIZER.encode(PROMPTS[group].text)
+
+        def say(begun: int, limit: int, key: int = int(keys[row])) -> list[int]:
+            request = GenerateRequest(
+                tokens=np.zeros(0, np.int64),
+                offsets=np.zeros(2, np.int64),
+                noise_keys=np.array([key]),
+                params=evolve(PARAMS, max_tokens=limit),
+                begun=np.array([begun]),
+            )
+            return Oracle()(request).tokens.tolist()
+
+        first = say(0, 3)
+        tool = TOKENIZER.encode(("9>", "77>")[group])[1:]
+        second = say(len(first) + len(tool), 12)
+        assert tokens.tolist() == [*prompt, *first, *tool, *second]
+        low, high = rollout.batch.offsets[row : row + 2]
+        sampled = np.repeat([False, True, False, True], list(map(len, (prompt, first, tool, second))))
+        np.testing.assert_array_equal(rollout.batch.columns["loss_mask"][low:high], sampled)
+        np.testing.assert_array_equal(
+            rollout.batch.columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0)
+        )
+        np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
+        assert rollout.batch.rows["prompt_length"][row] == len(prompt)
+        assert rollout.batch.rows["response_length"][row] == len(tokens) - len(prompt)
+        assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
+    assert rollout.batch.rows["turns"].tolist() == [2] * 8
+
+
+def test_the_log_probs_of_all_turns_are_those_of_one_pass_over_the_final_row(play: Play, tmp_path: Path) -> None:
+    model = random_model(TIED, seed=3)
+    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    assert not update([engine], hf_tensors(model, tmp_path), version=4, path=tmp_path / "weights")[0].error
+    rollout = play(two_turns, generate=engine.generate)
+    engine.close()
+    rows = np.split(np.arange(len(rollout.batch.tokens)), rollout.batch.offsets[1:-1])
+    for row in rows:
+        tokens, mask = rollout.batch.tokens[row], rollout.batch.columns["loss_mask"][row]
+        expected = plain_logprobs(model, tokens.tolist())[np.arange(len(row) - 1), tokens[1:]].numpy()
+        np.testing.assert_allclose(
+            rollout.batch.columns["rollout_logprobs"][row][mask], expected[mask[1:]], atol=1e-5, rtol=0
+        )
+    assert set(rollout.batch.columns["versions"].tolist()) == {0, 4}
+    assert rollout.batch.rows["turns"].max() == 2
+
+
+def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode(play: Play) -> None:
+    waiting = threading.Event()
+
+    def some(episode: Episode, calls: list[int] = []) -> Any:  # noqa: B006  -- counts the calls
+        calls.append(0)
+        match len(calls):
+            case 1:
+                return "five"
+            case 2:
+                episode.chat(episode.messages)
+                raise KeyError("no such drawer")
+            case 3:
+                return 1.0
+            case 4:
+                episode.chat(episode.messages)
+                waiting.wait(20)
+            case 5:
+                episode.chat([{"role": "user", "content": "1"}], stream=True)
+        episode.chat(episode.messages)
+        return 0.5
+
+    rollout = play(some, samples=3, timeout=0.5, concurrency=1)
+    waiting.set()
+    kinds = [each.kind if isinstance(each, Failure) else each for each in rollout.outcomes]
+    assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
+    told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
+    on = "on prompt 40 ('21>')"
+    assert told[0] == f"rollout.function 'mine:play' returned 'five', wanted a finite number or None, {on}"
+    assert told[1].startswith(
+        "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/agents/test_play.py:"
+    )
+    assert told[2] == f"rollout.function 'mine:play' sent no request to the policy {on}"
+    assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
+    assert "RuntimeError: stream: got True, wanted False; leave it out" in told[4]
+    plain = play(single, samples=3)
+    drawn = [np.flatnonzero(rollout.batch.rows["turns"] == turns).tolist() for turns in (0, 1)]
+    assert drawn == [[0, 2, 4], [1, 3, 5]]
+    for row in drawn[1]:
+        np.testing.assert_array_equal(
+            rollout.batch.take(np.array([row])).tokens, plain.batch.take(np.array([row])).tokens
+        )
+    nothing = rollout.batch.take(np.array([4]))
+    assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
+
+
+def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(play: Play) -> None:
+    loops, ended = set(), []
+
+    async def later(episode: Episode) -> float:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.to_thread(episode.chat, episode.messages)
+        if episode.prompt.index == 8:
+            try:
+                await asyncio.sleep(20)
+            finally:
+                ended.append(episode)
+        return 2.0
+
+    rollout = play(later, timeout=0.5)
+    assert rollout.outcomes[:4] == [2.0] * 4
+    assert {each.kind for each in rollout.outcomes[4:] if isinstance(each, Failure)} == {"timeout"}
+    assert_equal(rollout, play(single))
+    deadline = time.monotonic() + paced(20)
+    while len(ended) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(ended) == 4 and len(loops) == 1
+
+
+def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
+    def opaque(episode: Episode) -> float:
+        messages = episode.messages
+        if episode.prompt.index == 40:  # a refused request is in the past once another one is answered
+            with pytest.raises(RuntimeError):
+                episode.chat(messages, temperature=0.3)
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        if episode.prompt.index == 40:
+            raise ValueError("of my own")
+        messages[0] = {"role": "user", "content": "0"}
+        try:
+            episode.chat([*messages, {"role": "user", "content": "1"}])
+        except RuntimeError:
+            raise ValueError("status 400") from None
+        return 1.0
+
+    first, second = (each.message for each in play(opaque, samples=1).outcomes if isinstance(each, Failure))
+    assert "raised ValueError: of my own" in first and "refused" not in first
+    assert "raised ValueError: status 400" in second
+    assert "; its last request was refused: messages[0].content: got '0', but the episode has '5>' there" in second
+
+
+def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
+    def show(episode: Episode) -> float:
+        messages = [{"role": "user", "content": "1" * (30 if episode.prompt.index == 40 else 8)}]
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        messages.append({"role": "user", "content": "5555"})  # what follows counts for rollout.max_tokens
+        episode.chat(messages)
+        return 1.0
+
+    longest = len(TOKENIZER("1" * 8)["input_ids"])
+    rollout = play(show, samples=2, longest_prompt=longest)
+    failed, refused = rollout.outcomes[:2], f"has 31 tokens, but only {longest} fit into rollout.context_length"
+    assert all(isinstance(each, Failure) and refused in each.message for each in failed)
+    assert rollout.outcomes[2:] == [1.0, 1.0]
+    assert rollout.batch.rows["prompt_length"][2:].tolist() == [longest] * 2
+
+
+def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def on_and_on(episode: Episode) -> None:
+        messages = episode.messages
+        while True:
+            choice = episode.chat(messages)
+            seen.append((choice["finish_reason"], choice["message"]["content"]))
+            messages += [choice["message"], {"role": "tool", "content": "0123"}]
+
+    rollout = play(on_and_on, samples=1, prompts=PROMPTS[:1], params=evolve(PARAMS, max_tokens=30))
+    (outcome,) = rollout.outcomes
+    assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
+    assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
+    assert rollout.batch.rows["truncated"].tolist() == [True]
+    assert rollout.batch.rows["response_length"][0] <= 30
+    assert rollout.batch.columns["loss_mask"][-1]  # nothing stands behind the last thing that was said
+    assert rollout.batch.rows["turns"][0] == len(seen) - 1
+
+    def once(episode: Episode) -> str:
+        return str(episode.chat(episode.messages, max_tokens=1)["finish_reason"])
+
+    reasons: list[str] = []
+    cut = play(lambda episode: reasons.append(once(episode)), samples=1)
+    assert not cut.batch.rows["truncated"].any()  # by the function's own wish
+    assert cut.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no_answer_was_cut(play: Play) -> None:
+    reasons: list[str] = []
+
+    def filled(episode: Episode) -> None:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "0123456789012"}]
+        reasons.append(episode.chat(messages)["finish_reason"])
+
+    rollout = play(filled, samples=1)
+    assert reasons == ["length"] * 2
+    assert rollout.batch.rows["truncated"].tolist() == [True, True]
+    assert rollout.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: Play) -> None:
+    drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn
+            drawing.set()
+            assert refused.wait(60)
+        return oracle(request)
+
+    def leaves(episode: Episode) -> float:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+
+        def ask() -> None:
+            with pytest.raises(RuntimeError, match="the episode is over"):
+                episode.chat(messages)
+            refused.set()
+
+        threading.Thread(target=ask).start()
+        assert drawing.wait(60)
+        return 1.0
+
+    rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert rollout.outcomes == [1.0]
+    assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
+
+
+def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_nothing(front: ChatServer) -> None:
+    function = EpisodeFunction(name="mine:play", function=single)
+    table = EpisodeRunner(
+        front=front,
+        tokenizer=TOKENIZER,
+        params=PARAMS,
+        function=function,
+        config=EpisodesConfig(),
+        state=threading.Condition(),
+    )
+    player = EpisodeState(number=0, group=0, prompt=PROMPTS[0], key=0)
+    table.end([player])
+    told: list[str] = []
+
+    def ask() -> None:
+        try:
+            table._answer(player, ChatRequest(messages=[{"role": "user", "content": "21>"}]))
+        except Refused as refusal:
+            told.append(refusal.code)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert told == ["episode_over"]
+
+
+def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
+    told: list[Any] = []
+
+    def unknown(request: GenerateRequest) -> Generation:
+        tokens = np.array([4, 100, 2] * len(request))
+        return Generation(
+            tokens=tokens,
+            offsets=np.arange(len(request) + 1) * 3,
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(len(request), dtype=np.bool_),
+        )
+
+    def asks(episode: Episode) -> None:
+        told.append(episode.chat(episode.messages, logprobs=True)["logprobs"]["content"])
+
+    rollout = play(asks, generate=unknown)
+    assert rollout.outcomes == [None] * 8
+    texts = [[(token["token"], token["logprob"]) for token in content] for content in told]
+    assert texts == [[("0", -4.0), ("", -100.0), ("<eos>", -2.0)]] * 8
+
+
+def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: Play) -> None:
+    texts: list[str] = []
+
+    def until(episode: Episode) -> None:
+        texts.append(episode.chat(episode.messages, stop=["7", ">", "3", "5"])["message"]["content"])
+
+    rollout = play(until)
+    rows = np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])
+    ended = []
+    for text, row, length in zip(rollout.texts, rows, rollout.batch.rows["prompt_length"], strict=True):
+        said = TOKENIZER.decode(row[length:]).replace("<eos>", "e")
+        ended.append(said[-1])
+        assert text == said.rstrip("7>35e") and not set(text) & set("7>35e") and len(said) - len(text) <= 1
+    assert set(ended) & set("7>35")
+    assert sorted(texts) == sorted(rollout.texts)
+
+    def unknown(episode: Episode) -> None:
+        episode.chat(episode.messages, stop=["1\u00e9"])
+
+    first = play(unknown).outcomes[0]
+    assert isinstance(first, Failure) and "no response can contain it; correct or remove it" in first.message
+
+
+def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
+    stop, contents = [f"{digit}7" for digit in range(10)], []
+
+    def twice(episode: Episode) -> None:
+        messages = episode.messages
+        for _ in range(2):
+            choice = episode.chat(messages, stop=stop, max_tokens=20)
+            contents.append(choice["message"]["content"])
+            messages += [choice["message"], {"role": "user", "content": "4"}]
+
+    oracle = Oracle()
+    rollout = play(
+        twice,
+        generate=lambda request: until_stop(oracle, request, Stops(TOKENIZER, request.params.stop)),
+        samples=16,
+        params=evolve(PARAMS, max_tokens=60),
+    )
+    sampled: list[str] = []
+    batch = rollout.batch
+    for row, mask in zip(
+        *(np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"])), strict=True
+    ):
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
+    said = [text.removesuffix("<eos>") for text in sampled]
+    assert sorted(contents) == sorted(text[:-2] if text[-2:] in stop else text for text in said)
+    assert not any(each in text[:-1] for each in stop for text in said)
+    # An answer may begin with what would complete a text begun by the environment.
+    assert any(text[0] == "7" and len(text) > 1 for text in said if text)
+    assert sum(text[-2:] in stop for text in said) > 8
+
+
+def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: ChatServer) -> None:
+    tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    tokenizer.chat_template = (
+        '{# <tool_call>{"name" #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}'
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    says = ['I add.<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>', "5"]
+    drawn = [[*tokenizer.encode(text, add_special_tokens=False), 2] for text in says]
+    turns: list[Any] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        tokens = np.array(drawn[int(request.begun[0] > 0)])
+        return Generation(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(1, dtype=np.bool_),
+        )
+
+    def calls(episode: Episode) -> float:
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        messages = episode.messages
+        choice = episode.chat(messages, tools=tools)
+        (call,) = choice["message"]["tool_calls"]
+        again = json.dumps(json.loads(call["function"]["arguments"]), indent=1)  # as a client's own types write it
+        message = {**choice["message"], "tool_calls": [{**call, "function": {"name": "add", "arguments": again}}]}
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        turns.extend([choice, episode.chat(messages, tools=tools)])
+        return 1.0
+
+    sampler = EpisodeSampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=calls),
+        front=front,
+        config=EpisodesConfig(),
+    )
+    params = SamplingParams(max_tokens=200, stop_tokens=(2,))
+    prompt = Prompt(index=1, text="2+3", answer="5")
+    rollout = sampler.sample([prompt], rollout_step=0, samples=1, params=params)
+    assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
+    assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
+    assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
+    said = ["u:2+3<eos>a:", f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
+    assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
+    sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
+    assert [part.tolist() for part in sampled] == drawn
+
+
+def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
+    errors: list[str] = []
+
+    def hasty(episode: Episode) -> None:
+        def ask(limit: int) -> None:
+            try:
+                episode.chat(episode.messages, max_tokens=limit)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=ask, args=(limit,)) for limit in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    rollout = play(hasty, samples=1, prompts=PROMPTS[:1])
+    (error,) = errors
+    assert "send one at a time" in error or "the episode already has 2, including its last answer" in error
+    assert rollout.batch.rows["turns"].tolist() == [1]
+
+
+def test_a_request_that_is_sent_again_gets_the_answer_of_the_first(play: Play) -> None:
+    """As clients do by themselves when an answer takes longer than they wait."""
+    asked, release = threading.Event(), threading.Event()
+    calls: list[GenerateRequest] = []
+    told: list[Any] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        calls.append(request)
+        asked.set()
+        assert release.wait(20)
+        return Oracle()(request)
+
+    def impatient(episode: Episode) -> float:
+        messages = episode.messages
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(episode.chat, messages, max_tokens=3)
+            assert asked.wait(20)
+            again = threads.submit(episode.chat, messages, max_tokens=3)
+            time.sleep(0.2)  # so that it comes while the first waits, or it would be answered all the same
+            release.set()
+            told.extend([first.result(), again.result()])
+        told.append(episode.chat(messages, max_tokens=3))
+        messages += [told[0]["message"], {"role": "tool", "content": "9>"}]
+        told.append(episode.chat(messages))
+        told.append(episode.chat(messages))
+        with pytest.raises(RuntimeError, match="the episode already has 4, including its last answer"):
+            episode.chat(episode.messages, max_tokens=3)  # no longer the last that was asked
+        return 1.0
+
+    rollout = play(impatient, samples=1, prompts=PROMPTS[:1], generate=slow)
+    assert rollout.outcomes == [1.0]
+    assert told[1] == told[2] == told[0] and told[4] == told[3] != told[0]
+    assert rollout.batch.rows["turns"].tolist() == [2] and len(calls) == 2
+    assert_equal(rollout, play(two_turns, samples=1, prompts=PROMPTS[:1]))
+
+
+def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:
+    ended: list[str] = []
+
+    def note(episode: Episode) -> None:
+        try:
+            episode.chat(episode.messages)
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    def broken(request: GenerateRequest) -> Generation:
+        raise EngineFailed("it is gone")
+
+    with pytest.raises(EngineFailed, match="it is gone"):
+        play(note, generate=broken)
+    deadline = time.monotonic() + paced(20)
+    while len(ended) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == ["the episode is over; its requests are no longer answered"] * 8
+
+    def paused(request: GenerateRequest) -> Generation:
+        return Generation.nothing(request)
+
+    with pytest.raises(EngineFailed, match="responses came back unfinished, but the engines were not paused"):
+        play(note, generate=paused)
+
+
+def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(play: Play) -> None:
+    under_way, others_done = threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        if request.begun.any() and not under_way.is_set():  # the first second turn
+            under_way.set()
+            assert others_done.wait(20)
+        return Oracle()(request)
+
+    def function(episode: Episode) -> float:
+        messages = episode.messages
+        call = episode.chat(messages, max_tokens=3)
+        if episode.prompt.index == 8:
+            assert under_way.wait(20)
+        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+        length = float(len(episode.chat(messages)["message"]["content"]))
+        ended.append(episode.prompt.index)
+        if ended == [8, 8]:
+            others_done.set()
+        return length
+
+    def never(request: GenerateRequest) -> Generation:
+        raise AssertionError("the thread that samples asks only where no engine is left")
+
+    reference = play(two_turns, samples=2)
+    assert_equal(play(function, samples=2, generate=never, aside=slow, calls=2), reference)
+    assert sorted(ended[:2]) == [8, 8]
+
+
+def test_where_no_engine_is_left_the_thread_that_samples_asks_for_new_ones(play: Play) -> None:
+    lost: list[int] = []
+
+    def gone(request: GenerateRequest) -> Generation:
+        lost.append(len(request))
+        raise NoneLeft("all have died")
+
+    mending = Oracle()
+    assert_equal(play(two_turns, generate=mending, aside=gone, calls=4), play(two_turns))
+    assert lost == [8] and len(mending.requests) >= 2
+
+    def broken(request: GenerateRequest) -> Generation:
+        raise EngineFailed("it is gone")
+
+    with pytest.raises(EngineFailed, match="it is gone"):
+        play(two_turns, aside=broken, calls=4)
+
+
+def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
+    def telling(request: GenerateRequest) -> Generation:
+        generation = Oracle()(request)
+        rows = []
+        for prompt, said in zip(request.by_row(), np.diff(generation.offsets), strict=True):
+            rows += [*range(len(prompt) + said - 1), -1]
+        return evolve(generation, routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 1, 1))
+
+    def first_only(episode: Episode) -> None:
+        if episode.prompt.index == 40:
+            two_turns(episode)
+
+    rollout = play(first_only, generate=telling, samples=1)
+    lengths = rollout.batch.lengths
+    expected = [*range(lengths[0] - 1), -1, *[-1] * lengths[1]]
+    assert rollout.batch.columns["routed_experts"].ravel().tolist() == expected
+
+    # Batches of which one has nothing drawn go together too, in either order.
+    nothing = play(lambda episode: None, generate=telling, samples=1, prompts=PROMPTS[:1])
+    assert "routed_experts" not in nothing.batch.columns
+    none = [-1] * len(nothing.batch.tokens)
+    for parts, told in (([rollout, nothing], [*expected, *none]), ([nothing, rollout], [*none, *expected])):
+        assert Rollout.concatenate(parts).batch.columns["routed_experts"].ravel().tolist() == told
+
+
+def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(play: Play) -> None:
+    rollout = evolve(play(single, samples=2), outcomes=[1.5, None, Failure(kind="raised", message="it raised"), None])
+    texts: list[str] = []
+
+    def reward(prompt: Prompt, response: str) -> float:
+        texts.append(response)
+        if prompt.index == 8:
+            raise ValueError("no")
+        return 4.0
+
+    scorer = EpisodeScorer(Reward(name="r", function=reward, failed_value=-1.0), failed_value=-1.0)
+    scores = scorer.score(rollout)
+    assert scores.rewards.tolist() == [1.5, 4.0, -1.0, -1.0]
+    assert scores.failed.tolist() == [False, False, True, True]
+    assert scores.failures == {"raised": 2} and scores.first == "it raised"
+    assert texts == [rollout.texts[1], rollout.texts[3]]
+    second = evolve(rollout, outcomes=[1.0, 2.0, None, Failure(kind="timeout", message="late")])
+    assert scorer.score(second).first.startswith("reward 'r' raised ValueError: no")
+    assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
+    all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)
+    with pytest.raises(RewardError, match="^it raised; none of the 4 samples has a reward$"):
+        scorer.score(all_failed)
+    assert scorer.score(all_failed, part=True).rewards.tolist() == [-1.0] * 4
+    taken = rollout.take(np.array([1]))
+    assert taken.outcomes == rollout.outcomes[2:]
+    assert Rollout.concatenate([taken, rollout]).outcomes == [*taken.outcomes, *rollout.outcomes]

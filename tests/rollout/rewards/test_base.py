@@ -1,0 +1,433 @@
+import asyncio
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import RewardConfig, RewardFunction
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards.base import Failure, Judged, Reward, samples_of
+from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
+from corerl.rollout.sampler import Rollout
+from corerl.types import SampleBatch
+
+SORT = Prompt(index=35018, text="35018>", answer="01358")
+
+
+def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) -> Rollout:
+    batch = SampleBatch(
+        tokens=np.zeros(len(texts), dtype=np.int64),
+        offsets=np.arange(len(texts) + 1),
+        rows={"group": np.array(groups)},
+    )
+    return Rollout(batch=batch, prompts=prompts, texts=texts)
+
+
+def test_scores_follow_the_samples_to_their_own_prompts() -> None:
+    other = Prompt(index=7, text="00007>", answer="00007")
+    both = rollout(["01358", "00007", "00007", "01357"], [0, 0, 1, 1], (SORT, other))
+    assert resolve_reward("exact-match", {}).score(both).rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
+    mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
+    reward = resolve_reward("my_rewards:longer", {"than": 3})
+    assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
+
+
+def test_a_reward_that_raises_is_an_error_that_names_function_sample_and_cause(mine: ModuleType) -> None:
+    mine.parse = lambda prompt, response: int(response)  # type: ignore[attr-defined]
+    reward = resolve_reward("my_rewards:parse", {})
+    with pytest.raises(RewardError, match=r"'my_rewards:parse' raised ValueError: .*prompt 35018 \('35018>'\).*'1x'"):
+        reward(SORT, "1x")
+
+
+def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first_is_named(mine: ModuleType) -> None:
+    mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
+    reward = evolve(resolve_reward("my_rewards:parse", {}), failed_value=-0.5)
+    scores = reward.score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
+    assert scores.rewards.tolist() == [2.0, -0.5, -0.5, 3.0, -0.5]
+    assert scores.failures == {"no-number": 1, "raised": 2}
+    assert scores.first == (
+        "reward 'my_rewards:parse' returned nan, wanted a finite number, on prompt 35018 ('35018>') with the response "
+        "'nan'"
+    )
+
+
+def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() -> None:
+    def broken(prompt: Prompt, response: str) -> float:
+        raise ValueError("no\nway")
+
+    with pytest.raises(
+        RewardError,
+        match=r"^reward 'mine' raised ValueError: no way \(tests/rollout/rewards/test_base.py:\d+\) on .* 'a'; all 2 ",
+    ):
+        Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
+
+
+def in_a_library(prompt: Prompt, response: str) -> float:
+    return float(json.loads(response))
+
+
+def in_corerl(prompt: Prompt, response: str) -> float:
+    return exact_match(prompt, response)
+
+
+@pytest.mark.parametrize("function", [in_a_library, in_corerl])
+def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(function: Callable[..., Any]) -> None:
+    failure = Reward(name="mine", function=function).outcome(Prompt(index=0, text="a", answer=""), "[")
+    line = function.__code__.co_firstlineno + 1
+    where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
+    assert isinstance(failure, Failure) and where in failure.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
+def test_a_reward_that_is_no_finite_number_is_an_error_that_shows_it(mine: ModuleType, value: object) -> None:
+    mine.odd = lambda prompt, response: value  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match="returned .*, wanted a finite number, on prompt 35018"):
+        resolve_reward("my_rewards:odd", {})(SORT, "1")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+def unspeakable(prompt: Prompt, response: str) -> float:
+    raise Unspeakable
+
+
+def cancelled(prompt: Prompt, response: str) -> float:
+    raise asyncio.CancelledError("by a client of mine")
+
+
+def verbose(prompt: Prompt, response: str) -> float:
+    raise ValueError("no number in " + "x" * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
+        (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
+        (unspeakable, "raised", "raised Unspeakable (tests/rollout/rewards/test_base.py:"),
+        (cancelled, "raised", "raised CancelledError: by a client of mine (tests/rollout/rewards/test_base.py:"),
+        (verbose, "raised", f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/rewards/test_base.py:"),
+    ],
+)
+def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
+    function: Callable[..., Any], kind: str, told: str
+) -> None:
+    outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == kind and told in outcome.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_signal_that_interrupts_is_no_failure_of_the_sample(number: signal.Signals, hides: bool) -> None:
+    def interrupted(prompt: Prompt, response: str) -> float:
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            if not hides:
+                raise
+        return 1.0
+
+    before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Reward(name="mine:f", function=interrupted).outcome(SORT, "x")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+# ---- what a function may return, and take ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).bfloat16()]
+)
+def test_a_scalar_of_numpy_or_torch_is_a_number(value: object) -> None:
+    reward = Reward(name="mine:f", function=lambda prompt, response: value)
+    assert reward(SORT, "x") == 0.5
+    assert type(reward(SORT, "x")) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (np.bool_(True), 1.0),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(3), 3.0),
+        (np.uint64(7), 7.0),
+        (Fraction(1, 2), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (np.longdouble(0.5), 0.5),
+    ],
+)
+def test_truth_values_and_integers_are_numbers_too(value: object, number: float) -> None:
+    assert Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x") == number
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([0.5]),
+        torch.tensor([0.5]),
+        torch.tensor(math.nan),
+        torch.tensor(1j),
+        np.array("0.5"),
+        np.float32("inf"),
+        (0.5, {"right": 1.0}),
+        {},
+        {"right": 1.0, "short": math.nan},
+        {"right": {"first": 1.0}},
+        {"far": 3e38, "farther": 3e38},
+        {1: 1.0, "1": 2.0},
+    ],
+)
+def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda: 10**5000, "returned int that is too large to be shown, wanted a finite number, on prompt 35018 "),
+        (
+            lambda: {"a": 10**5000},
+            "returned dict that is too large to be shown, wanted finite numbers by name, on prompt 35018 ",
+        ),
+        (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
+    ],
+)
+def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message.startswith(f"reward 'mine:f' {told}")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and len(outcome.message) < 300
+    assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
+
+
+def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message == (
+        "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
+        "the weights, on prompt 35018 ('35018>') with the response 'x'"
+    )
+
+
+def parts(prompt: Prompt, response: str) -> dict[str, object]:
+    return {"right": np.float32(response == "x"), "short": torch.tensor(1.0 / len(response))}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rewards"),
+    [({}, [2.0, 0.5]), ({"right": 3.0, "short": -1.0}, [2.0, -0.5]), ({"right": 1, "short": 0}, [1, 0])],
+)
+def test_parts_are_weighted_in_the_reward_and_summed_as_they_are(
+    weights: dict[str, float], rewards: list[float]
+) -> None:
+    scores = Reward(name="mine:f", function=parts, weights=weights).score(rollout(["x", "yy"], [0, 0], (SORT,)))
+    assert scores.rewards.tolist() == rewards
+    assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
+
+
+def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_it() -> None:
+    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome(SORT, "x")
+    assert isinstance(outcome, Failure)
+    assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
+    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome(SORT, "x")
+    assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
+
+
+def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine: ModuleType) -> None:
+    seen: list[list[int]] = []
+    mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
+    batch = SampleBatch(
+        tokens=np.arange(12),
+        offsets=np.array([0, 4, 10, 12]),
+        # A response; an episode of two answers; an episode that asked nothing.
+        columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
+        rows={"group": np.zeros(3, dtype=np.int64)},
+    )
+    resolve_reward("my_rewards:reward", {}).score(Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""]))
+    assert seen == [[2, 3], [7, 8], []]
+    assert {type(token) for tokens in seen for token in tokens} == {int}
+    with pytest.raises(ConfigError, match="reward.options.tokens: .* gets the response's token ids under this name"):
+        resolve_reward("my_rewards:reward", {"tokens": 3})
+
+
+@pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
+def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes_them(
+    mine: ModuleType, others: tuple[str, ...]
+) -> None:
+    mine.counting = counting  # type: ignore[attr-defined]
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in others)))
+    assert reward.takes_tokens == (len(others) == 2)
+    both = rollout(["1", "2"], [0, 0], (SORT,))
+    assert samples_of(both, tokens=False) == [(SORT, "1", ()), (SORT, "2", ())]
+    for (prompt, text, tokens), wanted in zip(samples_of(both, tokens=True), "12", strict=True):
+        assert (prompt, text, list(tokens)) == (SORT, wanted, [0])
+        assert isinstance(tokens, np.ndarray) and tokens.dtype == np.int32
+    assert reward.score(both).rewards.tolist() == [len(others) - 1.0] * 2
+
+
+# ---- async functions -------------------------------------------------------------------------------------------------
+
+
+def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
+    inside, most = 0, 0
+    met: list[asyncio.Event] = []
+
+    async def judge(prompt: Prompt, response: str) -> float:
+        nonlocal inside, most
+        met = met_of()
+        inside += 1
+        most = max(most, inside)
+        if inside == 4:
+            met.set()  # none of them goes on before the last one has begun
+        await met.wait()
+        inside -= 1
+        return float(len(response))
+
+    def met_of() -> asyncio.Event:
+        if not met:
+            met.append(asyncio.Event())
+        return met[0]
+
+    scores = Reward(name="mine:f", function=judge).score(rollout(["a", "bb", "ccc", ""], [0] * 4, (SORT,)))
+    assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 0.0]
+    assert most == 4
+
+
+def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
+    inside, most = 0, 0
+
+    async def judge(prompt: Prompt, response: str) -> float:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.05)
+        inside -= 1
+        return float(response)
+
+    texts = [str(n) for n in range(70)]
+    scores = Reward(name="mine:f", function=judge).score(rollout(texts, [0] * 70, (SORT,)))
+    assert scores.rewards.tolist() == [float(n) for n in range(70)]
+    assert most == 32
+
+
+def test_each_sample_of_an_async_function_fails_by_itself() -> None:
+    async def judge(prompt: Prompt, response: str) -> float:
+        match response:
+            case "slow":
+                await asyncio.sleep(60)
+            case "late":
+                raise TimeoutError("the judge did not answer")
+            case "over":
+                raise asyncio.CancelledError
+            case "ends":
+                raise SystemExit(3)
+            case "cancels":
+                cast(asyncio.Task[float], asyncio.current_task()).cancel()
+        return 1.0
+
+    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
+    fine, *failures = Reward(name="mine:f", function=judge).outcomes(samples, limit=0.2)
+    assert fine == Judged(reward=1.0)
+    told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
+    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
+    assert "took longer than reward.timeout=0.2 seconds" in told[0][1]
+    assert "raised TimeoutError: the judge did not answer" in told[1][1]
+
+
+def test_a_function_that_returns_an_awaitable_is_awaited() -> None:
+    async def later(response: str) -> float:
+        return float(len(response))
+
+    reward = Reward(name="mine:f", function=lambda prompt, response: later(response))
+    assert reward(SORT, "abc") == 3.0
+
+
+# ---- several functions -----------------------------------------------------------------------------------------------
+
+
+async def patient(prompt: Prompt, response: str, *, factor: float) -> dict[str, float]:
+    return {"length": factor * len(response), "one": 1.0}
+
+
+def counting(prompt: Prompt, response: str, tokens: list[int]) -> int:
+    return len(tokens)
+
+
+def test_several_functions_are_summed_by_weight_and_each_is_reported(mine: ModuleType) -> None:
+    mine.patient, mine.counting = patient, counting  # type: ignore[attr-defined]
+    config = RewardConfig(
+        failed_value=-1.0,
+        functions=(
+            RewardFunction(name="exact-match", weight=2.0),
+            RewardFunction(name="my_rewards:counting", label="tokens", weight=0.1),
+            RewardFunction(
+                name="my_rewards:patient", options={"factor": 3.0}, weight=10.0, weights={"length": 1.0, "one": 0.5}
+            ),
+        ),
+    )
+    scores = reward_of(config).score(rollout(["01358", "x"], [0, 0], (SORT,)))
+    assert scores.rewards.tolist() == pytest.approx([2 * 1 + 0.1 * 1 + 10 * (15 + 0.5), 0 + 0.1 * 1 + 10 * (3 + 0.5)])
+    assert scores.parts == {
+        "exact-match": (1.0, 2),
+        "tokens": (2.0, 2),
+        "patient": (19.0, 2),
+        "patient.length": (18.0, 2),
+        "patient.one": (2.0, 2),
+    }
+
+
+def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_time_is_the_samples(
+    mine: ModuleType,
+) -> None:
+    def sync(prompt: Prompt, response: str) -> float:
+        time.sleep(0.3 if response == "slow" else 0.0)
+        if response == "bad":
+            raise KeyError("bad")
+        return float(threading.current_thread() is threading.main_thread())
+
+    async def later(prompt: Prompt, response: str) -> float:
+        await asyncio.sleep(0.05)
+        return float(threading.current_thread() is threading.main_thread())
+
+    mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
+    names = ("my_rewards:later", "my_rewards:sync")
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
+    fine, slow, bad, again = reward.outcomes([(SORT, text, ()) for text in ("x", "slow", "bad", "x")], limit=0.25)
+    assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
+    assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
+    assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
+
+
+def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:act", {})
+    outcome = reward.outcome(SORT, "leave")
+    assert isinstance(outcome, Failure) and outcome.kind == "died"
+    assert " ended its process (sys.exit(4)) on prompt " in outcome.message

@@ -1,0 +1,352 @@
+"""Real processes, which import `tests.rollout.user_rewards` by name."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.config.schema import RewardConfig, RewardFunction
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards.base import Failure, Reward, Scores
+from corerl.rollout.rewards.lookup import resolve_reward, reward_of
+from corerl.rollout.rewards.pool import scorer
+from corerl.rollout.sampler import Rollout
+from corerl.types import SampleBatch
+from tests.machine import paced
+
+ACT = "tests.rollout.user_rewards:act"
+
+
+def rollout(texts: list[str]) -> Rollout:
+    batch = SampleBatch(
+        tokens=np.zeros(len(texts), dtype=np.int64),
+        offsets=np.arange(len(texts) + 1),
+        rows={"group": np.zeros(len(texts), dtype=np.int64)},
+    )
+    return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
+
+
+def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
+    config = RewardConfig(name=name, options=options or {}, **settings)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        return judge.score(rollout(texts))
+
+
+def alive(pid: int) -> bool:
+    """Until its last thread has ended: so long what it had opened stays open."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z" or threads > 1
+
+
+def gone(pids: set[int], *, within: float = 20.0) -> bool:
+    end = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_rewards_stand_in_the_order_of_the_samples_whatever_the_number_of_processes() -> None:
+    texts = ["x" * (3 * i % 11) for i in range(150)]
+    inside, outside = (scores(texts, processes=processes) for processes in (0, 2))
+    assert inside.rewards.tolist() == outside.rewards.tolist() == [float(3 * i % 11) for i in range(150)]
+    assert (outside.failures, outside.first) == ({}, "")
+
+
+def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_their_own() -> None:
+    texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
+    found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
+    assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
+    assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
+    assert found.first == (
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:23) on prompt 7 ('p') with the "
+        "response 'raise'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("loop", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
+        ("stuck", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
+        ("exit", "died", "ended its process (exit status 3) on prompt 7"),
+        ("leave", "died", "ended its process (sys.exit(4)) on prompt 7"),
+        ("segfault", "died", "ended its process (SIGSEGV) on prompt 7"),
+    ],
+)
+def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) -> None:
+    found = scores([text, "ok"], processes=1, timeout=0.5)
+    assert found.rewards.tolist() == [0.0, 2.0]
+    assert found.failures == {kind: 1}
+    assert message in found.first
+
+
+def test_the_sample_at_which_a_process_is_lost_is_known_and_no_other_one_is_scored_twice(tmp_path: Path) -> None:
+    name = "tests.rollout.user_rewards:noted"
+    texts = ["a", "stuck", "bb", "ccc", "exit", "four", "seven", "raise", "loop", "last"]  # 3 travel together
+    found = scores(texts, name, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
+    assert found.rewards.tolist() == [1.0, -1.0, 2.0, 3.0, -1.0, 4.0, 5.0, -1.0, -1.0, 4.0]
+    assert found.failures == {"timeout": 2, "died": 1, "raised": 1}
+    assert found.first == (
+        f"reward {name!r} took longer than reward.timeout=0.3 seconds on prompt 7 ('p') with the response 'stuck'"
+    )
+    assert sorted((tmp_path / "calls").read_text().split()) == sorted(texts)  # each bad one has cost its time once
+
+
+def test_while_a_process_is_held_up_others_score_the_rest_of_its_chunk(tmp_path: Path) -> None:
+    texts = ["wait", "open"] + ["x"] * 10  # 2 travel together
+    config = {"directory": str(tmp_path)}
+    found = scores(texts, "tests.rollout.user_rewards:meeting", config, processes=2, timeout=paced(60))
+    assert (found.rewards.tolist(), found.failures) == ([1.0] * 12, {})
+
+
+@pytest.mark.parametrize(("text", "timeout"), [("stuck", 0.3), ("ok", 600.0), ("exit", 600.0)])
+def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: float, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        judge.score(rollout([text]), part=True)
+        pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
+        assert len(pids) == 4
+        if text == "exit":  # by itself, which leaves no trace of what is in a session of its own
+            os.kill(next(pid for pid, kind in pids.items() if kind == "own session"), signal.SIGKILL)
+        if text == "ok":
+            assert all(map(alive, pids))
+        else:
+            assert gone({*pids})
+    assert gone({*pids})
+
+
+UNKIND = ["shy exit", "shy value", "shy part", "number", "unsaid", "interrupt", "generator", "own cause"]
+WHERE = r" \(tests/rollout/user_rewards.py:\d+\)"
+SAID = [
+    ("died", r"ended its process \(sys.exit\(Shy that cannot be shown, since its class raises SystemExit\)\)"),
+    ("no-number", "returned Shy that cannot be shown, since its class raises SystemExit, wanted a finite number,"),
+    (
+        "no-number",
+        "returned dict that cannot be shown, since its class raises SystemExit, wanted finite numbers by name,",
+    ),
+    ("no-number", "returned a value that raised SystemExit: 0" + WHERE),
+    ("raised", "raised Unsaid" + WHERE),
+    ("raised", "raised KeyboardInterrupt: by itself" + WHERE),
+    ("raised", "raised GeneratorExit:" + WHERE),
+    ("raised", "raised Unsaid" + WHERE),
+]
+
+
+@pytest.mark.parametrize("name", ["unkind", "unkind_later", "unkind_awaited"])
+def test_whatever_a_reward_raises_and_returns_fails_that_sample_alone_with_one_line(name: str) -> None:
+    config = RewardConfig(name=f"tests.rollout.user_rewards:{name}", processes=1)
+    reward = resolve_reward(config.name, {})
+    samples = [(Prompt(index=7, text="p", answer="a"), each, ()) for each in UNKIND]
+    with ThreadPoolExecutor(1) as thread:
+        told = [reward.outcomes(samples), thread.submit(reward.outcomes, samples).result()]
+    with scorer(reward, config) as judge:
+        alone = [judge.score(rollout([each]), part=True) for each in UNKIND]
+        told.append([Failure(kind=next(iter(each.failures)), message=each.first) for each in alone])
+    for outcomes in told:
+        for each, text, (kind, said) in zip(outcomes, UNKIND, SAID, strict=True):
+            assert isinstance(each, Failure) and each.kind == kind
+            assert re.fullmatch(
+                f"reward '{config.name}' {said} on prompt 7 \\('p'\\) with the response '{text}'", each.message
+            )
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_reward_that_fails_on_every_sample_is_an_error_with_the_first_failure(processes: int) -> None:
+    with pytest.raises(RewardError, match=r"'nan'|returned nan, wanted a finite number, on prompt 7 .*all 2 samples"):
+        scores(["nan", "raise"], processes=processes)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("position-match", 0), ("position-match", 2), ("tests.rollout.user_rewards:promised", 0)],
+)
+def test_it_tells_how_many_samples_of_a_batch_are_scored(name: str, processes: int) -> None:
+    told: list[tuple[int, int]] = []
+    config = RewardConfig(name=name, processes=processes)
+    texts = ["a", "b"] * 40
+    with scorer(resolve_reward(name, {}), config, lambda done, of: told.append((done, of))) as judge:
+        batch = judge.score(rollout(texts))
+        counted = list(told)
+        judge.score(rollout(texts), part=True)
+    assert told == counted  # a part is no batch
+    assert {of for _, of in told} == {80}
+    done = [each for each, _ in told]
+    assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80
+    if not processes:
+        assert done == list(range(81))
+    np.testing.assert_array_equal(batch.rewards, resolve_reward(name, {}).score(rollout(texts)).rewards)
+
+
+def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
+    # Each chunk of 3 takes 1.5 seconds, more than its turn and one sample's time would be without handing back.
+    found = scores(["a", "bb", "ccc"] * 2, options={"seconds": 0.5}, processes=1, timeout=5.0)
+    assert found.rewards.tolist() == [1.0, 2.0, 3.0] * 2
+    assert found.failures == {}
+
+
+def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() -> None:
+    found = scores(["x"] * 24, name="tests.rollout.user_rewards:pid", processes=2)
+    pids = set(found.rewards.astype(int).tolist())
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert gone(pids)
+
+
+def test_processes_import_no_torch_that_the_reward_does_not() -> None:
+    assert scores(["x"], name="tests.rollout.user_rewards:without_torch", processes=1).rewards.tolist() == [1.0]
+
+
+@pytest.mark.processes
+def test_an_async_reward_that_ends_its_process_or_blocks_it_fails_on_that_sample_alone() -> None:
+    found = scores(["one", "exit", "three", "block", "sleep"], name="tests.rollout.user_rewards:promised", timeout=0.5)
+    assert found.rewards.tolist() == [3.0, 0.0, 5.0, 0.0, 0.0]
+    assert found.failures == {"died": 1, "timeout": 2}
+    assert found.parts == {"length": (8.0, 2)}
+
+
+def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = Reward(name="tests.rollout.no_such_module:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name)) as judge:
+        with pytest.raises(ConfigError, match="no_such_module.*ModuleNotFoundError"):
+            judge.score(rollout(["x"]))
+
+
+def test_a_process_that_ended_while_it_was_idle_is_started_again() -> None:
+    config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
+    with scorer(resolve_reward(config.name, {}), config) as judge:
+        first = int(judge.score(rollout(["x"])).rewards[0])
+        os.kill(first, signal.SIGKILL)
+        assert gone({first})
+        again = judge.score(rollout(["x", "x"]))
+    assert again.failures == {}
+    assert len(set(again.rewards)) == 1 and int(again.rewards[0]) != first
+
+
+def test_a_process_that_ends_before_it_has_imported_the_reward_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_that_exit.py").write_text("import os\nos._exit(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = Reward(name="rewards_that_exit:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
+        with pytest.raises(RewardError, match=r"'rewards_that_exit:f' ended \(exit status 5\) before importing it"):
+            judge.score(rollout(["x"]))
+
+
+def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next() -> None:
+    config = RewardConfig(name=ACT, options={"seconds": 1.0}, processes=1)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        assert judge.score(rollout(["x"])).rewards.tolist() == [1.0]  # it has started
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                judge.score(rollout(["seven.."]))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
+
+
+@pytest.mark.parametrize("samples", [2, 8])  # as many as processes, or more
+def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(
+    samples: int, tmp_path: Path
+) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
+    told: list[BaseException] = []
+    before = multiprocessing.active_children()
+    with scorer(resolve_reward(config.name, options), config) as judge:
+
+        def score() -> None:
+            try:
+                judge.score(rollout(["x"] * samples))
+            except BaseException as error:
+                told.append(error)
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        end = time.monotonic() + paced(60)
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+    thread.join(timeout=paced(60))
+    assert not thread.is_alive()
+    assert [type(error) for error in told] == [RewardError] and "were stopped because the run has ended" in str(told[0])
+    assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
+
+
+# Without torch, which takes its time: a rollout is what has samples.
+DRIVER = """
+import signal
+import sys
+from types import SimpleNamespace
+import numpy as np
+from corerl.config.schema import RewardConfig, RewardFunction
+from corerl.data.prompts import Prompt
+from corerl.rollout.rewards.pool import scorer
+from corerl.rollout.rewards.lookup import resolve_reward
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options={"directory": sys.argv[1]}, timeout=600.0)
+    prompts = (Prompt(index=0, text="p", answer=""),)
+    batch = SimpleNamespace(rows={"group": [0, 0]}, columns={}, tokens=np.zeros(2), offsets=np.arange(3))
+    rollout = SimpleNamespace(prompts=prompts, texts=["loop", "loop"], batch=batch)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        judge.score(rollout)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_busy_processes_and_their_own_do_not_outlive_a_driver_that_is_killed_or_interrupted(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    script, marks = tmp_path / "driver.py", tmp_path / "marks"
+    script.write_text(DRIVER)
+    marks.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(marks)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + paced(60)
+    while len(list(marks.iterdir())) < 8 and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = {int(mark.name) for mark in marks.iterdir()}
+    assert len(pids) == 8 and all(map(alive, pids))
+    # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
+    (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
+    assert driver.wait(timeout=paced(30)) != 0
+    assert gone(pids)
+
+
+def test_functions_beside_an_async_one_run_in_the_main_thread_of_their_process_and_are_timed_by_themselves() -> None:
+    names = ("promised", "lazy")
+    config = RewardConfig(
+        functions=tuple(RewardFunction(name=f"tests.rollout.user_rewards:{name}") for name in names),
+        processes=1,
+        timeout=0.5,
+    )
+    with scorer(reward_of(config), config) as judge:
+        found = judge.score(rollout(["one", "sync", "sleep", "three"]))
+    assert found.rewards.tolist() == [3.0 + 1, 0.0, 0.0, 5.0 + 1]
+    assert found.failures == {"timeout": 2}

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.errors import CheckpointError, DataError
+from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.sources.recorded import RecordingSource, SavedRollouts, read_rollout, write_rollout
+from tests.rollout.scored import scored
+
+
+def write(directory: Path, *steps: int) -> None:
+    for step in steps:
+        write_rollout(directory, scored(step))
+
+
+def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
+    given = scored(3)
+    path = write_rollout(tmp_path / "rollouts", given)
+    assert path.name == "step-00000003.npz" and [each.name for each in path.parent.iterdir()] == [path.name]
+    found = read_rollout(path)
+    batch, wanted = found.rollout.batch, given.rollout.batch
+    for arrays, expected in (
+        (batch.columns, wanted.columns),
+        (batch.rows, wanted.rows),
+        ({"t": batch.tokens, "o": batch.offsets}, {"t": wanted.tokens, "o": wanted.offsets}),
+        ({"r": found.rewards}, {"r": given.rewards}),
+    ):
+        assert arrays.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(arrays[name], expected[name])
+            assert arrays[name].dtype == expected[name].dtype
+    assert (found.step, found.exact_match, batch.temperature) == (3, 0.5, 0.7)
+    assert (found.rollout.prompts, found.rollout.texts) == (given.rollout.prompts, given.rollout.texts)
+
+
+def test_the_parts_of_its_rewards_come_back_too(tmp_path: Path) -> None:
+    parts = {"right": (1.5, 4), "short": (0.25, 3)}
+    assert read_rollout(write_rollout(tmp_path, evolve(scored(0), parts=parts))).parts == parts
+
+
+def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").touch()
+    with pytest.raises(DataError) as caught:
+        write_rollout(tmp_path / "rollouts", scored(3))
+    message = caught.value.message
+    assert message.startswith(f"cannot write the rollout batch {tmp_path}/rollouts/step-00000003.npz: ")
+    assert message.endswith("; earlier batches are intact") and "\n" not in message
+
+
+def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path: Path) -> None:
+    write(tmp_path, 30, 4, 100)
+    (tmp_path / "step-00000001.partial").touch()
+    steps = list(SavedRollouts(tmp_path, steps=3, vocab_size=200))
+    assert [each.step for each in steps] == [0, 1, 2]
+    assert [int(each.rollout.batch.tokens[0]) for each in steps] == [4, 30, 100]
+    assert len(list(SavedRollouts(tmp_path, steps=2, vocab_size=200))) == 2
+
+
+def test_a_resumed_run_goes_on_behind_what_it_was_trained_on(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2)
+    source = SavedRollouts(tmp_path, steps=3, vocab_size=200)
+    next(iter(source))
+    resumed = SavedRollouts(tmp_path, steps=3, vocab_size=200)
+    resumed.restore(source.position)
+    assert [each.step for each in resumed] == [1, 2]
+    write(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="was trained from 3 saved rollout batches, but there are now 4"):
+        SavedRollouts(tmp_path, steps=3, vocab_size=200).restore(source.position)
+
+
+def test_too_few_none_or_foreign_batches_are_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^rollout.saved: no rollout batches .* in '.*/none'; set it to the `rollouts`"
+    ):
+        SavedRollouts(tmp_path / "none", steps=1, vocab_size=200)
+    write(tmp_path, 0)
+    with pytest.raises(
+        DataError,
+        match=r"^run.steps: got 2, but the number of rollout batches in '.*' is 1; set run.steps to at most 1",
+    ):
+        SavedRollouts(tmp_path, steps=2, vocab_size=200)
+    with pytest.raises(DataError, match=r"contains token 10, but the model's vocabulary has only 10 tokens"):
+        next(SavedRollouts(tmp_path, steps=1, vocab_size=10))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = write_rollout(tmp_path, scored())
+    content: Any = path.read_bytes()
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "other": b"no zip at all"}[damage])
+    with pytest.raises(DataError, match=r"cannot read the rollout batch .*step-00000000.npz"):
+        read_rollout(path)
+
+
+def test_what_json_cannot_hold_in_a_row_is_kept_as_text(tmp_path: Path) -> None:
+    given = scored()
+    prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
+    given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))
+    assert read_rollout(write_rollout(tmp_path, given)).rollout.prompts[0].fields == {"where": "a/b"}
+
+
+def test_what_is_kept_is_what_came_before_anything_was_made_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "given", 0, 1)
+    source = RecordingSource(SavedRollouts(tmp_path / "given", steps=2, vocab_size=200), tmp_path / "kept")
+    halved = Postprocessed(source, lambda each: evolve(each, rewards=each.rewards / 2), "mine:halve")
+    assert [each.rewards[0] for each in halved] == [0.5, 0.5]
+    assert halved.position == {"rollout_step": 2, "files": 2}
+    again = SavedRollouts(tmp_path / "kept", steps=2, vocab_size=200)
+    assert [each.rewards[0] for each in again] == [1.0, 1.0]
+
+
+def test_a_runs_directory_stands_for_the_rollouts_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "run/rollouts", 0, 1)
+    assert [each.step for each in SavedRollouts(tmp_path / "run", steps=2, vocab_size=200)] == [0, 1]
