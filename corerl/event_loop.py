@@ -1,0 +1,94 @@
+"""Event loops in threads of their own, for coroutines that synchronous code starts and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """An event loop that runs until `close`, in a daemon thread: at exit nothing must wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # for the thread in `run`
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine, from any other thread; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine, and call what any coroutine passes to `in_caller` meanwhile. For one thread at a time;
+        if it is interrupted, the coroutine is cancelled."""
+        future = self.begin(work)
+        future.add_done_callback(lambda _: self._calls.put(None))
+        try:
+            while not future.done():
+                if (call := self._calls.get()) is not None:
+                    call()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    async def in_caller(self, function: Callable[[], T]) -> T:
+        """Call `function` in the thread that waits in `run`, or will: where a program's main thread is needed."""
+        done: Future[T] = Future()
+        self._calls.put(lambda: _into(done, function, interruptible=True))
+        return await asyncio.wrap_future(done)
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread; returns once it has ended. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Run the loop. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and with
+        it all other tasks."""
+        while not self._closed:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            self._loop.run_until_complete(_cancelled(asyncio.all_tasks(self._loop)))
+        self._loop.close()
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_thread(function: Callable[[], T], *, name: str) -> T:
+    """Call `function` in a daemon thread of its own: one that never returns keeps neither the program nor others from
+    ending. If the awaiting task is cancelled, the call goes on, and its result is dropped."""
+    done: Future[T] = Future()
+    threading.Thread(target=_into, args=(done, function), name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def _into(done: Future[T], function: Callable[[], T], *, interruptible: bool = False) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        done.set_exception(error)
+        if interruptible and isinstance(error, KeyboardInterrupt):
+            raise
+    else:
+        done.set_result(result)

@@ -1,0 +1,101 @@
+"""Coroutines beside synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from corerl.event_loop import EventLoop, in_thread
+
+LIMIT = 60.0  # seconds, against hangs
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop("tested")
+    yield made
+    made.close()
+    assert all(thread.name != "tested" for thread in threading.enumerate())
+
+
+async def name() -> str:
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+def test_coroutines_run_in_the_loops_thread_and_functions_where_they_are_sent(loop: EventLoop) -> None:
+    here = threading.current_thread().name
+
+    async def work() -> list[str]:
+        there = await in_thread(lambda: threading.current_thread().name, name="mine")
+        return [await name(), await loop.in_caller(lambda: threading.current_thread().name), there]
+
+    assert loop.run(work()) == ["tested", here, "mine"]
+    assert loop.begin(name()).result(LIMIT) == "tested"
+
+
+def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventLoop) -> None:
+    def broken() -> None:
+        raise ValueError("no way")
+
+    async def caught() -> list[str]:
+        found = []
+        for call in (lambda: loop.in_caller(broken), lambda: in_thread(broken, name="mine")):
+            try:
+                await call()
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    assert loop.run(caught()) == ["no way", "no way"]
+    with pytest.raises(ValueError, match="^no way$"):
+        loop.run(in_thread(broken, name="mine"))
+
+
+def test_an_interruption_while_a_function_runs_here_is_raised_here_and_cancels_the_coroutine(loop: EventLoop) -> None:
+    cancelled = threading.Event()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        try:
+            await asyncio.gather(loop.in_caller(interrupted), asyncio.sleep(LIMIT))
+        except BaseException:
+            cancelled.set()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(work())
+    assert cancelled.wait(LIMIT)
+    assert loop.run(name()) == "tested"  # what was left behind does not disturb
+
+
+def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
+    async def exits() -> None:
+        raise SystemExit("bad argument")
+
+    other = loop.begin(asyncio.sleep(0.05, result=8))
+    with pytest.raises(SystemExit, match="^bad argument$"):
+        loop.begin(exits()).result(LIMIT)
+    assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
+
+
+def test_closing_cancels_what_runs_and_does_not_wait_for_threads_that_hang() -> None:
+    loop, go, ended = EventLoop("tested"), threading.Event(), threading.Event()
+
+    async def work() -> None:
+        try:
+            await in_thread(lambda: go.wait(LIMIT), name="hangs")
+        finally:
+            ended.set()
+
+    future = loop.begin(work())
+    loop.run(name())
+    loop.close()
+    loop.close()
+    assert ended.is_set() and future.cancelled()
+    go.set()
