@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace) -> Report:
                 times = [time.perf_counter()]  # around what `Sampler.sample` does
                 request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
                 times.append(time.perf_counter())
-                generation = fleet.generate(request)
+                generation = fleet.loop.run(fleet.generate(request))
                 times.append(time.perf_counter())
                 rollout = sampler.rollout(prompts, request, generation)
                 times.append(time.perf_counter())

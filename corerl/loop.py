@@ -20,7 +20,7 @@ def training(run: Run) -> None:
         run.push_weights()
     run.check_logprobs()
     run.evaluate()
-    for scored in run.source:  # sampled on demand, with the last pushed weights, or ahead of time
+    for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
         with run.training():
             batch = run.with_advantages(scored)
             results = run.optimize(batch)
@@ -39,7 +39,7 @@ def sampling(run: Run) -> None:
         run.push_weights()
     run.check_logprobs()
     run.evaluate()
-    for scored in run.source:  # writes each batch to disk
+    for scored in run.batches():  # written to disk
         run.progress.step += 1
         run.report(scored, None, {})
         run.ensure_serving()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attrs import define, evolve, frozen
@@ -18,9 +19,9 @@ from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver.progress import Progress
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import SamplingParams
 from corerl.errors import LogprobMismatch
-from corerl.rollout.sampler import Sampler, assemble, require_finished
+from corerl.rollout.sampler import Generate, Sampler, assemble
 from corerl.types import FloatArray, IntArray, SampleBatch
 
 SAMPLES = 8  # that are scored at least, if there are so many
@@ -91,11 +92,11 @@ def _spaced(size: int, count: int) -> IntArray:
     return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(np.int64))
 
 
-def draw(
+async def draw(
     prompts: Sequence[Prompt],
     *,
     sampler: Sampler,
-    generate: Callable[[GenerateRequest], Generation],
+    generate: Generate,
     params: SamplingParams,
 ) -> SampleBatch:
     """A few tokens after the longest of the prompts, straight from the engines, without the run's episodes."""
@@ -105,9 +106,7 @@ def draw(
     longest = np.argsort(-lengths, kind="stable")
     count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
     request = request.take(np.sort(longest[:count]))
-    generation = generate(request)
-    require_finished(generation)
-    return assemble(request, generation)
+    return assemble(request, await generate(request, urgent=True))
 
 
 @define(kw_only=True, eq=False)
@@ -117,7 +116,7 @@ class Gate:
     bound: float
     stops: bool  # else it warns
     every: int  # updates with new weights between two checks; 0: none after the first such update
-    draw: Callable[[], SampleBatch]  # samples from the weights that the engines hold
+    draw: Callable[[], Coroutine[Any, Any, SampleBatch]]  # samples from the weights that the engines hold
     run_dir: Path
     progress: Progress
 
@@ -134,10 +133,9 @@ class Gate:
         self.due = self.due or self._updates == 1 or (self.every > 0 and self._updates % self.every == 0)
 
     def choose(self, batch: SampleBatch) -> SampleBatch:
-        """Samples of the trainer's weights: from the batch, or drawn if all of it is older, as with sources that
-        sample ahead."""
-        chosen = spread_over(batch, since=self._since)
-        return chosen if len(chosen) else self.draw()
+        """Samples of the trainer's weights from the batch; none if all of it is older, as with sources that sample
+        ahead."""
+        return spread_over(batch, since=self._since)
 
     def judge(self, samples: SampleBatch, trainer: FloatArray) -> None:
         """Compare the trainer's log-probs [N] of these samples with the engines'. Above the bound, raises

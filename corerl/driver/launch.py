@@ -18,7 +18,7 @@ from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
-from corerl.config.schema import ClusterConfig
+from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
@@ -27,12 +27,13 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.sampling import start_scorer, start_source, unseen_tokens
+from corerl.driver.sampling import in_scoring_thread, rows_of_a_call, start_scorer, start_source, unseen_tokens
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
+from corerl.event_loop import EventLoop
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
@@ -44,6 +45,7 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
+from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.sampler import Sampler
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
@@ -186,8 +188,11 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         check.begin()
         stack.callback(check.stop)
     # First: its processes start while Ray does.
-    reward = start_scorer(rollout, progress, stack, samples=plan.run.samples)
-    groups, fleet, inits = _start_processes(plan, progress, stack, beside=check.future if check is not None else None)
+    scorer = start_scorer(rollout, progress, stack, samples=plan.run.samples)
+    loop = EventLoop("rollout")
+    stack.callback(loop.close)
+    beside = check.future if check is not None else None
+    groups, fleet, inits = _start_processes(plan, loop, progress, stack, beside=beside)
     roles = {
         name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
     }
@@ -204,6 +209,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
+    reward = Scoring(scorer, loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread)
     source, sampler = start_source(plan, fleet, reward, progress, stack)
     sharing = plan.processes.sharing
     residency = Residency(
@@ -243,6 +249,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         snapshots=snapshots,
         gate=make_gate(plan, fleet, sampler, progress),
         residency=residency,
+        loop=loop,
         source=source,
         sampler=sampler,
         reward=reward,
@@ -253,7 +260,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         unseen=unseen_tokens(rollout) if plan.run.samples else {},
     )
     if fleet is not None:
-        fleet.on_lost = run.bring_weights
         progress.begin("sending the first weights")
     return run
 
@@ -264,10 +270,10 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
     if fleet is None or sampler is None or plan.run.mode == "eval" or algorithm.on_mismatch == "off":
         return None
 
-    def drawn() -> SampleBatch:
+    async def drawn() -> SampleBatch:
         # A stream of its own, so that the run's stays where it is.
         prompts = PromptStream(plan.rollout.prompts, plan.run.seed).take(PROMPTS)
-        return draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
+        return await draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
 
     return Gate(
         bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
@@ -280,7 +286,7 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 
 def _start_processes(
-    plan: Plan, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
+    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
     """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a future
     `beside`. `stack` ends them."""
@@ -301,7 +307,7 @@ def _start_processes(
         stack.callback(groups[name].processes.kill)
     fleet: EngineFleet | None = None
     if engine is not None:
-        fleet = make_fleet(engine, slots[ENGINES], watching, restarts=plan.rollout.settings.restarts)
+        fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings)
         stack.callback(fleet.processes.kill)
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
 
@@ -402,7 +408,9 @@ def _notices(plan: Plan) -> Iterator[str]:
         yield from plan.memory.lines(fullest=True)
 
 
-def make_fleet(plan: EnginePlan, slots: Sequence[Slot], watching: Watching, *, restarts: int) -> EngineFleet:
+def make_fleet(
+    plan: EnginePlan, slots: Sequence[Slot], watching: Watching, loop: EventLoop, rollout: RolloutConfig
+) -> EngineFleet:
     """Start a process for each replica, on the devices of its slot; returns at once."""
     assignments = [
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
@@ -417,4 +425,11 @@ def make_fleet(plan: EnginePlan, slots: Sequence[Slot], watching: Watching, *, r
         threads=plan.calls + 2,  # besides sampling for training: an evaluation, and `pause`
         watching=watching,
     )
-    return EngineFleet(processes, assignments, restarts=restarts)
+    return EngineFleet(
+        processes,
+        assignments,
+        loop,
+        calls=plan.calls,
+        width=rows_of_a_call(rollout, replicas=len(assignments), calls=plan.calls),
+        restarts=rollout.restarts,
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import Factory, asdict, define, evolve, field, frozen
@@ -39,6 +39,7 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
+from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -49,10 +50,15 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.rewards.base import Scorer
+from corerl.rollout.evaluation import evaluate
+from corerl.rollout.postprocess import postprocessed
+from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources.base import Scored, Source, evaluate
+from corerl.rollout.sources.base import Scored, Source
+from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
+
+T = TypeVar("T")
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
@@ -86,9 +92,10 @@ class Run:
     snapshots: Snapshots  # of the actor
     gate: Gate | None  # against engines that compute something else; None if it is off
     residency: Residency
+    loop: EventLoop  # of all that samples
     source: Source
     sampler: Sampler | None
-    reward: Scorer
+    reward: Scoring
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
 
@@ -121,6 +128,23 @@ class Run:
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
+    # ---- samples ----------------------------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Scored]:
+        """The rollout steps still to do, each when it is wanted: written down if the run keeps them, before anything
+        uses them, and postprocessed."""
+        rollout = self.plan.rollout
+        while (scored := self._served(self.source.next())) is not None:
+            if rollout.settings.save or self.plan.run.mode == "rollout-only":
+                write_rollout(self.plan.start.run_dir / ROLLOUTS, scored)
+            if rollout.postprocess is not None:
+                scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
+            yield scored
+
+    def _served(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for work that may need engines; if none is left, new ones are started."""
+        return self.loop.run(work) if self.updates is None else self.updates.fleet.serve(work, self.bring_weights)
+
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
     def check_logprobs(self) -> None:
@@ -129,7 +153,7 @@ class Run:
         if self.gate is None:
             return
         with self.progress.phase("compare"):
-            samples = self.gate.draw()
+            samples = self._served(self.gate.draw())
         with self.training():
             self._compare(self.gate, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
@@ -150,7 +174,8 @@ class Run:
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
         settings = algorithm.settings
         if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
-            self._compare(self.gate, self.gate.choose(samples))
+            fresh = self.gate.choose(samples)
+            self._compare(self.gate, fresh if len(fresh) else self._served(self.gate.draw()))
         if settings.overlong == "mask":
             samples = without_truncated(samples)
         samples = self._replayed(samples)
@@ -355,7 +380,9 @@ class Run:
         the same steps as an uninterrupted one."""
         if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
             with self.progress.phase("eval"):
-                evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.plan.rollout.params)
+                evaluation = self._served(
+                    evaluate(self.sampler, self.held_out, self.reward, params=self.plan.rollout.params)
+                )
             self._evaluation = evaluation.metrics
             if evaluation.first_failure:
                 failed = sum(evaluation.failures.values())

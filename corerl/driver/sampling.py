@@ -3,45 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
-from attrs import evolve
-
 from corerl.algorithms.advantages import spread
+from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.engines.base import UNLIMITED
 from corerl.engines.fleet import Counted, EngineFleet
+from corerl.event_loop import in_thread
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import EpisodeScorer
-from corerl.rollout.agents.play import EpisodeSampler
-from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.rewards.base import InTurn, Scorer
+from corerl.rollout.agents.sampler import EpisodeSampler
+from corerl.rollout.rewards.base import Scorer, Scores, Scoring
 from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
-from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source, Synchronous
+from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
 from corerl.rollout.sources.one_step_off import OneStepOff
-from corerl.rollout.sources.recorded import ROLLOUTS, RecordingSource, SavedRollouts
+from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.sources.synchronous import Synchronous
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
     """The run's scorer; it uses processes of its own if the run `samples`."""
     if not samples:
         return plan.reward
-    # The source may score in its own thread while the loop evaluates.
-    pool = scorer(plan.reward, plan.rewarding, partial(progress.count, SCORED))
-    reward: Scorer = InTurn(stack.enter_context(pool))
+    reward: Scorer = stack.enter_context(scorer(plan.reward, plan.rewarding, partial(progress.count, SCORED)))
     if plan.function is not None:
         reward = EpisodeScorer(reward, failed_value=plan.rewarding.failed_value)
     return reward
 
 
+async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
+    """For sources that score while the loop's thread trains."""
+    return await in_thread(score, name="rollout scoring")
+
+
+def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
+    """The most rows of several requests that an engine gets in one call: where samples are drawn ahead, an even share
+    of a batch, so that its groups are not held up by those of later batches."""
+    if rollout.source != "asynchronous":
+        return UNLIMITED
+    return max(1, rollout.prompts // (replicas * calls)) * rollout.samples
+
+
 def start_source(
-    plan: Plan, fleet: EngineFleet | None, reward: Scorer, progress: Progress, stack: contextlib.ExitStack
+    plan: Plan, fleet: EngineFleet | None, reward: Scoring, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[Source, Sampler | None]:
-    """The source, restored if the run resumes, and the sampler for the loop's thread, if the run samples."""
+    """The source, restored if the run resumes, and the sampler, if the run samples."""
     rollout, engine, start = plan.rollout, plan.processes.engine, plan.start
     told = partial(progress.count, DRAWN)
     sampler: Sampler | None = None
@@ -49,18 +62,8 @@ def start_source(
     if fleet is None or engine is None:
         source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
     else:
-        front: ChatServer | None = None
-        if rollout.function is not None:
-            settings = rollout.settings
-            front = ChatServer(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
-            stack.callback(front.close)
-        sampler = make_sampler(rollout, fleet, front, told, calls=engine.calls)
-        aside = make_sampler(rollout, fleet, front, told, calls=engine.calls, aside=True)
-        source = make_source(rollout, fleet, sampler, aside, reward, told, calls=engine.calls, steps=plan.run.steps)
-    if rollout.settings.save or plan.run.mode == "rollout-only":
-        source = RecordingSource(source, start.run_dir / ROLLOUTS)
-    if rollout.postprocess is not None:
-        source = Postprocessed(source, rollout.postprocess, rollout.settings.postprocess)
+        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
+        source = make_source(rollout, fleet, sampler, reward, told, steps=plan.run.steps)
     stack.callback(source.close)
     if start.state and plan.run.trains:
         source.restore(start.state["source"], start.resume)
@@ -68,28 +71,29 @@ def start_source(
 
 
 def make_sampler(
-    plan: RolloutPlan, fleet: EngineFleet, front: ChatServer | None, told: Counted, *, calls: int, aside: bool = False
+    plan: RolloutPlan, fleet: EngineFleet, told: Counted, stack: contextlib.ExitStack, *, calls: int
 ) -> Sampler:
-    """A sampler of single responses, or of the episodes that the run's function plays through `front`, with at most
-    `calls` at a time in each engine. `told` hears how many samples are drawn. `aside`: for a thread that does not
-    update weights."""
-    generate = fleet.generate_aside if aside else fleet.generate
-    if plan.function is None or front is None:
+    """A sampler of single responses, or of the episodes that the run's function plays, with at most `calls` at a time
+    in each engine. `told` hears how many samples are drawn."""
+    if plan.function is None:
         return Sampler(
             tokenizer=plan.tokenizer,
-            generate=partial(generate, told=told),
+            generate=fleet.generate,
             seed=plan.seed,
             template_options=plan.template_options,
             special_tokens=plan.rewarding.special_tokens,
+            told=told,
         )
+    settings = plan.settings
+    front = ChatServer(fleet.loop, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+    stack.callback(front.close)
     return EpisodeSampler(
         tokenizer=plan.tokenizer,
-        generate=generate,
+        generate=fleet.generate,
         seed=plan.seed,
         function=plan.function,
         front=front,
-        config=plan.settings.episodes,
-        aside=fleet.generate_aside,
+        config=settings.episodes,
         calls=calls,
         longest_prompt=plan.longest_prompt,
         template_options=plan.template_options,
@@ -99,18 +103,9 @@ def make_sampler(
 
 
 def make_source(
-    plan: RolloutPlan,
-    fleet: EngineFleet,
-    sampler: Sampler,
-    aside: Sampler,
-    reward: Scorer,
-    told: Counted,
-    *,
-    calls: int,
-    steps: int,
+    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, told: Counted, *, steps: int
 ) -> Source:
-    """The source that samples; `aside` is the sampler for background threads. `told` hears how many samples are drawn
-    by a source that has no need of samplers for that."""
+    """The source that samples. `told` hears how many samples are drawn by one that draws ahead."""
     settings = plan.settings
     draws = BatchSampler(
         stream=PromptStream(plan.prompts, plan.seed),
@@ -125,9 +120,9 @@ def make_source(
         case "synchronous":
             return Synchronous(draws, steps=steps)
         case "one-step-off":
-            return OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
+            return OneStepOff(draws, fleet, steps=steps)
         case "asynchronous":
-            return Asynchronous(draws, fleet, steps=steps, max_staleness=settings.max_staleness, calls=calls, told=told)
+            return Asynchronous(draws, fleet, steps=steps, max_staleness=settings.max_staleness, told=told)
 
 
 def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from corerl.calls import Future
-from corerl.engines.base import GenerateRequest, Generation, Received
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
+from corerl.engines.batching import Batcher, Count
+from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, EngineFailed, WorkerDied
+from corerl.errors import CorerlError, WorkerDied
+from corerl.event_loop import EventLoop, in_thread
+from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+
+T = TypeVar("T")
 
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
@@ -35,31 +45,49 @@ class Processes(Protocol):
     def kill(self) -> None: ...
 
 
-class NoneLeft(WorkerDied):
-    """All replicas have died; they can be replaced."""
-
-
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
 
     If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
-    same as the dead replica's would have been. `replace_dead` puts a new process in its place.
+    same as the dead replica's would have been. If none is left, whoever samples waits until `replace_dead` has put new
+    processes in their place, and an update has brought weights; `until` tells of that.
+
+    `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
+    weights.
     """
 
-    def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment], *, restarts: int = 0) -> None:
-        """`restarts`: how often a replica may be restarted without a completed step in between."""
+    def __init__(
+        self,
+        processes: Processes,
+        assignments: Sequence[EngineAssignment],
+        loop: EventLoop,
+        *,
+        calls: int = 1,
+        width: int = UNLIMITED,
+        restarts: int = 0,
+    ) -> None:
+        """`calls`: how many `generate` calls a replica answers at once; requests that wait for one are sent together,
+        at most `width` rows. `restarts`: how often a replica may be restarted without a completed step in between."""
         self.processes = processes
         self.assignments = list(assignments)
-        # Called when no replica serves any more; must replace all dead ones and update their weights.
-        self.on_lost: Callable[[], None] | None = None
+        self.loop = loop
         self._allowed = restarts
         self._changing = threading.Lock()
-        self._shares = PrefixRouter()
+        self._router = PrefixRouter()
+        self._numbers = itertools.count()  # of requests
+        self._pauses = 0  # so far
+        self._paused = False
+        self._serving = asyncio.Event()  # set while any replica serves, and none is paused
+        self._lost = asyncio.Event()  # set while none serves
+        self._batchers = [
+            Batcher(functools.partial(self._call, replica), calls=calls, width=width) for replica in range(len(self))
+        ]
         self._started = [1] * len(self.assignments)  # processes started so far, per replica
         self._restarts: dict[int, int] = {}  # per replica, since the last completed step
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
         self._without_weights: set[int] = set()  # dead replicas, and their replacements until an update
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
+        self._serving.set()
 
     def start(self) -> Future[None]:
         """Construct all replicas; the result is there when they are ready."""
@@ -85,62 +113,144 @@ class EngineFleet:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
-        """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`. Call it in the thread
-        that updates weights: if no replica is left, it starts new ones. `told` hears every few seconds how many rows
-        have ended, and how many there are. Raises a replica's own error, or the cause of its death once restarts are
-        used up."""
-        while not (serving := self._serving):
-            self.ensure_serving()
-        return self._generate(request, serving, self.generate, told)
-
-    def generate_aside(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
-        """Like `generate`, for any other thread. Raises NoneLeft if no replica is left."""
-        if not (serving := self._serving):
-            raise NoneLeft(self._loss.message)
-        return self._generate(request, serving, self.generate_aside, told)
-
-    def _generate(
+    async def generate(
         self,
         request: GenerateRequest,
-        serving: Sequence[int],
-        again: Callable[[GenerateRequest], Generation],
-        told: Counted | None,
+        *,
+        urgent: bool = False,
+        told: Counted | None = None,
+        drew: Callable[[Generation], None] | None = None,
     ) -> Generation:
-        rows = self._shares.divide(request, serving)
-        shares = {each: request.take(own) if len(rows) > 1 else request for each, own in rows.items()}
-        with self._shares.drawing({replica: len(share) for replica, share in shares.items()}):
-            done = self._ask(
-                "generate", {replica: (share,) for replica, share in shares.items()}, _summed(shares, told)
-            )
-        if len(self) > 1:
-            for replica, generation in done.items():
-                self._shares.drew(replica, shares[replica], generation)
-        return in_order(
-            request, [(rows[each], done[each] if each in done else again(share)) for each, share in shares.items()]
-        )
+        """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`; those that `pause`
+        interrupts go on after it, under the weights of that time. `urgent` requests overtake those that wait. `told`
+        hears every few seconds how many rows have ended, and how many there are; `drew` gets all that is drawn, piece
+        by piece. Raises a replica's own error, or the cause of its death once restarts are used up."""
+        number = -1 if urgent else next(self._numbers)
+        return await self._divided(request, number, told, drew)
 
-    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-        """Draw from one replica, in any thread; None if it died."""
-        with self._shares.drawing({replica: len(request)}):
-            generation: Generation | None = self._ask("generate", {replica: (request,)}).get(replica)
-        return generation
+    async def _divided(
+        self,
+        request: GenerateRequest,
+        number: int,
+        told: Counted | None,
+        drew: Callable[[Generation], None] | None,
+    ) -> Generation:
+        await self._serving.wait()
+        rows = self._router.divide(request, self._replicas)
+        ended = dict.fromkeys(rows, 0)
+
+        async def drawn_by(replica: int, own: IntArray) -> Generation:
+            share = request.take(own) if len(rows) > 1 else request
+
+            def counted(done: int) -> None:
+                ended[replica] = done
+                if told is not None:
+                    told(sum(ended.values()), len(request))
+
+            with self._router.drawing({replica: len(share)}):
+                drawn = await self._batchers[replica].generate(
+                    share, number=number, counted=None if told is None else counted
+                )
+            if drawn is None:  # it died: others draw the same
+                return await self._divided(share, number, None, drew)
+            counted(len(share) - int(drawn.unfinished.sum()))
+            if len(self) > 1:
+                self._router.drew(replica, share, drawn)
+            if drew is not None:
+                drew(drawn)
+            if not drawn.unfinished.any():
+                return drawn
+            return append(share, drawn, await self._divided(continued(share, drawn), number, None, drew))
+
+        parts = await asyncio.gather(*(drawn_by(replica, own) for replica, own in rows.items()))
+        return in_order(request, list(zip(rows.values(), parts, strict=True)))
+
+    async def _call(self, replica: int, request: GenerateRequest, counted: Count | None) -> Generation | None:
+        """One call of a replica; None if it died."""
+
+        def heard(counts: Mapping[int, int | None]) -> None:
+            if counted is not None and (ended := counts.get(replica)) is not None:
+                counted(ended)
+
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, None if counted is None else heard)
+        pauses = self._pauses
+        try:
+            drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
+        finally:
+            self._changed()
+        if drawn is not None and pauses == self._pauses:
+            require_finished(drawn)
+        return drawn
 
     def serves(self, replica: int) -> bool:
         """Whether the replica is alive and has weights, as far as is known."""
         return replica not in self._without_weights
 
     @property
-    def _serving(self) -> list[int]:
+    def _replicas(self) -> list[int]:
+        """Those that serve."""
         return [replica for replica in range(len(self)) if self.serves(replica)]
 
-    def pause(self) -> None:
-        """Stop generating; until `resume`, every request is answered at once, unfinished. Returns when nothing is being
-        generated. Each process needs a thread for this besides those that generate."""
-        self._ask_all("pause")
+    async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:
+        """Wait until this has ended, or no replica serves; then it is cancelled. Returns whether it has ended."""
+        work, lost = asyncio.ensure_future(ended), asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
+            return work.done()
+        finally:
+            work.cancel()
+            lost.cancel()
 
-    def resume(self) -> None:
-        self._ask_all("resume")
+    def serve(self, work: Coroutine[Any, Any, T], ensure: Callable[[], None]) -> T:
+        """Wait for `work`, which samples, in the thread that updates weights; call `ensure` each time that no replica
+        serves any more, which must replace those that died and update the weights of all."""
+        future = self.loop.begin(work)
+        try:
+            while not self.loop.run(self.until(_done(future))):
+                ensure()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def pause(self) -> None:
+        """Stop generating until `resume`; returns when nothing is being generated. Each process needs a thread for this
+        besides those that generate."""
+        self._pauses += 1
+        self._paused = True
+        self._changed()
+        await in_thread(functools.partial(self._ask_all, "pause"), name="pause")
+        for batcher in self._batchers:
+            await batcher.idle()
+
+    async def resume(self) -> None:
+        await in_thread(functools.partial(self._ask_all, "resume"), name="resume")
+        self._paused = False
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let what waits go on, or wait, as replicas serve now. In the loop's thread."""
+        serving = self._replicas
+        for replica, batcher in enumerate(self._batchers):
+            if replica not in serving:
+                batcher.abandon()
+            if self._paused:
+                batcher.hold()
+            else:
+                batcher.go_on()
+        _set(self._serving, bool(serving) and not self._paused)
+        _set(self._lost, not serving)
+
+    def _tell(self, forget: bool = False) -> None:
+        """Like `_changed`, from the thread that updates weights; `forget` what replicas have read. Returns once it has
+        been done."""
+
+        async def changed() -> None:
+            if forget:
+                self._router.forget()
+            self._changed()
+
+        self.loop.run(changed())
 
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
@@ -148,12 +258,6 @@ class EngineFleet:
     def dead(self) -> bool:
         """Whether any dead replica is not replaced yet."""
         return bool(self._dead)
-
-    def ensure_serving(self) -> None:
-        """Start new replicas after all have died. Call it in the thread that updates weights."""
-        if self.on_lost is None:
-            raise self._loss
-        self.on_lost()
 
     def replace_dead(self) -> dict[str, CorerlError]:
         """`replace` all dead replicas; returns the cause of each death, by name."""
@@ -200,17 +304,11 @@ class EngineFleet:
         """Note that an update did not reach these engines: they serve nothing until one does."""
         with self._changing:
             self._without_weights |= {self.names.index(name) for name in names}
+        self._tell()
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
         self._restarts.clear()
-
-    @property
-    def _loss(self) -> CorerlError:
-        return next(
-            iter(self._dead.values()),
-            EngineFailed("no engine has weights to generate with; update the engines' weights"),
-        )
 
     def _require_allowed(self, replica: int, error: CorerlError) -> None:
         """Kill all processes and raise `error` if the replica's restarts are used up."""
@@ -284,31 +382,28 @@ class EngineFleet:
             self.processes.kill()
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
-        self._shares.forget()
         fared = {replica: _received(answer) for replica, answer in answers.items()}
         failed = {replica for replica, each in fared.items() if each.error}
         with self._changing:
             self._without_weights = (self._without_weights - fared.keys()) | failed
             for replica in fared.keys() - failed:
                 self._dead.pop(replica, None)  # a death reported for an earlier process
+        self._tell(forget=True)
         return {self.names[replica]: each for replica, each in fared.items()}
 
 
-def _summed(shares: Mapping[int, GenerateRequest], told: Counted | None) -> CallCounts | None:
-    """A function that gets, of replicas still drawing their shares, how many rows have ended, and tells `told` of all
-    rows."""
-    if told is None:
-        return None
-    rows = sum(map(len, shares.values()))
-    known = dict.fromkeys(shares, 0)  # what was said last, by a replica that is too busy to say more
+async def _done(work: concurrent.futures.Future[Any]) -> None:
+    """Wait for `work`, which goes on if this is cancelled."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+    await ended.wait()
 
-    def counted(drawing: Mapping[int, int | None]) -> None:
-        for replica, share in shares.items():
-            ended = drawing.get(replica, len(share))
-            known[replica] = known[replica] if ended is None else ended
-        told(sum(known.values()), rows)
 
-    return counted
+def _set(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()
 
 
 def _received(answer: Received | CorerlError) -> Received:

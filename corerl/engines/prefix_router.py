@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its po
 
 
 class PrefixRouter:
-    """Decides which replica draws which rows. Thread-safe.
+    """Decides which replica draws which rows. For one thread.
 
     A replica caches the keys and values of what it has read and drawn until its weights change. Hence rows of one
     prompt stay together if shares then stay even to within a prompt; and a row that starts with a prompt, or a prompt
@@ -29,7 +28,6 @@ class PrefixRouter:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._busy: Counter[int] = Counter()  # rows that each replica is drawing
         self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
         self._lengths: set[int] = set()  # of these prefixes
@@ -40,20 +38,19 @@ class PrefixRouter:
             return {replicas[0]: np.arange(len(request))}
         hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
         whole = [(int(size), int(row[-1])) if size else (0, 0) for size, row in zip(lengths, hashes, strict=True)]
-        with self._lock:
-            load = [self._busy[replica] for replica in replicas]
-            even = -(-(len(request) + sum(load)) // len(replicas))
-            given: list[list[int]] = [[] for _ in replicas]
-            left: list[int] = []
-            place = {replica: i for i, replica in enumerate(replicas)}
-            known = sorted(self._lengths, reverse=True)
-            for row in range(len(request)):
-                i = place.get(self._home(hashes[row], known), -1)
-                if i >= 0 and load[i] + 1 <= SLACK * even:
-                    given[i].append(row)
-                    load[i] += 1
-                else:
-                    left.append(row)
+        load = [self._busy[replica] for replica in replicas]
+        even = -(-(len(request) + sum(load)) // len(replicas))
+        given: list[list[int]] = [[] for _ in replicas]
+        left: list[int] = []
+        place = {replica: i for i, replica in enumerate(replicas)}
+        known = sorted(self._lengths, reverse=True)
+        for row in range(len(request)):
+            i = place.get(self._home(hashes[row], known), -1)
+            if i >= 0 and load[i] + 1 <= SLACK * even:
+                given[i].append(row)
+                load[i] += 1
+            else:
+                left.append(row)
         prompts, room = [whole[row] for row in left], _fill(load, len(left))
         start = ideal = 0
         for rows, more in zip(given, room, strict=True):
@@ -66,13 +63,11 @@ class PrefixRouter:
     @contextmanager
     def drawing(self, rows: Mapping[int, int]) -> Iterator[None]:
         """Count these rows per replica as being drawn while inside."""
-        with self._lock:
-            self._busy.update(rows)
+        self._busy.update(rows)
         try:
             yield
         finally:
-            with self._lock:
-                self._busy.subtract(rows)
+            self._busy.subtract(rows)
 
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
@@ -87,18 +82,13 @@ class PrefixRouter:
         beginnings: dict[tuple[int, int], int] = {}
         for hashes, prompt in zip(_prefix_hashes(samples), np.diff(request.offsets), strict=True):
             beginnings |= {(size, int(hashes[size - 1])): replica for size in (int(prompt), len(hashes)) if size}
-        with self._lock:
-            if len(self._homes) + len(beginnings) > REMEMBERED:
-                self._forget()
-            self._homes |= beginnings
-            self._lengths |= {size for size, _ in beginnings}
+        if len(self._homes) + len(beginnings) > REMEMBERED:
+            self.forget()
+        self._homes |= beginnings
+        self._lengths |= {size for size, _ in beginnings}
 
     def forget(self) -> None:
         """Forget all prefixes, because the weights have changed."""
-        with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
         self._homes.clear()
         self._lengths.clear()
 

@@ -1,17 +1,18 @@
-"""Run the users' coroutines: one event loop per process, in a thread, so that they can share loop-bound objects."""
+"""Run the users' coroutines in one event loop per process, so that they can share loop-bound objects; not in one of
+CoreRL's own, which they could block."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from corerl.event_loop import EventLoop
+
 T = TypeVar("T")
 
-_loop: asyncio.AbstractEventLoop | None = None
+_loop: EventLoop | None = None
 _beginning = threading.Lock()
 
 
@@ -20,14 +21,5 @@ def begin(work: Coroutine[Any, Any, T]) -> Future[T]:
     global _loop
     with _beginning:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(_loop,), name="users' coroutines", daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(work, _loop)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop forever. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and
-    with it all other tasks."""
-    while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            loop.run_forever()
+            _loop = EventLoop("users' coroutines")
+    return _loop.begin(work)

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from corerl.errors import DataError
-from corerl.rollout.sources.base import Scored, Source, Wrapped
+from corerl.rollout.sources.base import Scored
 
 
-class Postprocessed(Wrapped):
-    """A source whose batches pass through `function`, `(Scored) -> Scored`, which may shape rewards, drop samples or
-    change loss masks. Raises DataError if it raises, or returns a batch that cannot be trained on."""
-
-    def __init__(self, source: Source, function: Callable[[Scored], Any], name: str) -> None:
-        super().__init__(source)
-        self._function = function
-        self._name = name  # in the config
-
-    def __iter__(self) -> Iterator[Scored]:
-        for scored in self.source:
-            try:
-                result = self._function(scored)
-            except Exception as error:
-                raise DataError(
-                    f"rollout.postprocess={self._name!r} raised {type(error).__name__}: {error} at step {scored.step}"
-                ) from error
-            if not isinstance(result, Scored):
-                what = "nothing" if result is None else type(result).__name__
-                raise DataError(
-                    f"rollout.postprocess={self._name!r} returned {what}, wanted a {Scored.__module__}.Scored; "
-                    "return the batch that was passed in, or a copy made with `attrs.evolve`"
-                )
-            if flaw := _flaw(result):
-                raise DataError(f"rollout.postprocess={self._name!r} returned a batch {flaw}")
-            yield result
+def postprocessed(scored: Scored, function: Callable[[Scored], Any], *, name: str) -> Scored:
+    """What `function` makes of a batch: it may shape rewards, drop samples or change loss masks; `name` is the
+    config's. Raises DataError if it raises, or returns a batch that cannot be trained on."""
+    try:
+        result = function(scored)
+    except Exception as error:
+        raise DataError(
+            f"rollout.postprocess={name!r} raised {type(error).__name__}: {error} at step {scored.step}"
+        ) from error
+    if not isinstance(result, Scored):
+        what = "nothing" if result is None else type(result).__name__
+        raise DataError(
+            f"rollout.postprocess={name!r} returned {what}, wanted a {Scored.__module__}.Scored; return the batch that "
+            "was passed in, or a copy made with `attrs.evolve`"
+        )
+    if flaw := _flaw(result):
+        raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
+    return result
 
 
 def _flaw(scored: Scored) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +12,9 @@ from attrs import field, frozen
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
-from corerl.errors import ConfigError, EngineFailed
+from corerl.errors import ConfigError
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
@@ -70,47 +69,17 @@ class Rollout:
         )
 
 
-@frozen(kw_only=True, eq=False)
-class PromptTask:
-    """The samples of one prompt, to be drawn in the background. None of its callbacks blocks."""
+class Generate(Protocol):
+    """As `corerl.engines.fleet.EngineFleet.generate`."""
 
-    number: int  # in starting order
-    prompt: Prompt
-    request: GenerateRequest  # for all samples, as first issued
-    # Queues rows for sampling; later calls the given function, in any thread, with the finished generation.
-    ask: Callable[[GenerateRequest, Callable[[Generation], None]], None]
-    done: Callable[[Callable[[], Rollout]], None]  # called once, with a function that makes the rollout
-
-
-class Background(Protocol):
-    """Draws samples of prompts in the background."""
-
-    def begin(self, task: PromptTask) -> None: ...
-
-    def give_up(self, number: int) -> None:
-        """Discard this task's samples; harmless if it is done or was never started."""
-
-    def attend(self, ending: Callable[[], bool]) -> None:
-        """Run in a thread of its own until `ending()`, which is checked at each change of the shared state."""
-
-
-class Singles:
-    """The background for single-response samples: all requests of a prompt are known at once."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def begin(self, task: PromptTask) -> None:
-        def drawn(generation: Generation) -> None:
-            task.done(functools.partial(self._sampler.rollout, [task.prompt], task.request, generation))
-
-        task.ask(task.request, drawn)
-
-    def give_up(self, number: int) -> None:
-        pass
-
-    def attend(self, ending: Callable[[], bool]) -> None:
-        pass
+    def __call__(
+        self,
+        request: GenerateRequest,
+        *,
+        urgent: bool = False,
+        told: Counted | None = None,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Awaitable[Generation]: ...
 
 
 class Sampler:
@@ -120,19 +89,22 @@ class Sampler:
         self,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        generate: Callable[[GenerateRequest], Generation],
+        generate: Generate,
         seed: int,
         template_options: Mapping[str, Any] | None = None,
         special_tokens: bool = False,
+        told: Counted | None = None,
     ) -> None:
-        """`template_options`: arguments of the tokenizer's chat template. `special_tokens`: keep them in texts."""
+        """`template_options`: arguments of the tokenizer's chat template. `special_tokens`: keep them in texts. `told`
+        hears how many of the samples that somebody waits for are drawn, and how many there are."""
+        self._told = told
         self._special_tokens = special_tokens
         self._template_options = template_options or {}
         self._tokenizer = tokenizer
         self._generate = generate
         self._seed = seed
 
-    def sample(
+    async def sample(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
@@ -142,11 +114,20 @@ class Sampler:
         raises.
         """
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        return self.rollout(prompts, request, self._generate(request))
+        return await self.draw(prompts, request)
 
-    def background(self, params: SamplingParams, state: threading.Condition) -> Background:
-        """Draw the same samples without waiting. Shared state changes under `state`, which is then notified."""
-        return Singles(self)
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        """Draw what `request` asks for, which is of these prompts. `ahead`: nobody waits for it yet. `drew` gets all
+        that is drawn, piece by piece."""
+        generation = await self._generate(request, urgent=not ahead, told=None if ahead else self._told, drew=drew)
+        return self.rollout(prompts, request, generation)
 
     def request(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
@@ -170,7 +151,6 @@ class Sampler:
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
         """Build the rollout from the answer to `request`."""
-        require_finished(generation)
         group, sample = rows_of(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
         stops = np.isin(generation.tokens, request.params.stop_tokens)
@@ -213,15 +193,6 @@ def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, 
         stop_tokens=tuple(dict.fromkeys([*ends, *tokens])),
         stop=tuple(dict.fromkeys(texts)),
     )
-
-
-def require_finished(generation: Generation) -> None:
-    """Raise EngineFailed if a response is unfinished although nobody paused the engines."""
-    if generation.unfinished.any():
-        raise EngineFailed(
-            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, but the "
-            "engines were not paused; an engine may return unfinished responses only between pause() and resume()"
-        )
 
 
 def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:

@@ -20,13 +20,14 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation
 from corerl.engines.stops import Stops
 from corerl.errors import ModelError
+from corerl.event_loop import EventLoop
 from corerl.models.config import context_length, hf_config
 from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
 from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
 from corerl.rollout.agents.conversation import Refused
-from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState, Turn
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
+from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
 from corerl.rollout.encoding import behind
 from corerl.rollout.sampler import sampling_params
 
@@ -46,13 +47,13 @@ class Scripted:
     """An episode to pass to a rollout function, and the requests of the function that were not refused."""
 
     episode: Episode
-    player: EpisodeState
+    state: EpisodeState
     requests: list[ChatRequest] = field(factory=list)
 
     @property
     def text(self) -> str:
         """What the reward gets where the function returns None: the last answer so far."""
-        return self.player.conversation.text
+        return self.state.conversation.text
 
     @property
     def asked(self) -> list[list[str]]:
@@ -82,7 +83,8 @@ def scripted(
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
-    front = ChatServer(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    loop = EventLoop("script")
+    front = ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 
@@ -90,32 +92,37 @@ def scripted(
         handed.set_result(episode)
         over.wait()
 
-    state = threading.Condition()
-    table = EpisodeRunner(
-        front=front,
-        tokenizer=tokenizer,
-        params=params,
-        function=EpisodeFunction(name="the script", function=play),
-        config=rollout.episodes,
-        state=state,
-        longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
-        template_options=template_options,
-        special_tokens=special_tokens,
-    )
-    player = EpisodeState(number=0, group=0, prompt=prompt, key=0)
-    table.admit([player])
+    state = EpisodeState(number=0, prompt=prompt, key=0)
     requests: list[ChatRequest] = []
-    policy = _Policy(table, state, over, tokenizer=tokenizer, answers=answers, requests=requests)
-    thread = threading.Thread(target=policy.run, name="script", daemon=True)
-    thread.start()
+
+    async def policy(request: GenerateRequest, _: int) -> Generation:
+        assert state.turn is not None
+        requests.append(state.turn.chat)
+        if len(requests) > len(answers):
+            raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
+        return _drawn(answers[len(requests) - 1], request, tokenizer)
+
+    async def run() -> None:
+        runner = EpisodeRunner(
+            front=front,
+            tokenizer=tokenizer,
+            params=params,
+            function=EpisodeFunction(name="the script", function=play),
+            config=rollout.episodes,
+            longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
+        await runner.play([state], policy)
+
+    playing = loop.begin(run())
     try:
-        yield Scripted(episode=handed.result(), player=player, requests=requests)
+        yield Scripted(episode=handed.result(), state=state, requests=requests)
     finally:
         over.set()
-        with state:
-            state.notify_all()
-        thread.join()
+        playing.result()
         front.close()
+        loop.close()
 
 
 def _positions(model: ModelConfig | None) -> int:
@@ -123,51 +130,6 @@ def _positions(model: ModelConfig | None) -> int:
     if model is None or not (model.config or (Path(model.path) / CONFIG).is_file()):
         return 0
     return context_length(hf_config(model)) or 0
-
-
-class _Policy:
-    """Answers the turns of the one episode at the table, until `over`."""
-
-    def __init__(
-        self,
-        table: EpisodeRunner,
-        state: threading.Condition,
-        over: threading.Event,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        answers: Sequence[str],
-        requests: list[ChatRequest],
-    ) -> None:
-        self._table, self._state, self._over = table, state, over
-        self._tokenizer = tokenizer
-        self._answers = answers
-        self._requests = requests
-
-    def run(self) -> None:
-        try:
-            while True:
-                with self._state:
-                    if self._over.is_set():
-                        return
-                    waiting, seconds = self._table.look(gather=False)
-                    if not waiting:
-                        self._state.wait(seconds)
-                for player, turn in (each for turns in waiting for each in turns):
-                    self._answer(player, turn)
-        finally:
-            self._table.close()
-
-    def _answer(self, player: EpisodeState, turn: Turn) -> None:
-        number = len(self._requests)
-        self._requests.append(turn.chat)
-        if number < len(self._answers):
-            self._table.tell(player, turn, _drawn(self._answers[number], turn.request, self._tokenizer))
-            return
-        with self._state:
-            if player.turn is turn:  # else the episode has ended meanwhile
-                player.turn = None
-                line = f"the script has only {len(self._answers)} answers, but one more was requested"
-                turn.answer.set_exception(Refused(line))
 
 
 def _drawn(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:

@@ -22,6 +22,7 @@ from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed
+from corerl.event_loop import EventLoop
 from corerl.models.config import hf_config
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
@@ -120,12 +121,14 @@ def engine(setup: Setup, slots: Sequence[Slot]) -> Iterator[EngineFleet]:
     processes = RayGroup(
         ["engine-0"], "corerl.engines.service:EngineService", slots, environment, failure=EngineFailed, threads=2
     )
+    loop = EventLoop("rollout")
     try:
-        fleet = EngineFleet(processes, [assignment])
+        fleet = EngineFleet(processes, [assignment], loop)
         fleet.start().result()
         yield fleet
     finally:
         processes.kill()
+        loop.close()
 
 
 def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
@@ -152,7 +155,7 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
         noise_keys=np.arange(len(prompts)) + 100 * number,
         params=SamplingParams(max_tokens=8, stop_tokens=(2,)),
     )
-    answers = fleet.generate(request)
+    answers = fleet.loop.run(fleet.generate(request))
     tokens, mask, drawn, versions, lengths = [], [], [], [], []
     for row, prompt in enumerate(prompts):
         start, end = answers.offsets[row : row + 2]

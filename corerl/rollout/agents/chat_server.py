@@ -11,12 +11,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from attrs import frozen
 
+from corerl.event_loop import EventLoop
 from corerl.plain_json import parse_json
 from corerl.rollout.agents.conversation import Message, Refused
 
@@ -49,15 +50,16 @@ class ChatAnswer:
     logprobs: Sequence[float]  # [m]
 
 
-Answering = Callable[[ChatRequest], ChatAnswer]  # called in any thread; raises Refused
+Answering = Callable[[ChatRequest], Coroutine[Any, Any, ChatAnswer]]  # runs in the server's loop; raises Refused
 Refusing = Callable[[str], None]  # called with the message of each refused request
 
 
 class ChatServer:
     """The server. Listens on localhost only, from construction until `close`."""
 
-    def __init__(self, *, temperature: float, top_p: float, top_k: int = 0) -> None:
+    def __init__(self, loop: EventLoop, *, temperature: float, top_p: float, top_k: int = 0) -> None:
         """Requests may repeat these values and are refused any others."""
+        self._loop = loop
         self._sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._open: dict[str, tuple[Answering, Refusing]] = {}
         self._numbers = itertools.count()  # numbers the answers
@@ -92,7 +94,9 @@ class ChatServer:
                     code="not_found",
                 )
             request = self._read(body)
-            return 200, _completion(answering(request), number=next(self._numbers), told=request.logprobs)
+            return 200, _completion(
+                self._loop.begin(answering(request)).result(), number=next(self._numbers), told=request.logprobs
+            )
         except Refused as refused:
             if refusing is not None:
                 refusing(refused.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,9 +16,10 @@ from attrs import evolve, field, frozen
 from corerl.config.functions import imported, signature_of
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
+from corerl.event_loop import in_thread
 from corerl.messages import short_repr
 from corerl.rollout import loop
-from corerl.rollout.agents.chat_server import API_KEY, MODEL, Client
+from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
 from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, gathered, number, short, told
 from corerl.rollout.sampler import Rollout
 from corerl.types import IntArray
@@ -31,7 +33,7 @@ class Episode:
     base_url: str  # OpenAI-compatible, for this episode alone
     api_key: str = API_KEY
     model: str = MODEL
-    _client: Client  # shared by all episodes
+    _server: ChatServer  # of all episodes
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -43,7 +45,7 @@ class Episode:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
         library. Raises RuntimeError with the server's message if the request is refused."""
         body = {"model": self.model, "messages": messages, **parameters}
-        answer = self._client.post(f"{urlsplit(self.base_url).path}/chat/completions", body)
+        answer = self._server.client.post(f"{urlsplit(self.base_url).path}/chat/completions", body)
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
         choice: dict[str, Any] = answer["choices"][0]
@@ -58,24 +60,30 @@ class EpisodeFunction:
     function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
     options: Mapping[str, Any] = field(factory=dict)
 
-    def play(self, episode: Episode, timeout: float) -> float | Failure | None:
-        """Run the function; returns the episode's reward, if it gives one. Awaitables are cancelled after `timeout`
-        s."""
-        try:
-            value = self.function(episode, **self.options)
-            if inspect.isawaitable(value):
-                value = loop.begin(self._awaited(timeout, value, episode.prompt)).result()
-        except BaseException as error:  # SystemExit too: it would end the thread silently
-            return self.failure("raised", f"raised {told(error)}", episode.prompt)
-        if isinstance(value, Failure):
+    async def play(self, episode: Episode, timeout: float) -> float | Failure | None:
+        """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
+        coroutines, and are cancelled after `timeout` s; other functions run in threads, which nothing ends."""
+        if inspect.iscoroutinefunction(self.function):
+            value = self._called(episode)  # which runs none of it yet
+        else:
+            value = await in_thread(functools.partial(self._called, episode), name="rollout episode")
+        if inspect.isawaitable(value):
+            value = await asyncio.wrap_future(loop.begin(self._awaited(timeout, value, episode.prompt)))
+        if value is None or isinstance(value, Failure):
             return value
         try:
-            if value is None or (reward := number(value)) is not None:
-                return None if value is None else reward
+            if (reward := number(value)) is not None:
+                return reward
             what = f"returned {short_repr(value)}, wanted a finite number or None,"
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
             what = f"returned a value that raised {told(error)}"
         return self.failure("no-number", what, episode.prompt)
+
+    def _called(self, episode: Episode) -> Any:
+        try:
+            return self.function(episode, **self.options)
+        except BaseException as error:  # SystemExit too: it would end the thread silently
+            return self.failure("raised", f"raised {told(error)}", episode.prompt)
 
     async def _awaited(self, timeout: float, value: Awaitable[Any], prompt: Prompt) -> Any:
         try:

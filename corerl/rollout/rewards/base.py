@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import numbers
 import os
@@ -329,16 +330,19 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
     return signature is not None and "tokens" in list(signature.parameters)[2:]
 
 
-class InTurn:
-    """Serializes another scorer across threads, so that rewards need not be thread-safe."""
+class Scoring:
+    """Scores rollouts one after the other, as rewards need not be thread-safe, while the event loop goes on."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, call: Callable[[Callable[[], Scores]], Awaitable[Scores]]) -> None:
+        """`call` runs the scorer in a thread that may wait."""
         self._scorer = scorer
-        self._busy = threading.Lock()
+        self._call = call
+        self._turn = asyncio.Lock()
 
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        with self._busy:
-            return self._scorer.score(rollout, part=part)
+    async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """As `Scorer.score`."""
+        async with self._turn:
+            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
 
 
 def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:

@@ -1,23 +1,23 @@
-"""Supply the loop with scored batches, and evaluate on held-out prompts."""
+"""Supply the loop with scored batches."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from attrs import evolve, field, frozen
 
 from corerl.data.chat import readable
-from corerl.data.prompts import Prompt, PromptStream
+from corerl.data.prompts import PromptStream
 from corerl.engines.base import SamplingParams
 from corerl.plugin.events import SampleShown
-from corerl.rollout.rewards.base import PartSums, Scorer, added
+from corerl.rollout.rewards.base import PartSums, Scoring, added
 from corerl.rollout.rewards.lookup import exact_match
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.types import BoolArray, FloatArray, IntArray
@@ -81,19 +81,18 @@ class DynamicSampling:
 
 
 class Source(ABC):
-    """An iterator of rollout steps. The loop uses it only in the thread that updates weights.
+    """Rollout steps, one after the other. `next` is a coroutine of the event loop of the engines; all else is called in
+    the thread that updates weights, while no `next` runs or all engines have died.
 
     A step counts as done once it is handed out: a resumed run continues from the `position`, and what `save` wrote,
     taken after that step was trained on.
     """
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether engines may be generating while weights are trained, and hence during an update."""
-        return False
+    overlaps: ClassVar[bool] = False  # whether engines may generate while weights are trained, hence during an update
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Scored]: ...
+    async def next(self) -> Scored | None:
+        """The next step; None after the last one."""
 
     @property
     @abstractmethod
@@ -112,35 +111,8 @@ class Source(ABC):
         """A context in which engines generate nothing; when it ends, they hold weights `version`."""
         return nullcontext()
 
-    def close(self) -> None:  # noqa: B027  -- most have no threads
+    def close(self) -> None:  # noqa: B027  -- most do nothing by themselves
         """Stop sampling; returns at once."""
-
-
-class Wrapped(Source):
-    """A source that transforms another's steps and delegates everything else to it."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    @property
-    def overlaps(self) -> bool:
-        return self.source.overlaps
-
-    @property
-    def position(self) -> dict[str, Any]:
-        return self.source.position
-
-    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        self.source.restore(position, checkpoint)
-
-    def save(self, checkpoint: Path) -> None:
-        self.source.save(checkpoint)
-
-    def updating(self, version: int) -> AbstractContextManager[None]:
-        return self.source.updating(version)
-
-    def close(self) -> None:
-        self.source.close()
 
 
 @frozen(kw_only=True)
@@ -149,21 +121,21 @@ class BatchSampler:
 
     stream: PromptStream
     sampler: Sampler
-    reward: Scorer
+    reward: Scoring
     params: SamplingParams
     prompts: int  # per step
     samples: int  # per prompt
     refill: DynamicSampling | None = None
 
-    def batch(self, step: int) -> Scored:
+    async def batch(self, step: int) -> Scored:
         """The batch of rollout step `step`."""
-        first = self.score(step, *self.sample(step))
-        return first if self.refill is None else self._refilled(first, self.refill)
+        first = await self.score(step, *await self.sample(step))
+        return first if self.refill is None else await self._refilled(first, self.refill)
 
-    def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
+    async def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
         """Sample the next prompts; returns the rollout and the seconds it took."""
         started = time.perf_counter()
-        rollout = self.sampler.sample(
+        rollout = await self.sampler.sample(
             self.stream.take(self.prompts),
             rollout_step=step,
             samples=self.samples,
@@ -172,9 +144,9 @@ class BatchSampler:
         )
         return rollout, time.perf_counter() - started
 
-    def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
+    async def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
         started = time.perf_counter()
-        scores = self.reward.score(rollout)
+        scores = await self.reward.score(rollout)
         matched = exact_share(rollout)
         return Scored(
             step=step,
@@ -187,7 +159,7 @@ class BatchSampler:
             parts=scores.parts,
         )
 
-    def _refilled(self, first: Scored, refill: DynamicSampling) -> Scored:
+    async def _refilled(self, first: Scored, refill: DynamicSampling) -> Scored:
         attempts, useful, zero_variance = [first], [], []
         while True:
             scored = attempts[-1]
@@ -197,7 +169,7 @@ class BatchSampler:
             found = sum(len(part.rollout.prompts) for part in useful)
             if found >= self.prompts or len(attempts) > refill.attempts:
                 break
-            attempts.append(self.score(first.step, *self.sample(first.step, len(attempts))))
+            attempts.append(await self.score(first.step, *await self.sample(first.step, len(attempts))))
         failures: Counter[str] = Counter()
         seconds: Counter[str] = Counter()
         for scored in attempts:
@@ -217,83 +189,6 @@ class BatchSampler:
                 "groups_missing": max(self.prompts - found, 0),
             },
         )
-
-
-class Synchronous(Source):
-    """Sample each step on demand, with the weights the engines hold at that time. A resumed run draws the same samples
-    as an uninterrupted one."""
-
-    def __init__(self, draws: BatchSampler, *, steps: int) -> None:
-        self._draws = draws
-        self._steps = steps  # rollout steps in total, including those before a resume
-        self._step = 0  # the next step
-
-    def __iter__(self) -> Iterator[Scored]:
-        return self
-
-    def __next__(self) -> Scored:
-        if self._step >= self._steps:
-            raise StopIteration
-        scored = self._draws.batch(self._step)
-        self._step += 1
-        return scored
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The next rollout step, and the position of the prompt stream."""
-        return {"rollout_step": self._step, "prompts": self._draws.stream.position}
-
-    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        self._draws.stream.restore(position["prompts"])
-        self._step = position["rollout_step"]
-
-
-@frozen(kw_only=True)
-class Evaluation:
-    metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
-    shown: tuple[SampleShown, ...]  # samples of the first prompts, the same ones every time
-    samples: tuple[SampleShown, ...] = ()  # of all prompts
-    failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
-    first_failure: str = ""  # as one line
-
-
-def evaluate(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    reward: Scorer,
-    *,
-    params: SamplingParams,
-    show: int = 3,
-) -> Evaluation:
-    """Score one greedy response to each prompt. The same weights give the same scores at any step.
-
-    If sources are mixed, each one also gets its `eval/NAME/reward`.
-    """
-    rollout = sampler.sample(
-        prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
-    )
-    scores = reward.score(rollout)
-    rewards = scores.rewards
-    metrics = {
-        "eval/reward": float(rewards.mean(dtype=np.float64)),
-        "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
-    }
-    matched = exact_share(rollout)
-    if matched is not None:
-        metrics["eval/exact_match"] = matched
-    if scores.failures:
-        metrics["eval/failed"] = float(sum(scores.failures.values()))
-    metrics |= {f"eval/reward/{name}": value / count for name, (value, count) in scores.parts.items()}
-    sources = np.array([prompt.source for prompt in prompts])
-    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
-        metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
-    return Evaluation(
-        metrics=metrics,
-        shown=shown(rollout, rewards, first_samples(rollout, show)),
-        samples=shown(rollout, rewards),
-        failures=scores.failures,
-        first_failure=scores.first,
-    )
 
 
 def exact_share(rollout: Rollout) -> float | None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from corerl.errors import CheckpointError, DataError
 from corerl.plain_json import parse_json
 from corerl.regular import require_regular
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored, Source, Wrapped
+from corerl.rollout.sources.base import Scored, Source
 from corerl.types import Array, SampleBatch
 
 ROLLOUTS = "rollouts"  # subdirectory of a run directory
@@ -63,19 +63,6 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
     except OSError as error:
         raise DataError(f"cannot write the rollout batch {path}: {error}; earlier batches are intact") from error
     return path
-
-
-class RecordingSource(Wrapped):
-    """A source whose batches are written to `directory` as they arrive, before anything uses them."""
-
-    def __init__(self, source: Source, directory: Path) -> None:
-        super().__init__(source)
-        self._directory = directory
-
-    def __iter__(self) -> Iterator[Scored]:
-        for scored in self.source:
-            write_rollout(self._directory, scored)
-            yield scored
 
 
 def read_rollout(path: Path) -> Scored:
@@ -142,12 +129,9 @@ class SavedRollouts(Source):
         self._vocab_size = vocab_size
         self._step = 0
 
-    def __iter__(self) -> Iterator[Scored]:
-        return self
-
-    def __next__(self) -> Scored:
+    async def next(self) -> Scored | None:
         if self._step >= self._steps:
-            raise StopIteration
+            return None
         path = self._files[self._step]
         scored = read_rollout(path)
         largest = int(scored.rollout.batch.tokens.max(initial=0))

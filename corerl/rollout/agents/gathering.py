@@ -1,0 +1,89 @@
+"""Gather the requests of episodes that are played together, so that an engine of one call at a time draws them at
+once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from attrs import frozen
+
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.continuation import split
+
+QUIET = 0.05  # seconds without a new request after which the waiting ones are sent
+GATHER = 0.5  # maximum seconds that a request waits for others
+
+
+@frozen(kw_only=True, eq=False)
+class _Waiting:
+    number: int
+    request: GenerateRequest
+    answer: asyncio.Future[Generation]
+
+
+class Gathering:
+    """Holds requests back until every episode that may ask does so, or none has asked for a while."""
+
+    def __init__(self, generate: Callable[[GenerateRequest], Awaitable[Generation]]) -> None:
+        self._generate = generate
+        self._playing = 0  # episodes
+        self._waiting: list[_Waiting] = []
+        self._first = 0.0  # when the first of these came, by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def joins(self) -> None:
+        """One more episode may ask."""
+        self._playing += 1
+
+    def leaves(self) -> None:
+        """One episode asks no more."""
+        self._playing -= 1
+        self._look()
+
+    async def generate(self, request: GenerateRequest, number: int) -> Generation:
+        """Complete one row. Rows are sent by `number`, not by arrival: an engine's rounding depends on their order."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(number=number, request=request, answer=loop.create_future())
+        if not self._waiting:
+            self._first = loop.time()
+        self._waiting.append(waiting)
+        self._look()
+        try:
+            return await waiting.answer
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def _look(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiting and len(self._waiting) >= self._playing:
+            self._send()
+        elif self._waiting:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(min(self._first + GATHER, loop.time() + QUIET), self._send)
+
+    def _send(self) -> None:
+        alike: dict[SamplingParams, list[_Waiting]] = {}
+        for waiting in sorted(self._waiting, key=lambda each: each.number):
+            alike.setdefault(waiting.request.params, []).append(waiting)
+        self._waiting = []
+        for together in alike.values():
+            task = asyncio.ensure_future(self._ask(together))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _ask(self, together: list[_Waiting]) -> None:
+        requests = [each.request for each in together]
+        try:
+            parts = split(await self._generate(GenerateRequest.concatenate(requests)), requests)
+        except Exception as error:
+            for each in together:
+                if not each.answer.done():
+                    each.answer.set_exception(error)
+            return
+        for each, part in zip(together, parts, strict=True):
+            if not each.answer.done():
+                each.answer.set_result(part)

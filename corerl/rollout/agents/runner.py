@@ -1,0 +1,280 @@
+"""Play episodes concurrently: each is a coroutine, its function and its requests run beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from corerl.config.schema import EpisodesConfig
+from corerl.data.prompts import Prompt
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.engines.stops import stops_of
+from corerl.event_loop import in_thread
+from corerl.rollout.agents.chat_server import ChatAnswer, ChatRequest, ChatServer
+from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction
+from corerl.rollout.agents.gathering import Gathering
+from corerl.rollout.agents.tool_calls import format_of
+from corerl.rollout.rewards.base import Failure
+from corerl.types import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@frozen(kw_only=True, eq=False)
+class Turn:
+    """One chat request of an episode, and what answers it."""
+
+    chat: ChatRequest
+    request: GenerateRequest  # one row
+    answer: asyncio.Task[tuple[Answer, Generation]]
+
+
+@define(kw_only=True, eq=False)
+class EpisodeState:
+    """One episode and its state."""
+
+    number: int  # episodes start, and are batched, in this order
+    prompt: Prompt
+    key: int  # noise key
+    conversation: Conversation = field(factory=Conversation)
+    truncated: bool = False  # rollout.max_tokens cut it, or left no room
+    outcome: float | Failure | None = None
+    ended: bool = False
+    # While it is being played:
+    base_url: str = ""
+    generate: Callable[[GenerateRequest, int], Awaitable[Generation]] | None = None  # for one row, with its number
+    failed: asyncio.Future[NoReturn] | None = None  # gets the error of engines that could not answer
+    turn: Turn | None = None  # the one waiting for an answer, or else the last answered one
+    refusal: str = ""  # why its last request was refused, until another one is answered
+    told_full: bool = False  # the function was told that no room is left
+
+
+class EpisodeRunner:
+    """Plays episodes, as many at once as the config allows. For coroutines of one event loop; plain functions run in
+    threads, one for each episode."""
+
+    def __init__(
+        self,
+        *,
+        front: ChatServer,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        function: EpisodeFunction,
+        config: EpisodesConfig,
+        longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
+    ) -> None:
+        """`longest_prompt`: tokens that an episode's first request may have."""
+        self._front = front
+        self._tokenizer = tokenizer
+        self._renderer = Renderer(
+            tokenizer,
+            format_of(config.tool_calls, tokenizer.chat_template),
+            template_options,
+            special_tokens=special_tokens,
+        )
+        self._params = params
+        self._function = function
+        self._timeout = config.timeout
+        self._places = asyncio.Semaphore(config.concurrency)  # taken in the order of asking
+        self._longest_prompt = longest_prompt
+        self._stops: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}  # by the texts of a request
+
+    async def play(
+        self,
+        states: Sequence[EpisodeState],
+        generate: Callable[[GenerateRequest, int], Awaitable[Generation]],
+        *,
+        gathering: Gathering | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Play these episodes to their end; `generate` draws one row each time, `gathering` is told who may ask, and
+        `told` is called whenever one has ended. Raises what `generate` raises, and ends all episodes then, as it does
+        when it is cancelled: their requests are answered no more, though their functions may go on."""
+        told()
+
+        async def one(state: EpisodeState) -> None:
+            await self._play(state, generate, gathering)
+            told()
+
+        playing = [asyncio.ensure_future(one(state)) for state in states]
+        try:
+            await asyncio.gather(*playing)
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.wait(playing)
+
+    async def _play(
+        self,
+        state: EpisodeState,
+        generate: Callable[[GenerateRequest, int], Awaitable[Generation]],
+        gathering: Gathering | None,
+    ) -> None:
+        async with self._places:
+            state.generate, state.failed = generate, asyncio.get_running_loop().create_future()
+            state.base_url = self._front.open(
+                functools.partial(self._answer, state), functools.partial(setattr, state, "refusal")
+            )
+            if gathering is not None:
+                gathering.joins()
+            episode = Episode(prompt=state.prompt, base_url=state.base_url, server=self._front)
+            function = asyncio.ensure_future(self._function.play(episode, self._timeout))
+            try:
+                waited: list[asyncio.Future[Any]] = [function, state.failed]
+                await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+                if state.failed.done():
+                    state.failed.result()
+                state.outcome = self._outcome(state, function)
+            finally:
+                state.ended = True
+                function.cancel()
+                state.failed.cancel()
+                self._front.shut(state.base_url)
+                if state.turn is not None:
+                    state.turn.answer.cancel()
+                if gathering is not None:
+                    gathering.leaves()
+
+    def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Failure | None]) -> float | Failure | None:
+        if not function.done():
+            return self._function.late(self._timeout, state.prompt)
+        outcome = function.result()
+        # A client's own error seldom says more than the status.
+        if isinstance(outcome, Failure) and state.refusal and state.refusal not in outcome.message:
+            outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
+        if not state.conversation.turns and not isinstance(outcome, Failure):
+            outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
+        return outcome
+
+    # ---- the requests of one episode --------------------------------------------------------------------------------
+
+    async def _answer(self, state: EpisodeState, chat: ChatRequest) -> ChatAnswer:
+        turn = _same(state.turn, chat)
+        if turn is None:
+            conversation = state.conversation
+            # In a thread: a chat template may take seconds.
+            asked = await in_thread(
+                functools.partial(self._renderer.ask, conversation, chat.messages, chat.tools), name="rollout template"
+            )
+            if state.ended:
+                raise _over()
+            turn = _same(state.turn, chat) or self._asked(state, conversation, asked, chat)
+        if turn is None:
+            return self._no_room(state, len(state.conversation.tokens) + len(asked.tokens))
+        try:
+            answer, drawn = await asyncio.shield(turn.answer)
+        except asyncio.CancelledError:
+            if turn.answer.cancelled():
+                raise _over() from None
+            raise
+        return ChatAnswer(
+            text=answer.content,
+            tool_calls=answer.calls,
+            finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
+            prompt_tokens=len(turn.request.tokens),
+            # The vocabulary may be larger than the tokenizer's.
+            tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
+            logprobs=drawn.logprobs.tolist(),
+        )
+
+    def _asked(self, state: EpisodeState, conversation: Conversation, asked: Asked, chat: ChatRequest) -> Turn | None:
+        """The turn that this request begins; None if the episode has no room for one."""
+        if not conversation.turns and len(asked.tokens) > self._longest_prompt:
+            raise Refused(
+                f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
+                f"{self._longest_prompt} fit into rollout.context_length besides rollout.max_tokens="
+                f"{self._params.max_tokens}; shorten it",
+                code="context_length_exceeded",
+            )
+        tokens = np.concatenate([conversation.tokens, asked.tokens])
+        begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
+        if begun >= self._params.max_tokens:
+            return None
+        if state.conversation is not conversation or (state.turn is not None and not state.turn.answer.done()):
+            raise Refused("another request of this episode is still being answered; send one at a time")
+        request = self._request(state, tokens, begun, chat)
+        state.turn = Turn(chat=chat, request=request, answer=asyncio.ensure_future(self._drawn(state, asked, request)))
+        return state.turn
+
+    async def _drawn(self, state: EpisodeState, asked: Asked, request: GenerateRequest) -> tuple[Answer, Generation]:
+        """Have the turn sampled: it becomes part of the conversation."""
+        assert state.generate is not None and state.failed is not None
+        try:
+            drawn = await state.generate(request, state.number)
+        except Refused:
+            raise
+        except Exception as error:  # the run's, not the client's
+            if not state.failed.done():
+                state.failed.set_exception(error)
+            raise _over() from error
+        answer = self._renderer.answer(asked, drawn.tokens, request.params)
+        state.conversation = state.conversation.answered(asked, answer, drawn)
+        state.truncated = bool(drawn.truncated[0]) and state.conversation.begun >= self._params.max_tokens
+        state.refusal = ""
+        return answer, drawn
+
+    def _request(self, state: EpisodeState, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+        """The engine request for the next part of the episode's one response."""
+        params = self._params
+        try:
+            ends, texts = self._stops_of(request.stop)
+        except ValueError as error:
+            raise Refused(f"stop: {error}") from error
+        if request.stop:
+            params = evolve(
+                params,
+                stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *ends])),
+                stop=tuple(dict.fromkeys([*params.stop, *texts])),
+            )
+        # As a row's limit, not in `params`: rows with different limits can be drawn together.
+        limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
+        return GenerateRequest(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            noise_keys=np.array([state.key]),
+            params=params,
+            begun=np.array([begun]),
+            answered=np.array([0]),
+            limits=np.array([limit]),
+        )
+
+    def _stops_of(self, stop: Sequence[str]) -> tuple[list[int], list[str]]:
+        """`stops_of`, which searches the vocabulary, once for each list of texts."""
+        known = tuple(stop)
+        if known not in self._stops:
+            self._stops[known] = stops_of(known, self._tokenizer)
+        return self._stops[known]
+
+    def _no_room(self, state: EpisodeState, prompt_tokens: int) -> ChatAnswer:
+        """An empty answer, cut before its first token; Refused if the function asks once more after it."""
+        if state.told_full:
+            raise Refused(
+                f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer "
+                "has finish_reason='length'",
+                code="context_length_exceeded",
+            )
+        state.truncated = state.told_full = True
+        return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
+
+
+def _same(turn: Turn | None, chat: ChatRequest) -> Turn | None:
+    """The waiting or last answered turn, if its request is the same: clients resend a request whose answer is late, and
+    sampling it again would give the same answer."""
+    return turn if turn is not None and turn.chat == chat and not _failed(turn.answer) else None
+
+
+def _failed(answer: asyncio.Task[Any]) -> bool:
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)
+
+
+def _over() -> Refused:
+    return Refused("the episode is over; its requests are no longer answered", status=410, code="episode_over")

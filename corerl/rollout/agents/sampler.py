@@ -1,0 +1,151 @@
+"""Sample episodes: conversations that a user's function has with the policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from corerl.config.schema import EpisodesConfig
+from corerl.data.prompts import Prompt
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.engines.fleet import Counted
+from corerl.rollout.agents.chat_server import ChatServer
+from corerl.rollout.agents.conversation import Conversation
+from corerl.rollout.agents.episodes import EpisodeFunction
+from corerl.rollout.agents.gathering import Gathering
+from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
+from corerl.rollout.sampler import Generate, Rollout, Sampler, rows_of
+from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EpisodeSampler(Sampler):
+    """A sampler whose samples are conversations, each played by a user's function.
+
+    A conversation counts as one long response, in which the environment's tokens stand between the policy's. Noise
+    follows the sample token by token, so that neither timing nor batching changes what is sampled.
+    `rollout.max_tokens` bounds everything after the first request, including the environment's tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generate,
+        seed: int,
+        function: EpisodeFunction,
+        front: ChatServer,
+        config: EpisodesConfig,
+        calls: int = 1,
+        longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
+        told: Counted | None = None,
+    ) -> None:
+        """Engines answer up to `calls` calls at once: with more than one, no request waits for others to be drawn
+        beside it. `longest_prompt`: tokens that an episode's first request may have. `told` hears how many episodes
+        have ended, and how many there are."""
+        super().__init__(
+            tokenizer=tokenizer,
+            generate=generate,
+            seed=seed,
+            template_options=template_options,
+            special_tokens=special_tokens,
+            told=told,
+        )
+        self._gathers = calls == 1
+        self._runners: dict[SamplingParams, EpisodeRunner] = {}
+        self._runner = functools.partial(
+            EpisodeRunner,
+            front=front,
+            tokenizer=tokenizer,
+            function=function,
+            config=config,
+            longest_prompt=longest_prompt,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
+
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
+        in the rollout's `outcomes`."""
+        states, told = states_of(prompts, request), None if ahead else self._told
+        if request.params not in self._runners:  # one for all groups that are played ahead: it limits how many
+            self._runners[request.params] = self._runner(params=request.params)
+        generate = functools.partial(self._generate, urgent=not ahead, drew=drew)
+        gathering = Gathering(generate) if self._gathers and not ahead else None
+        await self._runners[request.params].play(
+            states,
+            gathering.generate if gathering else lambda row, number: generate(row),
+            gathering=gathering,
+            told=lambda: None if told is None else told(sum(state.ended for state in states), len(states)),
+        )
+        return played(prompts, request, states)
+
+
+def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:
+    """An episode for each row of `request`."""
+    group, _ = rows_of(len(prompts), len(request) // len(prompts))
+    return [
+        EpisodeState(number=number, prompt=prompts[index], key=int(key))
+        for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True))
+    ]
+
+
+def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
+    """The rollout of these episodes, all of which have ended."""
+    group, sample = rows_of(len(prompts), len(request) // len(prompts))
+    return Rollout(
+        batch=_batch(states, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
+        prompts=tuple(prompts),
+        texts=[state.conversation.text for state in states],
+        outcomes=[state.outcome for state in states],
+    )
+
+
+def _batch(states: Sequence[EpisodeState], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
+    """All conversations as one batch; an episode that requested nothing has only its prompt [L]."""
+    played = [
+        state.conversation if state.conversation.turns else Conversation.unanswered(prompt)
+        for state, prompt in zip(states, prompts, strict=True)
+    ]
+    lengths = np.array([len(each.tokens) for each in played])
+    columns: dict[str, Array] = {
+        "loss_mask": np.concatenate([each.loss_mask for each in played]),
+        "rollout_logprobs": np.concatenate([each.logprobs for each in played]),
+        "versions": np.concatenate([each.versions for each in played]),
+    }
+    if (shape := next((each.routed_experts for each in played if each.routed_experts is not None), None)) is not None:
+        columns[Output.ROUTED_EXPERTS.value] = np.concatenate(
+            [
+                np.full((len(each.tokens), *shape.shape[1:]), -1, shape.dtype)
+                if each.routed_experts is None
+                else each.routed_experts
+                for each in played
+            ]
+        )
+    prompt_length = np.array([each.prompt_length for each in played])
+    return SampleBatch(
+        tokens=np.concatenate([each.tokens for each in played]),
+        offsets=offsets_of(lengths),
+        columns=columns,
+        rows={
+            "prompt_length": prompt_length,
+            "response_length": lengths - prompt_length,
+            "truncated": np.array([state.truncated for state in states], dtype=np.bool_),
+            "turns": np.array([each.turns for each in played]),
+        },
+        temperature=temperature,
+    )
