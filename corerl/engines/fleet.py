@@ -77,7 +77,7 @@ class EngineFleet:
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
         self._paused = False
-        self._serving = asyncio.Event()  # set while any replica serves, and none is paused
+        self._serving = asyncio.Event()  # set while any replica serves
         self._lost = asyncio.Event()  # set while none serves
         self._batchers = [
             Batcher(functools.partial(self._call, replica), calls=calls, width=width) for replica in range(len(self))
@@ -238,8 +238,12 @@ class EngineFleet:
                 batcher.hold()
             else:
                 batcher.go_on()
-        _set(self._serving, bool(serving) and not self._paused)
-        _set(self._lost, not serving)
+        if serving:
+            self._serving.set()
+            self._lost.clear()
+        else:
+            self._serving.clear()
+            self._lost.set()
 
     def _tell(self, forget: bool = False) -> None:
         """Like `_changed`, from the thread that updates weights; `forget` what replicas have read. Returns once it has
@@ -397,13 +401,6 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
-
-
-def _set(event: asyncio.Event, value: bool) -> None:
-    if value:
-        event.set()
-    else:
-        event.clear()
 
 
 def _received(answer: Received | CorerlError) -> Received:

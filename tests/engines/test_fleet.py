@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
+from corerl.event_loop import EventLoop
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.weights.manifest import build_manifest
@@ -53,7 +55,14 @@ def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:
 
 
 @pytest.fixture
-def fleet(shared_ray: None) -> Iterator[EngineFleet]:
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop("tested")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fleet(shared_ray: None, loop: EventLoop) -> Iterator[EngineFleet]:
     assignments = assigned(2)
     with ray_session(address="", cpus=2):
         with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as slots:
@@ -65,15 +74,15 @@ def fleet(shared_ray: None) -> Iterator[EngineFleet]:
                 failure=EngineFailed,
                 threads=2,
             )
-            fleet = EngineFleet(processes, assignments, restarts=1)
+            fleet = EngineFleet(processes, assignments, loop, restarts=1)
             fleet.start().result()
             yield fleet
             processes.kill()
 
 
-def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name() -> None:
+def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name(loop: EventLoop) -> None:
     assignments = assigned(2, bundles=2)
-    fleet = EngineFleet([], assignments)  # type: ignore[arg-type]  # no process is asked
+    fleet = EngineFleet([], assignments, loop)  # type: ignore[arg-type]  # no process is asked
     assert fleet.receivers == ("engine-0", "engine-0", "engine-1", "engine-1")
     assert [list(each.context.receivers) for each in assignments] == [[0, 1], [2, 3]]
 
@@ -98,11 +107,11 @@ class Ending:
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(restarts: int) -> None:
-    fleet = EngineFleet(Ending(), assigned(1), restarts=restarts)  # type: ignore[arg-type]  # as much of it as is asked
+def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(restarts: int, loop: EventLoop) -> None:
+    fleet = EngineFleet(Ending(), assigned(1), loop, restarts=restarts)  # type: ignore[arg-type]  # as much of it as is asked
     for _ in range(2):
         with pytest.raises(EngineFailed, match="^engine-0: its server refused$"):
-            fleet.pause()
+            fleet.sleep()
 
 
 class Hanging:
@@ -123,9 +132,9 @@ class Hanging:
         self.log.append("kill")
 
 
-def test_engines_that_hang_are_ended_with_the_run() -> None:
+def test_engines_that_hang_are_ended_with_the_run(loop: EventLoop) -> None:
     hanging = Hanging()
-    EngineFleet(hanging, []).close()  # type: ignore[arg-type]  # as much of it as is asked
+    EngineFleet(hanging, [], loop).close()  # type: ignore[arg-type]  # as much of it as is asked
     assert hanging.log == ["pause", "close", "kill"]
 
 
@@ -143,8 +152,8 @@ class Half:
         assert replica == 1
 
 
-def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place() -> None:
-    fleet = EngineFleet(Half(), assigned(2), restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place(loop: EventLoop) -> None:
+    fleet = EngineFleet(Half(), assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
     hangs = {"engine-1": WeightUpdateError("no answer")}
     fleet.leave_out(hangs)
     assert fleet.sleep() == 8  # of the other one
@@ -156,22 +165,42 @@ def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place
 class Counting:
     """Two processes that draw; of the second one, nothing is known at first."""
 
+    def __init__(self) -> None:
+        self.answered: list[int] = []  # rows of each
+        self.turn = threading.Condition()
+
     def start_some(self, method: str, arguments: dict[int, Any]) -> dict[int, Any]:
         return arguments
 
     def answers(self, pending: dict[int, Any], counted: Any = None) -> dict[int, Any]:
-        (first,), (second,) = pending[0], pending[1]
-        assert (len(first), len(second)) == (3, 2)
-        for drawing in ({0: 1, 1: None}, {0: 2, 1: 1}, {0: None, 1: 1}, {1: 1}, {1: 2}):
-            counted(drawing)
-        return {replica: Generation.nothing(request) for replica, (request,) in pending.items()}
+        ((replica, (request,)),) = pending.items()
+        with self.turn:  # one replica after the other
+            assert self.turn.wait_for(lambda: replica == len(self.answered), 60.0)
+            for rows in (1, 2) if replica == 0 else (None, 1):
+                counted({replica: rows})
+            self.answered.append(len(request))
+            self.turn.notify_all()
+        return {replica: finished(request)}
 
 
-def test_the_rows_that_have_ended_are_counted_over_all_replicas() -> None:
-    fleet = EngineFleet(Counting(), assigned(2))  # type: ignore[arg-type]  # as much of it as is asked
+def finished(request: GenerateRequest) -> Generation:
+    """A stop token for each row."""
+    rows = len(request)
+    return Generation(
+        tokens=np.full(rows, 2),
+        offsets=np.arange(rows + 1),
+        logprobs=np.zeros(rows, np.float32),
+        versions=np.zeros(rows, np.int64),
+        truncated=np.zeros(rows, np.bool_),
+    )
+
+
+def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop) -> None:
+    counting = Counting()
+    fleet = EngineFleet(counting, assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
     told: list[tuple[int, int]] = []
-    fleet.generate(REQUEST, lambda done, of: told.append((done, of)))
-    assert told == [(1, 5), (3, 5), (3, 5), (4, 5), (5, 5)]
+    loop.run(fleet.generate(REQUEST, told=lambda done, of: told.append((done, of))))
+    assert counting.answered == [3, 2] and sorted(told) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
 def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) -> None:
@@ -220,15 +249,15 @@ class Late:
         self.log.append("kill")
 
 
-def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die() -> None:
+def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die(loop: EventLoop) -> None:
     died = {"engine-0": WorkerDied("engine-0: its process died")}
     late = Late(failing=2)
-    fleet = EngineFleet(late, assigned(1), restarts=3)  # type: ignore[arg-type]  # as much of it as is asked
+    fleet = EngineFleet(late, assigned(1), loop, restarts=3)  # type: ignore[arg-type]  # as much of it as is asked
     fleet.leave_out(died)
     fleet.replace(died)
     assert (late.log, fleet.dead, fleet.sleep()) == (["start"] * 3, False, 8)
     never = Late(failing=9)
-    fleet = EngineFleet(never, assigned(1), restarts=3)  # type: ignore[arg-type]
+    fleet = EngineFleet(never, assigned(1), loop, restarts=3)  # type: ignore[arg-type]
     with pytest.raises(EngineFailed, match="^engine-0: start: no memory") as raised:
         fleet.replace(died)
     assert raised.value.__notes__ == ["the engine had already been restarted 3 times (rollout.restarts)"]
@@ -238,8 +267,8 @@ def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die() 
 class Told:
     """Two processes. A call finds the second one dead while another takes its place."""
 
-    def __init__(self) -> None:
-        self.fleet = EngineFleet(self, assigned(2), restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    def __init__(self, loop: EventLoop) -> None:
+        self.fleet = EngineFleet(self, assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
         self.starting, self.told = threading.Event(), threading.Event()
 
     def start_some(self, method: str, arguments: Any) -> Any:
@@ -260,12 +289,115 @@ class Told:
         raise AssertionError("all are ended, for a death that is mended already")
 
 
-def test_a_death_that_is_told_while_another_takes_its_place_is_not_that_ones() -> None:
-    processes = Told()
+def test_a_death_that_is_told_while_another_takes_its_place_is_not_that_ones(loop: EventLoop) -> None:
+    processes = Told(loop)
     assert processes.fleet.sleep() == 8
     processes.told.set()
     processes.replacing.join(60.0)
     assert not processes.fleet.dead
+
+
+class Scripted:
+    """Replicas that answer a token for each row, its noise key modulo 16, as `script` says: a call is answered with
+    what the function at its place makes of the request, later ones in full."""
+
+    def __init__(self, *script: Callable[[GenerateRequest], Any]) -> None:
+        self.script = list(script)
+        self.asked: list[tuple[int, list[int], list[int]]] = []  # replica, noise keys, tokens of responses so far
+        self.log: list[str] = []
+        self.paused = threading.Event()
+        self._lock = threading.Lock()
+
+    def start_some(self, method: str, arguments: Any) -> Any:
+        return method, arguments
+
+    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+        method, arguments = pending
+        if method != "generate":
+            self.log.append(method)
+            if method == "pause":
+                self.paused.set()
+            return dict.fromkeys(arguments, 0)
+        ((replica, (request,)),) = arguments.items()
+        with self._lock:
+            self.asked.append((replica, request.noise_keys.tolist(), request.begun.tolist()))
+            answer = self.script.pop(0) if self.script else said
+        return {replica: answer(request)}
+
+    def replace(self, replica: int, arguments: Any) -> None:
+        self.log.append(f"replace {replica}")
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+def said(request: GenerateRequest, rows: int | None = None) -> Generation:
+    """The first `rows` rows in full, the others not at all."""
+    whole = np.arange(len(request)) < (len(request) if rows is None else rows)
+    tokens = (request.noise_keys % 16)[whole]
+    return Generation(
+        tokens=tokens,
+        offsets=np.concatenate([[0], np.cumsum(whole)]),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int64),
+        truncated=np.zeros(len(request), np.bool_),
+        unfinished=~whole,
+    )
+
+
+def test_what_an_engine_leaves_unfinished_is_its_failure_unless_it_was_paused(loop: EventLoop) -> None:
+    scripted = Scripted(functools.partial(said, rows=2))
+    fleet = EngineFleet(scripted, assigned(1), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    with pytest.raises(EngineFailed, match="^3 of 5 responses came back unfinished, but the engines were not paused"):
+        draw(fleet, REQUEST)
+
+
+def test_what_a_pause_interrupts_goes_on_after_it_and_what_waits_is_sent_only_then(loop: EventLoop) -> None:
+    drawing = threading.Event()
+
+    def interrupted(request: GenerateRequest) -> Generation:
+        drawing.set()
+        assert scripted.paused.wait(60.0)
+        return said(request, rows=2)
+
+    scripted = Scripted(interrupted)
+    fleet = EngineFleet(scripted, assigned(1), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    drew: list[int] = []
+    first = loop.begin(fleet.generate(REQUEST, drew=lambda part: drew.append(len(part.tokens))))
+    assert drawing.wait(60.0)
+    second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))
+    loop.run(fleet.pause())  # until nothing is generated
+    assert len(scripted.asked) == 1 and not first.done() and not second.done()
+    loop.run(fleet.resume())
+    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
+    assert drew == [2, 3]
+    assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
+
+
+def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: EventLoop) -> None:
+    def dies(request: GenerateRequest) -> WorkerDied:
+        return WorkerDied("its process died")
+
+    scripted = Scripted(dies, dies)
+    fleet = EngineFleet(scripted, assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    served: list[bool] = []
+
+    def ensure() -> None:
+        assert sorted(fleet.replace_dead()) == ["engine-0", "engine-1"]
+        served.append(fleet.serves(0))
+        fleet._fared(dict.fromkeys(range(2), Received(version=1, bytes=0)))
+
+    assert fleet.serve(fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert served == [False] and scripted.log == ["replace 0", "replace 1"]
+    keys = [key for _, asked, _ in scripted.asked[2:] for key in asked]
+    assert sorted(keys) == REQUEST.noise_keys.tolist()
+
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    fleet.lost_weights(fleet.names)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.serve(fleet.generate(REQUEST), interrupts)
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
@@ -299,12 +431,16 @@ def same(a: Generation, b: Generation) -> bool:
     )
 
 
+def draw(fleet: EngineFleet, request: GenerateRequest) -> Generation:
+    return fleet.loop.run(fleet.generate(request))
+
+
 def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one_that_died_is_drawn_by_others(
     fleet: EngineFleet, tmp_path: Path
 ) -> None:
     assert fleet.receivers == fleet.names == ("engine-0", "engine-1")
     assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = fleet.generate(REQUEST)
+    answered = draw(fleet, REQUEST)
     # The next turn of each row, in another order, is drawn where the one before it was.
     before = fleet.processes.wait(fleet.processes.start("last_drew"))
     assert before == [[0, 1, 3], [4, 8]]
@@ -315,47 +451,47 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
         offsets=np.cumsum([0, *map(len, turns)]),
         noise_keys=REQUEST.noise_keys[::-1],
     )
-    drawn = fleet.generate(second)
+    drawn = draw(fleet, second)
     assert fleet.processes.wait(fleet.processes.start("last_drew")) == [[3, 1, 0], [8, 4]]
-    assert same(drawn, Generation.concatenate([fleet.generate(second.rows(row, row + 1)) for row in range(5)]))
+    assert same(drawn, Generation.concatenate([draw(fleet, second.rows(row, row + 1)) for row in range(5)]))
 
-    one_by_one = Generation.concatenate([fleet.generate(REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
+    one_by_one = Generation.concatenate([draw(fleet, REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
     assert same(answered, one_by_one)
     assert set(answered.versions) == {3}
 
-    fleet.pause()
-    nothing = fleet.generate(REQUEST)
+    fleet.loop.run(fleet.pause())
+    (nothing, *_) = fleet.processes.call("generate", REQUEST)
     assert nothing.unfinished.all() and len(nothing.tokens) == 0
-    fleet.resume()
-    assert same(fleet.generate(REQUEST), answered)
+    waiting = fleet.loop.begin(fleet.generate(REQUEST))
+    fleet.loop.run(fleet.resume())
+    assert same(waiting.result(60.0), answered)
 
     assert push(fleet, 4, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = fleet.generate(REQUEST)
+    answered = draw(fleet, REQUEST)
     kill(fleet, 1)
-    assert same(fleet.generate(REQUEST), answered) and fleet.dead
-    assert not fleet.serves(1) and same(fleet.generate_aside(REQUEST), answered)
-    assert fleet.draw(1, REQUEST) is None
+    assert same(draw(fleet, REQUEST), answered) and fleet.dead
+    assert not fleet.serves(1)
     assert list(fleet.replace_dead()) == ["engine-1"] and not fleet.dead and not fleet.serves(1)
     fleet.lost_weights(["engine-0"])
     assert not fleet.serves(0)
     assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
-    assert fleet.serves(0) and fleet.serves(1) and set(fleet.generate(REQUEST).versions) == {5}
+    assert fleet.serves(0) and fleet.serves(1) and set(draw(fleet, REQUEST).versions) == {5}
 
     fleet.sleep()
     with pytest.raises(EngineFailed, match="put to sleep"):
-        fleet.generate(REQUEST)
+        draw(fleet, REQUEST)
 
 
 def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet: EngineFleet, tmp_path: Path) -> None:
     for version in (0, 1):  # once each, since a step is completed in between
         push(fleet, version, tmp_path)
         kill(fleet, 0)
-        assert len(fleet.generate(REQUEST)) == len(REQUEST) and fleet.dead
+        assert len(draw(fleet, REQUEST)) == len(REQUEST) and fleet.dead
         assert list(fleet.replace_dead()) == ["engine-0"]
         if not version:
             fleet.step_completed()
     push(fleet, 2, tmp_path)
     kill(fleet, 0)
     with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
-        fleet.generate(REQUEST)
+        draw(fleet, REQUEST)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import pytest
 
 from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.engines.base import SamplingParams
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import end_tokens, load_tokenizer
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Conversation, Renderer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
-from corerl.rollout.agents.play import EpisodeSampler
+from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.sampler import Sampler
 from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
 from corerl.testing.models import tiny_fields
@@ -69,7 +71,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
     """The whole answer as clients get it."""
     path = f"{urlsplit(episode.base_url).path}/chat/completions"
-    return episode._client.post(path, {"messages": messages, **parameters})
+    return episode._server.client.post(path, {"messages": messages, **parameters})
 
 
 def talk(episode: Episode) -> list[Any]:
@@ -108,18 +110,24 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
 
     tokenizer, left = byte_tokenizer(), iter(answers)
     in_run: list[Any] = []
-    front = ChatServer(temperature=1.0, top_p=1.0)
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return _drawn(next(left), request, tokenizer)
+
+    loop = EventLoop("tested")
+    front = ChatServer(loop, temperature=1.0, top_p=1.0)
     sampler = EpisodeSampler(
         tokenizer=tokenizer,
-        generate=lambda request: _drawn(next(left), request, tokenizer),
+        generate=generate,
         seed=0,
         function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
         front=front,
         config=EpisodesConfig(),
     )
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
-    batch = sampler.sample([PROMPT], rollout_step=0, samples=1, params=params).batch
+    batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
     front.close()
+    loop.close()
     assert heard == in_run
     outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
     assert outcomes == [
@@ -168,14 +176,17 @@ def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward
         said = script.episode.chat(script.episode.messages)["message"]["content"]
         assert (said, script.text) == ("2+3=5", text)
 
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return _drawn("<think>2+3=<think>5", request, tokenizer)
+
     sampler = Sampler(
         tokenizer=tokenizer,
-        generate=lambda request: _drawn("<think>2+3=<think>5", request, tokenizer),
+        generate=generate,
         seed=0,
         special_tokens=special_tokens,
     )
     params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
-    assert sampler.sample([PROMPT], rollout_step=0, samples=1, params=params).texts == [text]
+    assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]
 
 
 def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() -> None:

@@ -50,13 +50,10 @@ class Gathering:
             self._first = loop.time()
         self._waiting.append(waiting)
         self._look()
-        try:
-            return await waiting.answer
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+        return await waiting.answer
 
     def _look(self) -> None:
+        self._waiting = [each for each in self._waiting if not each.answer.done()]  # others were cancelled
         if self._timer is not None:
             self._timer.cancel()
         if self._waiting and len(self._waiting) >= self._playing:
@@ -68,7 +65,8 @@ class Gathering:
     def _send(self) -> None:
         alike: dict[SamplingParams, list[_Waiting]] = {}
         for waiting in sorted(self._waiting, key=lambda each: each.number):
-            alike.setdefault(waiting.request.params, []).append(waiting)
+            if not waiting.answer.done():
+                alike.setdefault(waiting.request.params, []).append(waiting)
         self._waiting = []
         for together in alike.values():
             task = asyncio.ensure_future(self._ask(together))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ def test_the_function_is_found_and_tried_before_anything_starts() -> None:
 def test_an_episode_begins_with_the_prompts_own_messages() -> None:
     chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     episodes = [
-        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", client=None)  # type: ignore[arg-type]
+        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", server=None)  # type: ignore[arg-type]
         for prompt in (Prompt(index=40, text="21>", answer="12"), Prompt(index=1, text="s u", answer="", messages=chat))
     ]
     assert episodes[0].messages == [{"role": "user", "content": "21>"}]
@@ -66,8 +65,8 @@ async def impatient(episode: Episode) -> float:
 def test_what_is_no_reward_fails_the_episode_and_a_value_that_is_late_is_late(
     function: Callable[[Episode], Any], kind: str, told: str
 ) -> None:
-    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
-    failure = EpisodeFunction(name="mine:play", function=function).play(episode, 0.05)
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+    failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode, 0.05))
     assert isinstance(failure, Failure) and failure.kind == kind
     assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
 
@@ -77,14 +76,13 @@ def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> 
     async def later(episode: Episode) -> object:
         return value
 
-    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     for function in (later, lambda episode: value):
-        assert EpisodeFunction(name="mine:play", function=function).play(episode, 60.0) == 1.0
+        assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode, 60.0)) == 1.0
 
 
 def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:
-    begun, loops = threading.Event(), set()
-    ended = asyncio.Event()
+    ended, loops = asyncio.Event(), set()
 
     async def exits() -> None:
         sys.exit("bad argument")
@@ -93,7 +91,6 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
         loops.add(asyncio.get_running_loop())
         match episode.prompt.index:
             case 0:
-                begun.set()
                 await ended.wait()
             case 1:
                 await exits()
@@ -106,19 +103,17 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
         return 1.0
 
     mine = EpisodeFunction(name="mine:play", function=function)
-    outcomes: dict[int, float | Failure | None] = {}
 
-    def play(index: int) -> None:
-        prompt = Prompt(index=index, text="5>", answer="")
-        outcomes[index] = mine.play(Episode(prompt=prompt, base_url="", client=None), timeout=10.0)  # type: ignore[arg-type]
+    async def play(index: int) -> float | Failure | None:
+        episode = Episode(prompt=Prompt(index=index, text="5>", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+        return await mine.play(episode, timeout=10.0)
 
-    threads = [threading.Thread(target=play, args=(index,), daemon=True) for index in range(5)]
-    threads[0].start()
-    assert begun.wait(20)
-    for thread in threads[1:]:
-        thread.start()
-        thread.join(10)
-    threads[0].join(10)
+    async def all_of_them() -> dict[int, float | Failure | None]:
+        first = asyncio.ensure_future(play(0))
+        outcomes = {index: await play(index) for index in range(1, 5)}
+        return {0: await first, **outcomes}
+
+    outcomes = asyncio.run(all_of_them())
     said = {index: each.message if isinstance(each, Failure) else each for index, each in outcomes.items()}
     raised = "rollout.function 'mine:play' raised"
     assert {index: each for index, each in said.items() if index in (0, 4)} == {0: 1.0, 4: 1.0}

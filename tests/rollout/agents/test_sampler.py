@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import string
 import threading
@@ -19,20 +20,18 @@ from attrs import evolve
 from corerl.config.schema import EpisodesConfig, ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
-from corerl.engines.fleet import NoneLeft
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.stops import Stops, until_stop
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
+from corerl.event_loop import EventLoop, in_thread
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_key
-from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
-from corerl.rollout.agents.conversation import Refused
-from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState
+from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.agents.play import EpisodeSampler
+from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Failure, Reward
-from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.sampler import Generate, Rollout, Sampler
 from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 from tests.machine import paced
 
@@ -67,17 +66,37 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def front() -> Iterator[ChatServer]:
-    made = ChatServer(temperature=1.0, top_p=1.0)
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop("tested")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def front(loop: EventLoop) -> Iterator[ChatServer]:
+    made = ChatServer(loop, temperature=1.0, top_p=1.0)
+    yield made
+    made.close()
+
+
+def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
+    """Engines that answer any number of calls at once, each in a thread."""
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return await in_thread(functools.partial(draw, request), name="engine")
+
+    return generate
+
+
+def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
+    return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
 
 
 Play = Callable[..., Rollout]
 
 
 @pytest.fixture
-def play(front: ChatServer) -> Play:
+def play(loop: EventLoop, front: ChatServer) -> Play:
     def sample(
         function: Callable[..., Any],
         *,
@@ -85,7 +104,6 @@ def play(front: ChatServer) -> Play:
         samples: int = 4,
         params: SamplingParams = PARAMS,
         prompts: Sequence[Prompt] = PROMPTS,
-        aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
         told: Callable[[int, int], None] | None = None,
@@ -93,17 +111,16 @@ def play(front: ChatServer) -> Play:
     ) -> Rollout:
         sampler = EpisodeSampler(
             tokenizer=TOKENIZER,
-            generate=generate or Oracle(),
+            generate=engines(generate or Oracle()),
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),
             front=front,
             config=EpisodesConfig(**config),
-            aside=aside,
             calls=calls,
             longest_prompt=longest_prompt,
             told=told,
         )
-        return sampler.sample(prompts, rollout_step=5, samples=samples, params=params)
+        return loop.run(sampler.sample(prompts, rollout_step=5, samples=samples, params=params))
 
     return sample
 
@@ -130,10 +147,9 @@ def two_turns(episode: Episode) -> float:
     return float(len(episode.chat(messages)["message"]["content"]))
 
 
-def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play) -> None:
-    plain = Sampler(tokenizer=TOKENIZER, generate=Oracle(), seed=7)
+def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play, loop: EventLoop) -> None:
     played = play(single)
-    assert_equal(played, plain.sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS))
+    assert_equal(played, drawn(loop, Sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
     assert played.batch.rows["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
@@ -178,9 +194,9 @@ def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play:
     assert all(begun + drawn == PARAMS.max_tokens for begun, drawn in left if begun >= 5)
 
 
-def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play) -> None:
+def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play, loop: EventLoop) -> None:
     plain, oracle = Oracle(), Oracle()
-    Sampler(tokenizer=TOKENIZER, generate=plain, seed=7).sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS)
+    drawn(loop, Sampler(tokenizer=TOKENIZER, generate=engines(plain), seed=7))
 
     def last_first(episode: Episode) -> None:
         time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
@@ -195,7 +211,7 @@ def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play
 
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
-    plain = Sampler(tokenizer=TOKENIZER, generate=Oracle(), seed=7)
+    plain = Sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
     keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
     for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
         group = row // 4
@@ -274,7 +290,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     on = "on prompt 40 ('21>')"
     assert told[0] == f"rollout.function 'mine:play' returned 'five', wanted a finite number or None, {on}"
     assert told[1].startswith(
-        "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/agents/test_play.py:"
+        "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/agents/test_sampler.py:"
     )
     assert told[2] == f"rollout.function 'mine:play' sent no request to the policy {on}"
     assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
@@ -420,32 +436,6 @@ def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: 
     assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
 
 
-def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_nothing(front: ChatServer) -> None:
-    function = EpisodeFunction(name="mine:play", function=single)
-    table = EpisodeRunner(
-        front=front,
-        tokenizer=TOKENIZER,
-        params=PARAMS,
-        function=function,
-        config=EpisodesConfig(),
-        state=threading.Condition(),
-    )
-    player = EpisodeState(number=0, group=0, prompt=PROMPTS[0], key=0)
-    table.end([player])
-    told: list[str] = []
-
-    def ask() -> None:
-        try:
-            table._answer(player, ChatRequest(messages=[{"role": "user", "content": "21>"}]))
-        except Refused as refusal:
-            told.append(refusal.code)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert told == ["episode_over"]
-
-
 def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
     told: list[Any] = []
 
@@ -523,7 +513,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     assert sum(text[-2:] in stop for text in said) > 8
 
 
-def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: ChatServer) -> None:
+def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: EventLoop, front: ChatServer) -> None:
     tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
     tokenizer.chat_template = (
         '{# <tool_call>{"name" #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}'
@@ -556,7 +546,7 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: C
 
     sampler = EpisodeSampler(
         tokenizer=tokenizer,
-        generate=generate,
+        generate=engines(generate),
         seed=7,
         function=EpisodeFunction(name="mine:play", function=calls),
         front=front,
@@ -564,7 +554,7 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: C
     )
     params = SamplingParams(max_tokens=200, stop_tokens=(2,))
     prompt = Prompt(index=1, text="2+3", answer="5")
-    rollout = sampler.sample([prompt], rollout_step=0, samples=1, params=params)
+    rollout = loop.run(sampler.sample([prompt], rollout_step=0, samples=1, params=params))
     assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
     assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
     assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
@@ -651,12 +641,6 @@ def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Pl
         time.sleep(0.01)
     assert ended == ["the episode is over; its requests are no longer answered"] * 8
 
-    def paused(request: GenerateRequest) -> Generation:
-        return Generation.nothing(request)
-
-    with pytest.raises(EngineFailed, match="responses came back unfinished, but the engines were not paused"):
-        play(note, generate=paused)
-
 
 def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(play: Play) -> None:
     under_way, others_done = threading.Event(), threading.Event()
@@ -676,34 +660,13 @@ def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(p
         messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
         length = float(len(episode.chat(messages)["message"]["content"]))
         ended.append(episode.prompt.index)
-        if ended == [8, 8]:
+        if ended.count(8) == 2:
             others_done.set()
         return length
 
-    def never(request: GenerateRequest) -> Generation:
-        raise AssertionError("the thread that samples asks only where no engine is left")
-
     reference = play(two_turns, samples=2)
-    assert_equal(play(function, samples=2, generate=never, aside=slow, calls=2), reference)
-    assert sorted(ended[:2]) == [8, 8]
-
-
-def test_where_no_engine_is_left_the_thread_that_samples_asks_for_new_ones(play: Play) -> None:
-    lost: list[int] = []
-
-    def gone(request: GenerateRequest) -> Generation:
-        lost.append(len(request))
-        raise NoneLeft("all have died")
-
-    mending = Oracle()
-    assert_equal(play(two_turns, generate=mending, aside=gone, calls=4), play(two_turns))
-    assert lost == [8] and len(mending.requests) >= 2
-
-    def broken(request: GenerateRequest) -> Generation:
-        raise EngineFailed("it is gone")
-
-    with pytest.raises(EngineFailed, match="it is gone"):
-        play(two_turns, aside=broken, calls=4)
+    assert_equal(play(function, samples=2, generate=slow, calls=2), reference)
+    assert sorted(ended) == [8, 8, 40, 40] and ended[-1] == 40
 
 
 def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:

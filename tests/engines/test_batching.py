@@ -1,0 +1,197 @@
+"""Requests that wait for one engine, against an engine that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.batching import Batcher
+from corerl.errors import EngineFailed
+
+
+def rows(first: int, count: int, **params: Any) -> GenerateRequest:
+    """`count` rows of two tokens, the noise key of the first of which is `first`."""
+    return GenerateRequest(
+        tokens=np.arange(2 * count),
+        offsets=np.arange(count + 1) * 2,
+        noise_keys=np.arange(first, first + count),
+        params=SamplingParams(**params),
+    )
+
+
+class Engine:
+    """One token for each row, its noise key; calls wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []  # noise keys
+        self.counted: list[bool] = []
+        self.dead = False
+        self.failure: Exception | None = None
+        self._going: list[asyncio.Event] = []
+
+    async def __call__(self, request: GenerateRequest, counted: Any) -> Generation | None:
+        self.calls.append(request.noise_keys.tolist())
+        self.counted.append(counted is not None)
+        self._going.append(asyncio.Event())
+        await self._going[-1].wait()
+        if self.failure is not None:
+            raise self.failure
+        if self.dead:
+            return None
+        return Generation(
+            tokens=request.noise_keys,
+            offsets=np.arange(len(request) + 1),
+            logprobs=np.zeros(len(request), np.float32),
+            versions=np.zeros(len(request), np.int64),
+            truncated=np.zeros(len(request), np.bool_),
+        )
+
+    async def answer(self, call: int) -> None:
+        self._going[call].set()
+        await settled()
+
+
+async def settled() -> None:
+    """Until nothing goes on by itself any more."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def drawn(task: asyncio.Task[Generation | None]) -> list[int] | None:
+    generation = task.result()
+    return None if generation is None else generation.tokens.tolist()
+
+
+def batched(calls: int, width: int) -> tuple[Engine, Batcher]:
+    engine = Engine()
+    return engine, Batcher(engine, calls=calls, width=width)
+
+
+def begin(work: Coroutine[Any, Any, Generation | None]) -> asyncio.Task[Generation | None]:
+    return asyncio.ensure_future(work)
+
+
+def test_what_waits_is_sent_together_up_to_the_width_by_number_and_each_gets_its_own_rows() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=4)
+        tasks = [begin(batcher.generate(rows(10 * number, 2), number=number)) for number in (3, 1, 2)]
+        await settled()
+        assert engine.calls == [[10, 11, 20, 21]]
+        late = begin(batcher.generate(rows(0, 1), number=-1))  # urgent
+        await settled()
+        await engine.answer(0)
+        assert [drawn(task) for task in tasks[1:]] == [[10, 11], [20, 21]]
+        assert engine.calls[1] == [0, 30, 31] and not tasks[0].done()
+        await engine.answer(1)
+        assert (drawn(late), drawn(tasks[0])) == ([0], [30, 31])
+
+    asyncio.run(run())
+
+
+def test_where_several_calls_are_answered_what_waits_is_spread_over_them_and_no_request_divided() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=3, width=100)
+        tasks = [
+            begin(batcher.generate(rows(10 * number, size), number=number)) for number, size in enumerate([1, 5, 1])
+        ]
+        await settled()
+        assert engine.calls == [[0, 20], [10, 11, 12, 13, 14]]  # three rows for each of three calls, but for the large
+        for call in (0, 1):
+            await engine.answer(call)
+        assert [drawn(task) for task in tasks] == [[0], [10, 11, 12, 13, 14], [20]]
+
+    asyncio.run(run())
+
+
+def test_requests_of_other_parameters_go_apart_and_only_one_that_is_alone_is_counted() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=100)
+        count: list[int] = []
+        for number, temperature in enumerate([1.0, 0.5, 1.0]):
+            request = rows(10 * number, 1, temperature=temperature)
+            begin(batcher.generate(request, number=number, counted=count.append))
+        await settled()
+        await engine.answer(0)
+        assert engine.calls == [[0, 20], [10]] and engine.counted == [False, True]
+        await engine.answer(1)
+
+    asyncio.run(run())
+
+
+def test_what_is_cancelled_before_it_is_sent_is_not_and_what_is_under_way_costs_no_other_its_answer() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=100)
+        under_way = [begin(batcher.generate(rows(10 * number, 1), number=number)) for number in range(2)]
+        await settled()
+        waiting = [begin(batcher.generate(rows(10 * number, 1), number=number)) for number in (2, 3)]
+        await settled()
+        under_way[0].cancel()
+        waiting[0].cancel()
+        await settled()
+        await engine.answer(0)
+        assert engine.calls == [[0, 10], [30]] and drawn(under_way[1]) == [10]
+        await engine.answer(1)
+        assert drawn(waiting[1]) == [30]
+
+    asyncio.run(run())
+
+
+def test_held_it_sends_nothing_and_is_idle_once_its_calls_have_ended() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=2, width=100)
+        task = begin(batcher.generate(rows(0, 1), number=0))
+        await settled()
+        batcher.hold()
+        held, idle = begin(batcher.generate(rows(10, 1), number=1)), asyncio.ensure_future(batcher.idle())
+        await settled()
+        assert engine.calls == [[0]] and not idle.done()
+        await engine.answer(0)
+        assert drawn(task) == [0] and idle.done() and engine.calls == [[0]]
+        batcher.go_on()
+        await settled()
+        await engine.answer(1)
+        assert drawn(held) == [10]
+
+    asyncio.run(run())
+
+
+def test_a_death_is_told_to_all_and_a_failure_raised_in_those_that_shared_the_call() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=1)
+        tasks = [begin(batcher.generate(rows(number, 1), number=number)) for number in range(3)]
+        await settled()
+        engine.dead = True
+        batcher.abandon()
+        await engine.answer(0)
+        assert [drawn(task) for task in tasks] == [None] * 3 and engine.calls == [[0]]
+
+        engine, batcher = batched(calls=1, width=100)
+        engine.failure = EngineFailed("no memory")
+        tasks = [begin(batcher.generate(rows(number, 1), number=number)) for number in range(2)]
+        await settled()
+        await engine.answer(0)
+        for task in tasks:
+            with pytest.raises(EngineFailed, match="^no memory$"):
+                task.result()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_larger_than_the_width_goes_as_it_is() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=2)
+        large = evolve(rows(0, 5), limits=np.full(5, 7))
+        task = begin(batcher.generate(large, number=0))
+        begin(batcher.generate(rows(10, 1), number=1))
+        await settled()
+        await engine.answer(0)
+        assert engine.calls == [[0, 1, 2, 3, 4], [10]] and drawn(task) == [0, 1, 2, 3, 4]
+        await engine.answer(1)
+
+    asyncio.run(run())
