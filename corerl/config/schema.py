@@ -616,6 +616,12 @@ class RolloutConfig:
         default=1,
         validator=at_least(1),
     )
+    stale: Literal["discard", "wait"] = option(
+        "asynchronous: what happens to samples that would become too old; discard: they are dropped and their prompts "
+        "resampled, which costs tokens and, of slow prompts, most; wait: a batch is handed out only once the oldest "
+        "samples can still be trained on in time, so that none is dropped",
+        default="discard",
+    )
     postprocess: str = option(
         "'module:function' that maps a scored batch to another before advantages are computed", default=""
     )

@@ -122,7 +122,14 @@ def make_source(
         case "one-step-off":
             return OneStepOff(draws, fleet, steps=steps)
         case "asynchronous":
-            return Asynchronous(draws, fleet, steps=steps, max_staleness=settings.max_staleness, told=told)
+            return Asynchronous(
+                draws,
+                fleet,
+                steps=steps,
+                max_staleness=settings.max_staleness,
+                waits=settings.stale == "wait",
+                told=told,
+            )
 
 
 def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:

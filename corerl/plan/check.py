@@ -54,6 +54,11 @@ def _source(config: Config) -> Iterator[str]:
             f"{'has no staleness' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, "
             "or set rollout.source='asynchronous'"
         )
+    if rollout.stale != "discard" and rollout.source != "asynchronous":
+        yield (
+            f"rollout.stale: {rollout.stale!r}, but with rollout.source={rollout.source!r} no sample becomes too old; "
+            "remove it, or set rollout.source='asynchronous'"
+        )
     if rollout.episodes != EpisodesConfig() and not rollout.function:
         yield "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     if rollout.source == "synchronous" or config.run.mode == "eval":

@@ -60,13 +60,14 @@ class EpisodeFunction:
     function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
     options: Mapping[str, Any] = field(factory=dict)
 
-    async def play(self, episode: Episode, timeout: float) -> float | Failure | None:
+    async def play(self, episode: Episode, timeout: float, *, name: str = "rollout function") -> float | Failure | None:
         """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
-        coroutines, and are cancelled after `timeout` s; other functions run in threads, which nothing ends."""
+        coroutines, and are cancelled after `timeout` s; other functions run in threads of this `name`, which nothing
+        ends."""
         if inspect.iscoroutinefunction(self.function):
             value = self._called(episode)  # which runs none of it yet
         else:
-            value = await in_thread(functools.partial(self._called, episode), name="rollout episode")
+            value = await in_thread(functools.partial(self._called, episode), name=name)
         if inspect.isawaitable(value):
             value = await asyncio.wrap_future(loop.begin(self._awaited(timeout, value, episode.prompt)))
         if value is None or isinstance(value, Failure):

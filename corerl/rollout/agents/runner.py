@@ -42,6 +42,7 @@ class EpisodeState:
 
     number: int  # episodes start, and are batched, in this order
     prompt: Prompt
+    sample: int = 0  # its number among those of its prompt
     key: int  # noise key
     conversation: Conversation = field(factory=Conversation)
     truncated: bool = False  # rollout.max_tokens cut it, or left no room
@@ -54,6 +55,11 @@ class EpisodeState:
     turn: Turn | None = None  # the one waiting for an answer, or else the last answered one
     refusal: str = ""  # why its last request was refused, until another one is answered
     told_full: bool = False  # the function was told that no room is left
+
+    @property
+    def name(self) -> str:
+        """For its threads and tasks, so that a stack trace tells whose they are."""
+        return f"prompt {self.prompt.index}, sample {self.sample}"
 
 
 class EpisodeRunner:
@@ -105,7 +111,7 @@ class EpisodeRunner:
             await self._play(state, generate, gathering)
             told()
 
-        playing = [asyncio.ensure_future(one(state)) for state in states]
+        playing = [asyncio.create_task(one(state), name=f"episode of {state.name}") for state in states]
         try:
             await asyncio.gather(*playing)
         finally:
@@ -127,7 +133,9 @@ class EpisodeRunner:
             if gathering is not None:
                 gathering.joins()
             episode = Episode(prompt=state.prompt, base_url=state.base_url, server=self._front)
-            function = asyncio.ensure_future(self._function.play(episode, self._timeout))
+            function = asyncio.create_task(
+                self._function.play(episode, self._timeout, name=f"function of {state.name}"), name=state.name
+            )
             try:
                 waited: list[asyncio.Future[Any]] = [function, state.failed]
                 await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +171,8 @@ class EpisodeRunner:
             conversation = state.conversation
             # In a thread: a chat template may take seconds.
             asked = await in_thread(
-                functools.partial(self._renderer.ask, conversation, chat.messages, chat.tools), name="rollout template"
+                functools.partial(self._renderer.ask, conversation, chat.messages, chat.tools),
+                name=f"template of {state.name}, turn {conversation.turns + 1}",
             )
             if state.ended:
                 raise _over()
@@ -202,7 +211,9 @@ class EpisodeRunner:
         if state.conversation is not conversation or (state.turn is not None and not state.turn.answer.done()):
             raise Refused("another request of this episode is still being answered; send one at a time")
         request = self._request(state, tokens, begun, chat)
-        state.turn = Turn(chat=chat, request=request, answer=asyncio.ensure_future(self._drawn(state, asked, request)))
+        name = f"answer to {state.name}, turn {conversation.turns + 1}"
+        answer = asyncio.create_task(self._drawn(state, asked, request), name=name)
+        state.turn = Turn(chat=chat, request=request, answer=answer)
         return state.turn
 
     async def _drawn(self, state: EpisodeState, asked: Asked, request: GenerateRequest) -> tuple[Answer, Generation]:

@@ -97,10 +97,10 @@ class EpisodeSampler(Sampler):
 
 def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:
     """An episode for each row of `request`."""
-    group, _ = rows_of(len(prompts), len(request) // len(prompts))
+    group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return [
-        EpisodeState(number=number, prompt=prompts[index], key=int(key))
-        for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True))
+        EpisodeState(number=number, prompt=prompts[index], sample=int(each), key=int(key))
+        for number, (index, each, key) in enumerate(zip(group, sample, request.noise_keys, strict=True))
     ]
 
 

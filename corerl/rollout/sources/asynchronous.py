@@ -95,7 +95,8 @@ class Asynchronous(Source):
     continue under the new weights, and each token keeps the version and log-prob of the weights that sampled it.
 
     A sample is only handed out if its oldest token is at most `max_staleness` versions behind the weights it will be
-    trained with. Once any sample of a prompt misses that, the prompt is returned and resampled with other noise.
+    trained with. Once any sample of a prompt misses that, the prompt is returned and resampled with other noise; if the
+    source `waits`, none does, unless an update has to be repeated.
 
     An episode may span several versions too: an update between two turns, or during one, discards nothing that was
     said, and the episode's function keeps running meanwhile.
@@ -116,14 +117,17 @@ class Asynchronous(Source):
         *,
         steps: int,
         max_staleness: int,
+        waits: bool = False,
         told: Counted | None = None,
     ) -> None:
-        """`told` hears how many samples of the next batch are ready, and how many it has."""
+        """`waits`: for samples that would become too old, instead of handing out others first. `told` hears how many
+        samples of the next batch are ready, and how many it has."""
         self._told = told
         self._draws = draws
         self._engines = engines
         self._steps = steps  # rollout steps in total, including those before a resume
         self._max_staleness = max_staleness
+        self._waits = waits
         self._step = 0  # the next step
         self._begun = 0  # groups started in total
         self._version = 0  # of the weights that the next batch will be trained with
@@ -165,11 +169,27 @@ class Asynchronous(Source):
         ready, refill = len(self._ready), self._draws.refill
         if refill is not None and self._tally.zero_variance + ready >= (1 + refill.attempts) * self._draws.prompts:
             ready += len(self._set_aside)
-        return ready >= self._draws.prompts
+        return ready >= self._draws.prompts and (not self._waits or self._others_in_time)
+
+    @property
+    def _others_in_time(self) -> bool:
+        """Whether all that is in flight can still be trained on in time, after the groups that would be handed out now:
+        oldest first, one batch for each version. It can once the oldest of all are ready."""
+        self._ready.sort(key=self._age)
+        chosen = {group.number for group in self._ready[: self._draws.prompts]}
+        others = sorted((group for group in self._groups.values() if group.number not in chosen), key=self._age)
+        return all(
+            self._age(group)[0] + self._max_staleness > self._version + place // self._draws.prompts
+            for place, group in enumerate(others)
+        )
+
+    def _age(self, group: PromptGroup) -> tuple[int, int]:
+        """What groups are handed out by, lowest first. One without tokens does not age: none has come yet, or its
+        function failed at once."""
+        return self._version if group.oldest is None else group.oldest, group.number
 
     def _hand_out(self) -> list[PromptGroup]:
-        # A group without tokens (say, its function failed at once) does not age.
-        self._ready.sort(key=lambda group: (self._version if group.oldest is None else group.oldest, group.number))
+        self._ready.sort(key=self._age)
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
         for group in groups:
             del self._groups[group.number]
@@ -194,8 +214,9 @@ class Asynchronous(Source):
             group = PromptGroup(number=self._begun, prompt=prompt, request=request)
             self._groups[group.number] = group
             self._begun += 1
-            task = self._tasks[group.number] = asyncio.ensure_future(self._sample(group))
+            task = asyncio.create_task(self._sample(group), name=f"samples of prompt {prompt.index}")
             task.add_done_callback(self._ended)
+            self._tasks[group.number] = task
 
     def _give_up_stale(self) -> None:
         """Discard every group that is too stale to train on, and return its prompt to the stream."""
