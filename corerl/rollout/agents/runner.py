@@ -14,7 +14,6 @@ from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.engines.stops import stops_of
-from corerl.event_loop import in_thread
 from corerl.rollout.agents.chat_server import ChatAnswer, ChatRequest, ChatServer
 from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
@@ -166,19 +165,9 @@ class EpisodeRunner:
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
     async def _answer(self, state: EpisodeState, chat: ChatRequest) -> ChatAnswer:
-        turn = _same(state.turn, chat)
-        if turn is None:
-            conversation = state.conversation
-            # In a thread: a chat template may take seconds.
-            asked = await in_thread(
-                functools.partial(self._renderer.ask, conversation, chat.messages, chat.tools),
-                name=f"template of {state.name}, turn {conversation.turns + 1}",
-            )
-            if state.ended:
-                raise _over()
-            turn = _same(state.turn, chat) or self._asked(state, conversation, asked, chat)
-        if turn is None:
-            return self._no_room(state, len(state.conversation.tokens) + len(asked.tokens))
+        turn = _same(state.turn, chat) or self._asked(state, chat)
+        if isinstance(turn, ChatAnswer):
+            return turn
         try:
             answer, drawn = await asyncio.shield(turn.answer)
         except asyncio.CancelledError:
@@ -195,8 +184,12 @@ class EpisodeRunner:
             logprobs=drawn.logprobs.tolist(),
         )
 
-    def _asked(self, state: EpisodeState, conversation: Conversation, asked: Asked, chat: ChatRequest) -> Turn | None:
-        """The turn that this request begins; None if the episode has no room for one."""
+    def _asked(self, state: EpisodeState, chat: ChatRequest) -> Turn | ChatAnswer:
+        """The turn that this request begins, or the answer if the episode has no room for one."""
+        if state.ended:
+            raise _over()
+        conversation = state.conversation
+        asked = self._renderer.ask(conversation, chat.messages, chat.tools)
         if not conversation.turns and len(asked.tokens) > self._longest_prompt:
             raise Refused(
                 f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
@@ -207,8 +200,8 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return None
-        if state.conversation is not conversation or (state.turn is not None and not state.turn.answer.done()):
+            return self._no_room(state, len(tokens))
+        if state.turn is not None and not state.turn.answer.done():
             raise Refused("another request of this episode is still being answered; send one at a time")
         request = self._request(state, tokens, begun, chat)
         name = f"answer to {state.name}, turn {conversation.turns + 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import string
 import threading
@@ -100,7 +101,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
     def sample(
         function: Callable[..., Any],
         *,
-        generate: Callable[[GenerateRequest], Generation] | None = None,
+        generate: Callable[..., Any] | None = None,
         samples: int = 4,
         params: SamplingParams = PARAMS,
         prompts: Sequence[Prompt] = PROMPTS,
@@ -111,7 +112,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
     ) -> Rollout:
         sampler = EpisodeSampler(
             tokenizer=TOKENIZER,
-            generate=engines(generate or Oracle()),
+            generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),
             front=front,
@@ -667,6 +668,30 @@ def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(p
     reference = play(two_turns, samples=2)
     assert_equal(play(function, samples=2, generate=slow, calls=2), reference)
     assert sorted(ended) == [8, 8, 40, 40] and ended[-1] == 40
+
+
+def test_threads_and_tasks_that_hang_have_the_name_of_their_sample_and_turn(play: Play) -> None:
+    names: list[set[str]] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn: its function waits for it
+            names.append({thread.name for thread in threading.enumerate()})
+            names.append({task.get_name() for task in tasks_of_the_loop()})
+        return Oracle()(request)
+
+    def tasks_of_the_loop() -> set[asyncio.Task[Any]]:
+        return next(asyncio.all_tasks(loop) for loop in loops)
+
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def drawing(request: GenerateRequest, **_: Any) -> Generation:
+        loops.append(asyncio.get_running_loop())
+        return await in_thread(functools.partial(generate, request), name="engine")
+
+    play(two_turns, generate=drawing, samples=2, prompts=PROMPTS[:1], concurrency=1)
+    threads, tasks = names[2:]
+    assert "function of prompt 40, sample 1" in threads
+    assert {"episode of prompt 40, sample 1", "answer to prompt 40, sample 1, turn 2"} <= tasks
 
 
 def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
