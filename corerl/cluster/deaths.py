@@ -63,6 +63,15 @@ def death(name: str, method: str, error: RayError) -> WorkerDied | None:
     return died
 
 
+def silent(name: str, method: str, seconds: float) -> WorkerDied:
+    """The error of a process that was ended because it had become silent."""
+    return WorkerDied(
+        f"{name}: its process had not said for {seconds:g} s (cluster.health_timeout) where it is in {method}, and was "
+        "ended: it was frozen, as by a debugger, SIGSTOP or a machine that swaps, or native code held Python's GIL all "
+        "that time; raise cluster.health_timeout if that is as it should be"
+    )
+
+
 def _ended(error: RayError) -> bool:
     if isinstance(error, RayTaskError):
         return False  # an exception inside the process, although its type may also be that of its cause

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import field, frozen
+from attrs import define, field, frozen
 from ray.exceptions import RayError
 
-from corerl.cluster.deaths import LONGEST, death
+from corerl.cluster.deaths import LONGEST, death, silent
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
@@ -46,8 +48,34 @@ class Watching:
     # Gets a sentence on who is late, and where, when a call has taken `seconds` (0: never), then twice as long, etc.
     notify: Callable[[str], None] | None = None
     seconds: float = 0.0
+    # Seconds after which a process that does not say where it is, though it once did, is ended; 0: never.
+    silence: float = 0.0
     # Called once per answer, with the member's name; if set, the processes record what they do in their calls.
     on_answer: Callable[[str, Pending, Outcome], None] | None = None
+
+
+@define(kw_only=True, eq=False)
+class Pulse:
+    """When one process was asked whether it is there."""
+
+    actor: Any
+    ref: Any = None  # of the question, until it is answered
+    asked: float = 0.0  # time.monotonic()
+    heard: bool = False  # it has answered before: it has started
+
+    def ask(self) -> Any:
+        if self.ref is None:
+            self.ref, self.asked = self.actor.status.options(concurrency_group=STATUS).remote(), time.monotonic()
+        return self.ref
+
+    def answer(self) -> None:
+        with contextlib.suppress(RayError):  # it has ended, which its calls tell
+            ray.get(self.ref)
+            self.heard = True
+        self.ref = None
+
+    def silent(self, seconds: float) -> bool:
+        return self.heard and self.ref is not None and time.monotonic() - self.asked > seconds
 
 
 class RayGroup:
@@ -79,6 +107,9 @@ class RayGroup:
         self._alive = True
         self._cause = ""  # the error that has ended the group, in a line
         self._answered = 0.0  # time.monotonic() when all members had answered the last awaited call
+        self._silent: set[Any] = set()  # actors that were ended because they did not answer
+        if self._watching.silence > 0:
+            threading.Thread(target=self._feel_pulse, name="pulse", daemon=True).start()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -255,6 +286,28 @@ class RayGroup:
                 watch.seen, watch.ended, watch.due = None, ended, 2 * watch.seconds
         return max(0.0, watch.due - watch.seconds)
 
+    def _feel_pulse(self) -> None:
+        """Ask all processes all the time whether they are there, and end those that have become silent: whoever waits
+        for them gets an error that names them. In a thread of its own."""
+        pulses: dict[int, Pulse] = {}
+        while self._alive and ray.is_initialized():
+            for member, actor in enumerate(self._actors):
+                if member not in pulses or pulses[member].actor is not actor:
+                    pulses[member] = Pulse(actor=actor)
+            asked = {pulse.ask(): pulse for pulse in pulses.values()}
+            began = time.monotonic()
+            try:
+                ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._watching.silence / 4)
+            except RayError:
+                return  # Ray has ended
+            for ref in ready:
+                asked[ref].answer()
+            for pulse in pulses.values():
+                if pulse.silent(self._watching.silence) and self._alive:
+                    self._silent.add(pulse.actor)
+                    ray.kill(pulse.actor, no_restart=True)
+            time.sleep(max(0.0, self._watching.silence / 4 - (time.monotonic() - began)))
+
     def _statuses(self, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
         """Each member's status; None if it does not answer `within` seconds."""
         asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
@@ -277,6 +330,8 @@ class RayGroup:
             return outcome
         except RayError as error:
             if (died := death(name, method, error)) is not None:
+                if self._actors[member] in self._silent:
+                    died = silent(name, method, self._watching.silence)
                 return Outcome(error=died, ended=0.0)
             # The result cannot be pickled there, or not be unpickled here.
             lost = CorerlError(

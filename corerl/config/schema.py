@@ -173,6 +173,13 @@ class ClusterConfig:
         default=60.0,
         validator=[at_least(0), finite],
     )
+    health_timeout: float = option(
+        "seconds after which a rank or an engine that no longer answers when it is asked, beside its work, whether it "
+        "is there, is taken for frozen and ended: an engine is replaced, a rank ends the run with an error that names "
+        "it; 0 waits for ever",
+        default=120.0,
+        validator=[at_least(0), finite],
+    )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,

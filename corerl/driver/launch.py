@@ -299,6 +299,7 @@ def _start_processes(
     watching = Watching(
         notify=progress.notice,
         seconds=plan.cluster.watchdog,
+        silence=plan.cluster.health_timeout,
         on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
@@ -369,8 +370,9 @@ def start_all(
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        ranks = {name: group.construct() for name, group in groups.items()}
-        wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
+        ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
+        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
+        _tell_of_replaced(begun[ENGINES], progress)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
@@ -380,7 +382,13 @@ def start_all(
         progress.begin("loading the model into the ranks")
     starting |= {name: group.init() for name, group in groups.items()}
     results = wait_all(starting, beside=beside)
+    _tell_of_replaced(results.get(ENGINES, {}), progress)
     return {name: results[name] for name in groups}
+
+
+def _tell_of_replaced(replaced: Mapping[str, CorerlError], progress: Progress) -> None:
+    for engine, error in replaced.items():
+        progress.notice(f"{engine} is replaced: {error.message}")
 
 
 def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> Role:

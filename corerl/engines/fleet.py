@@ -24,6 +24,7 @@ from corerl.weights.transport import Address
 
 T = TypeVar("T")
 
+STARTING_SECONDS = 1.0  # between two looks whether replicas have started
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
 Counted = Callable[[int, int], None]  # called with how many are done, and how many there are
@@ -89,15 +90,32 @@ class EngineFleet:
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
         self._serving.set()
 
-    def start(self) -> Future[None]:
-        """Construct all replicas; the result is there when they are ready."""
+    def start(self) -> Future[dict[str, CorerlError]]:
+        """Construct all replicas; the result is there when they are ready. A replica whose process dies meanwhile is
+        started anew, as often as it may; the result says which, and why."""
         processes = self.processes
         constructing = processes.construct([(assignment,) for assignment in self.assignments])
 
-        def wait() -> None:
-            processes.wait(constructing)
+        def ready(timeout: float) -> bool:
+            return processes.ready(constructing, timeout)
 
-        return Future(processes, lambda timeout: processes.ready(constructing, timeout), wait)
+        def wait() -> dict[str, CorerlError]:
+            while not ready(STARTING_SECONDS):
+                pass
+            failed = self._errors(processes.answered(constructing, 0.0))
+            if failed and all(isinstance(error, WorkerDied) for error in failed.values()):
+                failed = self._errors(processes.answers(constructing))  # of the others too
+            for error in failed.values():
+                if not isinstance(error, WorkerDied):
+                    processes.kill()
+                    raise error
+            self.replace(failed)
+            return failed
+
+        return Future(processes, ready, wait)
+
+    def _errors(self, answers: Mapping[int, Any]) -> dict[str, CorerlError]:
+        return {self.names[replica]: each for replica, each in answers.items() if isinstance(each, CorerlError)}
 
     def __len__(self) -> int:
         return len(self.assignments)
@@ -283,6 +301,7 @@ class EngineFleet:
             while failure is not None:
                 self._require_allowed(replica, failure)
                 failure = self._start_anew(replica, failure)
+        self._tell()
 
     def _start_anew(self, replica: int, died_of: CorerlError) -> CorerlError | None:
         """Start a new process in place of a replica's; returns why it did not start, or None."""

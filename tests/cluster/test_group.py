@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,21 @@ def wait_until_gone(pids: Sequence[int]) -> list[int]:
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [pid for pid in pids if alive(pid)]
+
+
+def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_long_is_not(start: Start) -> None:
+    silence = paced(2.0)
+    group = start(2, threads=2, watching=Watching(silence=silence))
+    group.wait(group.construct([(0,), (1,)]))
+    pids = group.call("pid")
+    sleeping = group.start("sleep")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerDied) as raised:
+        group.wait(sleeping)
+    assert raised.value.message.startswith(
+        f"actor rank 1: its process had not said for {silence:g} s (cluster.health_timeout) where it is in sleep, and"
+    )
+    assert group.ended and wait_until_gone(pids) == []
 
 
 def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:

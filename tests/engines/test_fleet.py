@@ -264,6 +264,55 @@ def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die(lo
     assert never.log == ["start"] * 3 + ["kill"]
 
 
+class Starting:
+    """Two processes, of which the second one fails as it starts."""
+
+    def __init__(self, error: CorerlError) -> None:
+        self.error = error
+        self.log: list[str] = []
+
+    def construct(self, arguments: Any) -> None:
+        assert len(arguments) == 2
+
+    def ready(self, pending: None, timeout: float) -> bool:
+        return True
+
+    def answered(self, pending: None, timeout: float) -> dict[int, Any]:
+        return {1: self.error}
+
+    def answers(self, pending: None, counted: Any = None) -> dict[int, Any]:
+        self.log.append("wait for all")
+        return {0: None, 1: self.error}
+
+    def replace(self, replica: int, arguments: Any) -> None:
+        self.log.append(f"replace {replica}")
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+def test_an_engine_that_dies_as_it_starts_is_started_anew_and_one_that_cannot_start_is_an_error(
+    loop: EventLoop,
+) -> None:
+    died = WorkerDied("engine-1: its process died during start")
+    starting = Starting(died)
+    fleet = EngineFleet(starting, assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    assert fleet.start().result() == {"engine-1": died}
+    assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet.serves(1)
+
+    starting = Starting(died)
+    fleet = EngineFleet(starting, assigned(2), loop)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDied, match="^engine-1: its process died during start$"):
+        fleet.start().result()
+    assert starting.log == ["wait for all", "kill"]
+
+    starting = Starting(EngineFailed("engine-1: start: no such model"))
+    fleet = EngineFleet(starting, assigned(2), loop, restarts=1)  # type: ignore[arg-type]
+    with pytest.raises(EngineFailed, match="no such model"):
+        fleet.start().result()
+    assert starting.log == ["kill"]
+
+
 class Told:
     """Two processes. A call finds the second one dead while another takes its place."""
 
