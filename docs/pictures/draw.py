@@ -291,6 +291,55 @@ def sources() -> Picture:
     return picture
 
 
+# ---- how samples come about ------------------------------------------------------------------------------------------
+
+
+def sampling() -> Picture:
+    picture = Picture(
+        920,
+        372,
+        title="How samples come about",
+        description="The loop's thread asks the source for a batch and replaces engines that have died. On the event "
+        "loop, every group of samples and every episode is a coroutine. Its requests wait in a queue of the engine that "
+        "the router has chosen, from which they are sent together. What is not CoreRL's own, a user's function, a "
+        "reward, a call of an engine, runs in a thread or in another process.",
+    )
+    picture.text(24, 30, "the loop's thread", "name")
+    picture.named(24, 44, 150, 52, "box", "Run.batches", "for scored in ...")
+    picture.named(24, 236, 150, 52, "box", "Run.bring_weights", "new engines, weights")
+
+    picture.box(206, 14, 452, 344, "zone")
+    picture.text(220, 34, "one event loop: coroutines", "name")
+    picture.named(220, 44, 120, 52, "core", "Source.next")
+    picture.named(378, 44, 120, 52, "core", "a group's task", "or a batch")
+    picture.named(536, 44, 108, 52, "core", "an episode", "turn by turn")
+    picture.named(378, 132, 120, 46, "core", "Scoring", "one at a time")
+    picture.named(378, 214, 266, 46, "core", "EngineFleet.generate", "through deaths, pauses and updates")
+    picture.named(220, 214, 120, 46, "core", "PrefixRouter", "rows to engines")
+    for index, y in enumerate((284.0, 320.0)):
+        picture.named(378, y, 266, 30, "core", f"waiting for engine-{index}")
+    picture.way("M174 70 H216")
+    picture.way("M340 70 H374")
+    picture.way("M498 70 H532")
+    picture.way("M438 96 V128")
+    picture.way("M590 96 V210")
+    picture.way("M512 70 V210")
+    picture.way("M378 237 H344")
+    picture.way("M511 260 V280")
+    picture.way("M374 250 C270 300 190 290 178 264", weights=True)
+    picture.text(232, 310, "none serves", "small")
+
+    picture.text(690, 34, "threads and processes", "name")
+    picture.named(690, 44, 206, 52, "plug", "your function", "a thread, or your event loop")
+    picture.named(690, 132, 206, 46, "plug", "your reward", "processes of their own")
+    for index, y in enumerate((284.0, 320.0)):
+        picture.named(690, y, 206, 30, "plug", f"engine-{index}: generate")
+        picture.way(f"M644 {y + 15:g} H686")
+    picture.way("M644 70 H686")
+    picture.way("M498 155 H686")
+    return picture
+
+
 # ---- who is resident when --------------------------------------------------------------------------------------------
 
 CRITIC = "critic"
@@ -566,6 +615,7 @@ def episode() -> Picture:
 
 
 PICTURES = {
+    "sampling.svg": sampling,
     "data.svg": data,
     "sources.svg": sources,
     "residency.svg": residency,
