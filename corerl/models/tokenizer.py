@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CHARACTERS = "characters:"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 LARGEST = 2**31  # no token id is as large
 MOST_TOKENS = 2**24
@@ -180,3 +181,40 @@ def require_room_for_tokens(
             f"{what} vocabulary has {size} tokens, but the tokenizer gives {token!r} the id {last}, which needs "
             f"{last + 1}; {cure}set model.tokenizer to the tokenizer of this model"
         )
+
+
+def require_same_tokens(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: ModelConfig,
+    *,
+    vocabulary: int | None,
+    table: str,
+) -> None:
+    """Raise ModelError if a model that reads the actor's tokens takes one of them for another: by the tokenizer in its
+    directory, or where that has none, by the size of the actor's `vocabulary` (None if it is not known).
+
+    Special tokens may differ in their names, as those of a base and a chat model do.
+    """
+    if model.path and any((Path(model.path) / name).is_file() for name in (TOKENIZER, TOKENIZER_CONFIG)):
+        theirs = _texts(load_tokenizer(tokenizer="", path=model.path))
+        for index, token in _texts(tokenizer).items():
+            if (other := theirs.get(index, token)) != token:
+                raise ModelError(
+                    f"{table}.path: its tokenizer has {other!r} for the token {index}, but the actor's has {token!r}, "
+                    "so that log-probs of the actor's tokens mean nothing; choose a model with the actor's tokenizer"
+                )
+        return
+    size = config.get_text_config().vocab_size
+    if vocabulary is not None and size != vocabulary:
+        raise ModelError(
+            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens, and no "
+            f"tokenizer that tells which, but the actor's model has {vocabulary}; choose a model with the actor's "
+            "vocabulary"
+        )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Token ids with the text of each that is no special token."""
+    special = special_tokens(tokenizer)
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}

@@ -17,12 +17,12 @@ from corerl.config.schema import (
     ClusterConfig,
     ClusterInfo,
     Config,
-    CriticChoice,
     ModelConfig,
     OptimizerConfig,
     RoleChoice,
     RolesConfig,
     RunConfig,
+    SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
@@ -157,7 +157,8 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
         f"train.recompute: {of_train}",
     ]
     roles = RolesConfig(
-        actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value"))
+        actor=RoleChoice(ranks=2),
+        critic=SideRoleChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value")),
     )
     assert refused(config_for(CHOOSY, roles=roles), "critic") == [
         f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
@@ -167,7 +168,7 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
 
 
 def test_each_role_is_told_its_own_table_of_the_backend() -> None:
-    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=3, options={"shards": 3}))
+    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=SideRoleChoice(ranks=3, options={"shards": 3}))
     config = config_for(options={"shards": 2}, roles=roles)
     told = {}
     for role in ("actor", "critic"):
@@ -220,7 +221,7 @@ def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so(
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
 def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
-    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=CriticChoice()))
+    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=SideRoleChoice()))
     assert Capability.ROUTING_REPLAY in needs(config, CPU)
     assert needed("actor", config, CPU)[Capability.ROUTING_REPLAY] == f"algorithm.routing_replay = '{replay}'"
     assert Capability.ROUTING_REPLAY not in needs(config, CPU, "critic")
@@ -229,7 +230,7 @@ def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay
 
 
 def with_critic(**choice: Any) -> Config:
-    roles = RolesConfig(critic=CriticChoice(**choice))
+    roles = RolesConfig(critic=SideRoleChoice(**choice))
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
 
 
