@@ -39,9 +39,9 @@ class Distill(Algorithm):
     distribution, with the other sign. A token is not credited with what follows it (a discount of 0), and no baseline
     is taken off. Both log-probs are at the sampling temperature.
 
-    Gu et al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models", eq. 1 and 3; Agarwal et al. 2024,
-    "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", eq. 4 and 5; Thinking Machines
-    2025, "On-Policy Distillation".
+    Agarwal et al. 2024, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes" (GKD); Gu et
+    al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models", which credits what follows too; Thinking
+    Machines 2025, "On-Policy Distillation", whose estimate this is.
     """
 
     options: Options
@@ -77,7 +77,7 @@ SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.distill:Distill",
     config=Options,
     api=(1, 0),
-    summary="learns from a teacher's log-probs of what the actor samples (Gu et al. 2024)",
+    summary="learns from a teacher's log-probs of what the actor samples (Agarwal et al. 2024)",
     roles={ACTOR: RoleKind.POLICY, TEACHER: RoleKind.FROZEN},
     compares=False,
     check=check,

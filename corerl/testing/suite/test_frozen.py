@@ -23,13 +23,15 @@ from corerl.types import FloatArray, ForwardResult, Output
 MOST_HELD = 1.5
 
 
-@check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP], builds_on=["C43", "C51"])
+@check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP], builds_on=["C43", "C45", "C51"])
 def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_weights(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "float32")
     assert difference.max() <= LOGPROBS.absolute
 
 
-@check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP, Capability.BFLOAT16], builds_on=["C43", "C51"])
+@check(
+    "C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP, Capability.BFLOAT16], builds_on=["C43", "C45", "C51"]
+)
 def test_its_weights_are_in_the_precision_of_its_passes(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "bfloat16")
     assert difference.mean() <= BFLOAT16_LOGPROBS
