@@ -29,7 +29,7 @@ from corerl.config.schema import (
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables
-from corerl.plan.roles import RolePlan, needed, offloaded, plan_role
+from corerl.plan.roles import RolePlan, cluster_of, needed, offloaded, plan_role
 from corerl.plugin.capabilities import Capability
 from tests.trainer.configs import FAKE, config_for
 
@@ -250,6 +250,20 @@ def test_a_critic_is_planned_with_its_own_backend_settings_and_model() -> None:
     assert plan.backend.name == FAKE
     assert not planned(config).assignments[0].config.value_head
     assert planned(config).assignments[0].config.model == config.model
+
+
+def test_a_teacher_needs_neither_an_optimizer_nor_checkpoints_and_its_backend_must_have_frozen_roles(
+    tmp_path: Path,
+) -> None:
+    config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
+    config = evolve(config, roles=RolesConfig(teacher=SideRoleChoice(ranks=2, backend=FAKE)))
+    plan = plan_role("teacher", config, experts=1, device="cpu", run_dir="", resume=saved_by(3, tmp_path))
+    role = plan.assignments[1].config
+    assert (role.frozen, role.value_head, role.resume, role.train.recompute) == (True, False, "", "none")
+    wanted = needed("teacher", config, cluster_of("teacher", config, device="cpu"), saved_ranks=0)
+    assert wanted.keys() == {Capability.CPU, Capability.MULTI_RANK, Capability.FROZEN}
+    assert wanted[Capability.FROZEN] == "roles.teacher"
+    assert not planned(config).assignments[0].config.frozen
 
 
 @pytest.mark.parametrize(
