@@ -191,27 +191,27 @@ def require_same_tokens(
     vocabulary: int | None,
     table: str,
 ) -> None:
-    """Raise ModelError if a model that reads the actor's tokens takes one of them for another: by the tokenizer in its
-    directory, or where that has none, by the size of the actor's `vocabulary` (None if it is not known).
+    """Raise ModelError if a model that reads the actor's tokens lacks one of its `vocabulary` (None if that is not
+    known), or takes one for another: by the tokenizer in its directory, or where that has none, by their number.
 
     Special tokens may differ in their names, as those of a base and a chat model do.
     """
-    if model.path and any((Path(model.path) / name).is_file() for name in (TOKENIZER, TOKENIZER_CONFIG)):
-        theirs = _texts(load_tokenizer(tokenizer="", path=model.path))
-        for index, token in _texts(tokenizer).items():
-            if (other := theirs.get(index, token)) != token:
-                raise ModelError(
-                    f"{table}.path: its tokenizer has {other!r} for the token {index}, but the actor's has {token!r}, "
-                    "so that log-probs of the actor's tokens mean nothing; choose a model with the actor's tokenizer"
-                )
-        return
+    files = (Path(model.path) / name for name in (TOKENIZER, TOKENIZER_CONFIG))
+    told = bool(model.path) and any(file.is_file() for file in files)
     size = config.get_text_config().vocab_size
-    if vocabulary is not None and size != vocabulary:
+    if vocabulary is not None and (size < vocabulary or (size != vocabulary and not told)):
         raise ModelError(
-            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens, and no "
-            f"tokenizer that tells which, but the actor's model has {vocabulary}; choose a model with the actor's "
-            "vocabulary"
+            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens"
+            f"{'' if told else ', and no tokenizer that tells which'}, but the actor's model has {vocabulary}; choose "
+            "a model with the actor's vocabulary"
         )
+    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if told else {}
+    for index, token in sorted(_texts(tokenizer).items()):
+        if (other := theirs.get(index, token)) != token:
+            raise ModelError(
+                f"{table}.path: its tokenizer has {other!r} for the token {index}, but the actor's has {token!r}, so "
+                "that log-probs of the actor's tokens mean nothing; choose a model with the actor's tokenizer"
+            )
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -180,6 +180,9 @@ class Forecaster:
         held = {PARAM: memory.rank.kinds[PARAM]} if role in self.plan.sharing else _between_steps(memory)
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
+        if role in self.plan.sharing:  # what takes turns passes at the same time
+            others = {each.role for each in self.algorithm.passes if each.role in self.plan.sharing} - {role}
+            parts |= {f"the {each} as it passes": known[each].passing for each in sorted(others & known.keys())}
         return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:

@@ -195,3 +195,12 @@ def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_o
         if line.startswith("roles.teacher.ranks: a forward pass needs ")
     ]
     assert "recompute" not in line and "more ranks" in line
+
+
+def test_roles_that_take_turns_with_engines_pass_samples_at_the_same_time(tmp_path: Path) -> None:
+    algorithm = {"name": "distill", "old_logprobs": "recompute"}
+    stages = memory_of(on_gpus(tmp_path, **{**TEACHER, "algorithm": algorithm})).stages
+    actor, teacher = stages["forward actor"], stages["forward teacher"]
+    assert actor.total == teacher.total
+    own = sum(count for part, count in actor.parts.items() if part.startswith(("actor's", "activations")))
+    assert teacher.parts["the actor as it passes"] == own > 0

@@ -56,8 +56,9 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
 def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     fields = {**make_config().model.config, "hidden_size": 16}
 
-    def planned(model: dict[str, Any]) -> None:
-        tables = {**TEACHER, "roles": {"teacher": {"ranks": 1, "model": model}}}
+    def planned(model: dict[str, Any], vocab_size: int = 16) -> None:
+        actor = {**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": vocab_size}}
+        tables = {**TEACHER, "model": actor, "roles": {"teacher": {"ranks": 1, "model": model}}}
         make_plan(config_in(tmp_path / "run", **tables))
 
     planned({"config": fields})
@@ -74,6 +75,8 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
         )
     character_tokenizer("0123456789>sabc").save_pretrained(directory)
     planned({"path": str(directory)})  # the same tokens, and others behind them
+    with pytest.raises(ModelError, match=r"^roles.teacher.model.path: a vocabulary of 32 tokens, but the actor's"):
+        planned({"path": str(directory)}, vocab_size=33)
     character_tokenizer("9876543210>s").save_pretrained(directory)
     with pytest.raises(ModelError) as caught:
         planned({"path": str(directory)})
