@@ -107,7 +107,12 @@ class Backend(BackendBase, ABC):
 
     @abstractmethod
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        """Build the model and its optimizer, with parameters allocated but not loaded. torch.distributed is ready."""
+        """Build the model and its optimizer, with parameters allocated but not loaded. torch.distributed is ready.
+
+        A frozen role (`config.frozen`) has no optimizer, masters or gradients, and its weights are in the precision of
+        its passes. Of the other methods only `forward`, `local_state` and `tensors` for parameters, `after_load` for
+        parameters, `buffers` and `gather` are called.
+        """
 
     @abstractmethod
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
@@ -388,13 +393,15 @@ class Backend(BackendBase, ABC):
         return self._gather_plan.memory(use, manifest.largest, dtype, self.device)[: bucket.numel]
 
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
-        """The `tensors(kind)` that take memory on the role's device."""
+        """The `tensors(kind)` that take memory on the role's device. A frozen role has parameters alone."""
+        if self.config.frozen and kind is not MemoryKind.PARAM:
+            return []
         return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
 
     def sleeping_bytes(self) -> int:
         """Bytes of host memory that this rank takes when all kinds sleep, after its first step."""
         copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
-        return resident_bytes(copied) + self.moments_to_come()
+        return resident_bytes(copied) + (0 if self.config.frozen else self.moments_to_come())
 
     def explained(self, hook: str, error: BaseException) -> str:
         """For an out-of-memory error: what holds the device's memory, and what would need less."""
@@ -428,8 +435,9 @@ class Backend(BackendBase, ABC):
 
     def _load_initial(self) -> int:
         what = f"model.path={self.config.model.path!r}" if self.config.model.path else "random initialization"
-        fill([*self.local_state(StateKey.MASTER), *self.buffers()], self.initial_weights(), what=what)
-        self.after_load({StateKey.MASTER}, None)
+        key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
+        fill([*self.local_state(key), *self.buffers()], self.initial_weights(), what=what)
+        self.after_load({key}, None)
         return 0
 
     def _require_all_taken(self, directory: Path) -> None:

@@ -246,7 +246,7 @@ class ScheduleConfig:
 
 @frozen(kw_only=True)
 class TrainConfig:
-    """How a role is trained, by any backend."""
+    """How a role is trained, by any backend. A frozen role reads those of its forward pass."""
 
     mini_batches: int = option("optimizer steps per pass over a rollout batch", default=1, validator=at_least(1))
     epochs: int = option("passes over each rollout batch", default=1, validator=at_least(1))
@@ -282,6 +282,12 @@ class TrainConfig:
             recompute="none" if self.recompute == "auto" else self.recompute,
         )
 
+    def of_passes(self) -> TrainConfig:
+        """The same with the defaults of what only training reads, so that it says nothing but how samples pass."""
+        return TrainConfig(
+            tokens_per_micro_batch=self.tokens_per_micro_batch, layout=self.layout, precision=self.precision
+        )
+
 
 @frozen(kw_only=True)
 class BackendChoice:
@@ -302,14 +308,16 @@ class RoleChoice:
 
 
 @frozen(kw_only=True)
-class CriticChoice(RoleChoice):
+class SideRoleChoice(RoleChoice):
+    """A role beside the actor."""
+
     devices: Literal["shared", "own"] = option(
-        "shared: the critic runs on the actor's devices and shares their memory; own: it has devices of its own",
+        "shared: the role runs on the actor's devices and shares their memory; own: it has devices of its own",
         default="shared",
     )
     model: ModelConfig | None = option(
-        "[model] settings of the critic only, replacing [model] except for its tokenizer; unset uses the actor's "
-        "model with a value head",
+        "[model] settings of this role only, replacing [model] except for its tokenizer; unset uses the actor's "
+        "model, for a critic with a value head",
         default=None,
     )
 
@@ -317,7 +325,23 @@ class CriticChoice(RoleChoice):
 @frozen(kw_only=True)
 class RolesConfig:
     actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
-    critic: CriticChoice | None = option("the value function, for algorithms that need one", default=None)
+    critic: SideRoleChoice | None = option("the value function, for algorithms that need one", default=None)
+    teacher: SideRoleChoice | None = option(
+        "a frozen language model, which is asked for the log-probs of what the actor samples and never trained, for "
+        "algorithms that need one",
+        default=None,
+    )
+
+    @property
+    def beside_actor(self) -> dict[str, SideRoleChoice]:
+        """The other roles that are set, by name."""
+        given = {"critic": self.critic, "teacher": self.teacher}
+        return {role: choice for role, choice in given.items() if choice is not None}
+
+    @property
+    def own_models(self) -> dict[str, ModelConfig]:
+        """The models of roles that do not use the actor's, by role."""
+        return {role: choice.model for role, choice in self.beside_actor.items() if choice.model is not None}
 
 
 @frozen(kw_only=True)
@@ -736,11 +760,8 @@ class Config:
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
-        """The roles of this run by name, the actor first; the critic only if the run trains."""
-        roles: dict[str, RoleChoice] = {"actor": self.roles.actor}
-        if self.roles.critic is not None and self.run.trains:
-            roles["critic"] = self.roles.critic
-        return roles
+        """The roles of this run by name, the actor first; others only if the run trains."""
+        return {"actor": self.roles.actor, **(self.roles.beside_actor if self.run.trains else {})}
 
     @property
     def own_devices(self) -> tuple[str, ...]:
@@ -748,7 +769,7 @@ class Config:
         return tuple(
             name
             for name, choice in self.chosen_roles.items()
-            if isinstance(choice, CriticChoice) and choice.devices == "own"
+            if isinstance(choice, SideRoleChoice) and choice.devices == "own"
         )
 
     def train_of(self, role: str) -> TrainConfig:
@@ -761,9 +782,7 @@ class Config:
 
     def model_of(self, role: str) -> ModelConfig:
         """The model that `role` starts from."""
-        choice = self.chosen_roles[role]
-        own = choice.model if isinstance(choice, CriticChoice) else None
-        return own or self.model
+        return self.roles.own_models.get(role) or self.model
 
     def model_table_of(self, role: str) -> str:
         """The path of `model_of(role)` in the config, for messages."""
@@ -782,6 +801,7 @@ class RoleConfig:
     seed: int
     timeout: float  # seconds of one collective
     value_head: bool = False  # the model is a critic: a value head replaces its language-model head
+    frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: bool = False  # the run puts it to sleep, so host memory for that is reserved at the start
     max_residual_gib: float = 0.0  # device memory that a rank may hold while it sleeps; 0 is no bound
@@ -799,3 +819,4 @@ class ClusterInfo:
     model: Mapping[str, Any] = field(factory=dict)
     train: TrainConfig | None = None  # the role's training settings; None if no run is known
     weights: WeightsConfig | None = None  # for an engine, how its weights travel; None if no run is known
+    frozen: bool = False  # the role is never trained: weights are in `train.precision`

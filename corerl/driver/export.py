@@ -41,8 +41,8 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     config = structure(read_run(checkpoint)["config"], Config, path="")
-    if role not in config.chosen_roles:
-        raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
+    if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
+        raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
     model = config.model_of(role)
     hf = hf_config(model)
     source = CheckpointSource(checkpoint / role, *WEIGHTS)

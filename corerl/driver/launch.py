@@ -196,8 +196,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     roles = {
         name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
     }
+    trained = {name: role for name, role in roles.items() if role.loss is not None}
     if start.state and trains:
-        for text in changed_rates(start.state["config"], roles.values()):
+        for text in changed_rates(start.state["config"], trained.values()):
             progress.notice(text)
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
@@ -213,7 +214,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     source, sampler = start_source(plan, fleet, reward, progress, stack)
     sharing = plan.processes.sharing
     residency = Residency(
-        plan=residency_plan(sharing, passed={each.role for each in plan.algorithm.passes}),
+        plan=residency_plan(
+            sharing, passed={each.role for each in plan.algorithm.passes}, frozen=roles.keys() - trained.keys()
+        ),
         groups={name: groups[name] for name in sharing},
         fleet=fleet,
         progress=progress,
@@ -234,7 +237,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     checkpoints = Checkpoints(
         run_dir=start.run_dir,
         config=plan.checkpoint,
-        roles=roles,
+        roles=trained,
         newest=start.resume,
         last_step=progress.step if start.state else -1,
         progress=progress,
@@ -397,10 +400,10 @@ def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> 
     return Role(
         name=group.role,
         group=group,
-        loss=objective.loss,
+        loss=objective.loss if objective else None,
         train=train,
         seed=seed,
-        first_step=objective.first_step,
+        first_step=objective.first_step if objective else 0,
         rollout_steps=train.schedule.steps or steps,
         optimizer_step=init.optimizer_step,
     )

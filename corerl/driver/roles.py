@@ -21,11 +21,11 @@ from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
 @define(kw_only=True)
 class Role:
-    """One trained role. `optimizer_step` advances as steps are started; each role counts its own."""
+    """One role. `optimizer_step` advances as steps are started; each role counts its own."""
 
     name: str
     group: TrainGroup
-    loss: LossSpec
+    loss: LossSpec | None  # None if it is frozen: then it only passes samples
     train: TrainConfig
     seed: int
     first_step: int = 0  # the rollout step in which its training starts

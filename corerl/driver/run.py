@@ -234,7 +234,9 @@ class Run:
             self._renew_reference()
             return {}
         shared = share(samples)
-        training = [name for name, role in self.roles.items() if self.progress.step >= role.first_step]
+        training = [
+            name for name, role in self.roles.items() if role.loss is not None and self.progress.step >= role.first_step
+        ]
         results: dict[str, list[TrainResult]] = {name: [] for name in training}
         for stage, names in self.residency.turns(training).items():
             self.residency.enter(stage)
@@ -258,7 +260,8 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            started = role.start(shared, plans, self.progress.step, self._loss(role, batch.kl_coef))
+            assert role.loss is not None  # it is trained
+            started = role.start(shared, plans, self.progress.step, self._loss(role.loss, batch.kl_coef))
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -269,11 +272,11 @@ class Run:
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
 
-    def _loss(self, role: Role, kl_coef: float) -> LossSpec:
+    def _loss(self, loss: LossSpec, kl_coef: float) -> LossSpec:
         algorithm = self.plan.algorithm.settings
-        if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in role.loss.params:
-            return evolve(role.loss, params={**role.loss.params, "kl_coef": kl_coef})
-        return role.loss
+        if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in loss.params:
+            return evolve(loss, params={**loss.params, "kl_coef": kl_coef})
+        return loss
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -349,7 +352,8 @@ class Run:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
-        if notice := self._equal.update(scored.rewards, scored.rollout.batch.rows["group"]):
+        notice = self._equal.update(scored.rewards, scored.rollout.batch.rows["group"])
+        if notice and not self.plan.algorithm.asks_frozen:
             self.progress.notice(notice)
         if batch and batch.metrics.get("correction/weight") == 0.0:
             algorithm = self.plan.algorithm.settings

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CHARACTERS = "characters:"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 LARGEST = 2**31  # no token id is as large
 MOST_TOKENS = 2**24
@@ -188,3 +189,40 @@ def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list
         return []
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
+
+
+def require_same_tokens(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: ModelConfig,
+    *,
+    vocabulary: int | None,
+    table: str,
+) -> None:
+    """Raise ModelError if a model that reads the actor's tokens lacks one of its `vocabulary` (None if that is not
+    known), or takes one for another: by the tokenizer in its directory, or where that has none, by their number.
+
+    Special tokens may differ in their names, as those of a base and a chat model do.
+    """
+    files = (Path(model.path) / name for name in (TOKENIZER, TOKENIZER_CONFIG))
+    told = bool(model.path) and any(file.is_file() for file in files)
+    size = config.get_text_config().vocab_size
+    if vocabulary is not None and (size < vocabulary or (size != vocabulary and not told)):
+        raise ModelError(
+            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens"
+            f"{'' if told else ', and no tokenizer that tells which'}, but the actor's model has {vocabulary}; choose "
+            "a model with the actor's vocabulary"
+        )
+    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if told else {}
+    for index, token in sorted(_texts(tokenizer).items()):
+        if (other := theirs.get(index, token)) != token:
+            raise ModelError(
+                f"{table}.path: its tokenizer has {other!r} for the token {index}, but the actor's has {token!r}, so "
+                "that log-probs of the actor's tokens mean nothing; choose a model with the actor's tokenizer"
+            )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Token ids with the text of each that is no special token."""
+    special = special_tokens(tokenizer)
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}

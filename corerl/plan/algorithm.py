@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from corerl.algorithms.base import (
     REFERENCE,
@@ -18,7 +18,7 @@ from corerl.algorithms.base import (
 )
 from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.registry import policy_loss
-from corerl.config.schema import AlgorithmConfig, Config
+from corerl.config.schema import AlgorithmConfig, Config, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import ROLES, algorithm_spec, check_spec
@@ -35,9 +35,15 @@ class AlgorithmPlan:
     settings: AlgorithmConfig  # settled: nothing is left open
     estimate: Estimate  # its advantages, or the user's
     passes: tuple[ForwardPass, ...]  # of a step, before any training
-    objectives: Mapping[str, Objective]  # of each role of the run, with the terms of the loss that `[algorithm]` sets
+    # Of each role of the run that is trained, with the terms of the loss that `[algorithm]` sets.
+    objectives: Mapping[str, Objective]
     postprocess: Postprocess | None  # the user's, of the samples with their advantages
     compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
+
+    @property
+    def asks_frozen(self) -> bool:
+        """Whether a frozen role teaches too, so that samples of equal rewards may teach something."""
+        return any(each.role not in self.objectives for each in self.passes)
 
     def snapshots(self, role: str) -> dict[str, str]:
         """The earlier weights of a role that passes ask for, each with the setting that wants it."""
@@ -74,10 +80,11 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
     except Exception as error:
         raise PluginBroken(f"algorithm {loaded}: {implementation.__name__} raised {one_line(error)}") from error
     roles = loaded.spec.roles
-    if trained != set(roles):
+    wanted = [role for role, kind in roles.items() if kind is not RoleKind.FROZEN]
+    if trained != set(wanted):
         raise PluginBroken(
             f"algorithm {loaded}: objectives() names the roles {', '.join(sorted(trained)) or 'none'}, wanted those of "
-            f"its spec, {', '.join(roles)}"
+            f"its spec that are not frozen, {', '.join(wanted)}"
         )
     for each in passes:
         if each.role not in roles:
@@ -106,9 +113,13 @@ def contradictions(config: Config) -> Iterator[str]:
     algorithm, spec, sampled = config.algorithm, algorithm_spec(config), config.rollout.samples
     name = f"algorithm.name={algorithm.name!r}"
     given = {role for role in ROLES if getattr(config.roles, role) is not None}
-    for role in spec.roles:
+    for role, kind in spec.roles.items():
         if role not in given:
             yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"
+        elif kind is RoleKind.FROZEN and (own := getattr(config.roles, role).train) is not None:
+            for each in fields(TrainConfig):
+                if getattr(own, each.name) != getattr(own.of_passes(), each.name):
+                    yield f"roles.{role}.train.{each.name}: set, but {name} never trains the {role}; remove it"
     for role in sorted(given - set(spec.roles)):
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
     if algorithm.old_weights != "current" and not config.run.samples:
@@ -118,7 +129,7 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if not spec.samples and config.run.samples and config.run.trains:
         yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
-    if algorithm.advantages and len(spec.roles) > 1:
+    if algorithm.advantages and any(kind is RoleKind.CRITIC for kind in spec.roles.values()):
         yield (
             f"algorithm.advantages: replaces those of {name}, whose other roles read columns of its own; remove it, or "
             "choose an algorithm that trains the actor alone"

@@ -77,11 +77,12 @@ def _source(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    critic = config.roles.critic.model if config.roles.critic else None
-    if critic is not None and bool(critic.path) == bool(critic.config):
-        yield "roles.critic.model: needs exactly one of path and config; set one, or remove the table to use [model]"
-    if critic is not None and critic.tokenizer:
-        yield "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
+    for role, own in config.roles.own_models.items():
+        table = f"roles.{role}.model"
+        if bool(own.path) == bool(own.config):
+            yield f"{table}: needs exactly one of path and config; set one, or remove the table to use [model]"
+        if own.tokenizer:
+            yield f"{table}.tokenizer: the {role} reads the actor's tokens; remove it"
     if not model.path and not model.config:
         yield (
             "model.path: neither model.path nor model.config is set; set model.path to a Hugging Face directory, or "
@@ -258,9 +259,9 @@ def _extensions(config: Config) -> Iterator[str]:
 
 
 def _files(config: Config) -> Iterator[str]:
-    critic = config.roles.critic.model if config.roles.critic else None
-    for table, model in (("model", config.model), ("roles.critic.model", critic)):
-        if model is not None and model.path and not os.path.isdir(model.path):
+    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
+    for table, model in {"model": config.model, **own}.items():
+        if model.path and not os.path.isdir(model.path):
             yield f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ClusterInfo
@@ -54,13 +54,15 @@ def role_memory(
     longest: int,
     single: bool = False,
 ) -> RoleMemory | None:
-    """The memory of a role that trains the model of `config`, here on meta, with `cluster.train`: micro-batches are
-    full of sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend
-    cannot tell. Raises ModelError if the model's code asks for values, of which there are none."""
+    """The memory of a role with the model of `config`, here on meta, and `cluster.train`: micro-batches are full of
+    sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend cannot
+    tell. Raises ModelError if the model's code asks for values, of which there are none."""
     if spec.memory is None or cluster.train is None:
         return None
     train = cluster.train
     rank = spec.memory(options, cluster, size_of(model))
+    if cluster.frozen:
+        rank = evolve(rank, kinds={MemoryKind.PARAM: rank.kinds[MemoryKind.PARAM]})
     try:
         whole = activations_of(
             config,

@@ -88,7 +88,7 @@ class Forecaster:
     def forecast(self) -> Forecast:
         found = {role: self.role(role) for role in self.plan.roles}
         known = {role: memory for role, memory in found.items() if isinstance(memory, RoleMemory)}
-        stages = [self._training(role, known) for role in known]
+        stages = [self._training(role, known) for role in known if role in self.algorithm.objectives]
         passing = dict.fromkeys(each.role for each in self.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
         if ACTOR in known and self.config.run.samples and ACTOR in self.plan.sharing:
@@ -104,7 +104,8 @@ class Forecaster:
 
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
         """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
-        plan, config = self.plan.roles[role], self.config
+        plan, config, objective = self.plan.roles[role], self.config, self.algorithm.objectives.get(role)
+        passed = [output for each in self.algorithm.passes if each.role == role for output in each.columns.values()]
         train = evolve(self.plan.roles[role].train, **changed)
         hf, backend = self.models[role], plan.backend
         longest = self.longest or train.tokens_per_micro_batch
@@ -115,10 +116,16 @@ class Forecaster:
             found = role_memory(
                 backend.spec,
                 role_options(config, role, backend),
-                ClusterInfo(device="cuda", ranks=len(plan.assignments), model=hf.to_dict(), train=train),
+                ClusterInfo(
+                    device="cuda",
+                    ranks=len(plan.assignments),
+                    model=hf.to_dict(),
+                    train=train,
+                    frozen=objective is None,
+                ),
                 hf,
                 self.built[role],
-                outputs=self.algorithm.objectives[role].loss.outputs,
+                outputs=passed if objective is None else objective.loss.outputs,
                 longest=longest,
                 single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
             )
@@ -127,10 +134,11 @@ class Forecaster:
         return f"the backend {backend.name!r} does not tell" if found is None else found
 
     def too_large(self, found: Forecast, *, there: int) -> Iterator[str]:
-        """Problems, one line each, of roles that cannot be trained on devices of `there` bytes, with what would
-        help."""
+        """Problems, one line each, of roles that cannot be trained, or if frozen passed, on devices of `there` bytes,
+        with what would help."""
         for role in self.plan.roles:
-            stage = found.stages.get(training(role))
+            trained = role in self.algorithm.objectives
+            stage = found.stages.get(training(role) if trained else _passing(role))
             if stage is None or stage.total <= there * (1 + MARGIN):
                 continue
             ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
@@ -138,8 +146,9 @@ class Forecaster:
             if supports(self.config, role, Capability.MULTI_RANK):
                 cures.append("more ranks")
             cures.append("options of the backend that split or offload the model")
+            what = "training" if trained else "a forward pass"
             yield (
-                f"roles.{role}.ranks: training needs {stage.total / GIB:.1f} GiB of a device, which has "
+                f"roles.{role}.ranks: {what} needs {stage.total / GIB:.1f} GiB of a device, which has "
                 f"{there / GIB:.1f}: {stage}; set {', or '.join(cures)}"
             )
 
@@ -148,14 +157,16 @@ class Forecaster:
         table, train = self.asked.train_table_of(role), self.config.train_of(role)
         fewer = {"tokens_per_micro_batch": train.tokens_per_micro_batch // 2}
         ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= max(self.longest, 1) else []
-        if train.recompute != "full" and supports(self.config, role, Capability.RECOMPUTE):
+        trained = role in self.algorithm.objectives
+        if trained and train.recompute != "full" and supports(self.config, role, Capability.RECOMPUTE):
             ways = [{"recompute": "full"}, *ways, *({"recompute": "full", **way} for way in ways)]
         now = self.role(role)
         for changed in ways:
             then = self.role(role, **changed)
             if isinstance(now, RoleMemory) and isinstance(then, RoleMemory):
                 settings = " and ".join(f"{table}.{name}={value!r}" for name, value in changed.items())
-                yield settings, stage.total - now.training + then.training
+                before, after = (each.training if trained else each.passing for each in (now, then))
+                yield settings, stage.total - before + after
 
     def _training(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[role]
@@ -169,7 +180,10 @@ class Forecaster:
         held = {PARAM: memory.rank.kinds[PARAM]} if role in self.plan.sharing else _between_steps(memory)
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
-        return StageMemory(stage=f"{FORWARD} {role}", parts={**parts, **self._beside(role, known)})
+        if role in self.plan.sharing:  # what takes turns passes at the same time
+            others = {each.role for each in self.algorithm.passes if each.role in self.plan.sharing} - {role}
+            parts |= {f"the {each} as it passes": known[each].passing for each in sorted(others & known.keys())}
+        return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:
         return f"activations of {max(self.plan.roles[role].train.tokens_per_micro_batch, self.longest):,} tokens"
@@ -208,6 +222,11 @@ class Forecaster:
     def _engine(self) -> int:
         """Bytes of them on a device."""
         return self._sent // self.plan.placement.widths.get(ENGINES, 1)
+
+
+def _passing(role: str) -> str:
+    """The name of the stage in which `role` passes samples without training."""
+    return f"{FORWARD} {role}"
 
 
 def _between_steps(memory: RoleMemory) -> dict[MemoryKind, int]:

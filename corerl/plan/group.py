@@ -20,7 +20,7 @@ from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.inputs import built_model
 from corerl.plan.model_files import require_same_tensors, require_weights
-from corerl.plan.resolve import ROLES, ignored_tables, load_plugins, settle_algorithm
+from corerl.plan.resolve import ROLES, ignored_tables, is_frozen, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
 from corerl.plan.user_code import require_no_code_of_a_model
@@ -41,7 +41,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     Raises UserError with a line for each problem; checks that depend on a wrong setting are skipped."""
     problems = Problems()
     if role not in ROLES:
-        raise ConfigError(f"unknown role {role!r}; there are {' and '.join(ROLES)}")
+        raise ConfigError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(_alone(config))
     if problems.none_in("algorithm's spec"):
@@ -64,6 +64,8 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     model = built_model(config, role, hf)
     layout = choose_layout(model, config.train_of(role).layout)
     unused = ""
+    if resume and is_frozen(config, role):
+        raise ConfigError(f"resume: {resume!r}, but the {role} is frozen, and no checkpoint holds it; remove it")
     if resume:
         require_same_tensors(_part_of(resume, role), role, model)
     elif own.path:
@@ -85,7 +87,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     )
     environment = environment_of(plan.backend.name, plan.environment, cluster=config.cluster, common=common)
     return GroupPlan(
-        role=evolve(plan, environment=environment, objective=plan_algorithm(config).objectives[role]),
+        role=evolve(plan, environment=environment, objective=plan_algorithm(config).objectives.get(role)),
         placement=arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,

@@ -18,9 +18,9 @@ from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
 from corerl.models.config import code_not_run, context_length, experts, hf_config
-from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
-from corerl.plan.resolve import has_value_head
+from corerl.plan.resolve import has_value_head, is_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.agents.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.encoding import require_encodable
@@ -56,6 +56,9 @@ def load_models(
         if tokenizer is not None:
             with problems.stage(f"{table}.vocabulary"):
                 require_room_for_tokens(hf, tokenizer, own, table=table)
+                if own is not config.model and problems.none_in("algorithm's spec") and is_frozen(config, role):
+                    of_actor = models[ACTOR].get_text_config().vocab_size if ACTOR in models else None
+                    require_same_tokens(hf, tokenizer, own, vocabulary=of_actor, table=table)
     replay = config.algorithm.routing_replay
     if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
         problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
@@ -205,12 +208,13 @@ def check_weights(
         own, table = config.model_of(role), config.model_table_of(role)
         if own.path and (code := code_not_run(own.path)):
             notices.append(f"{table}.path: {code}")
-        if resume:
+        frozen = is_frozen(config, role)
+        if resume and not frozen:
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, model)
         # A resume still reads the KL reference from it.
         refers = config.algorithm.kl_coef and not config.algorithm.reference and not config.algorithm.reference_every
-        read = own.path and (not resume or refers)
+        read = own.path and (not resume or refers or frozen)
         if read and problems.none_in("model", table, "checkpoint"):
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 if unused := require_weights(own.path, model, models[role]):

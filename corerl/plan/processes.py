@@ -21,7 +21,7 @@ from corerl.models.config import experts
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.check import uneven
 from corerl.plan.environment import environment_of, process_environment
-from corerl.plan.resolve import check_spec
+from corerl.plan.resolve import check_spec, is_frozen
 from corerl.plan.roles import RolePlan, cluster_of, offloaded, plan_role
 from corerl.plan.transports import ENGINES, transport_of
 from corerl.plugin.fingerprint import origins_of
@@ -109,7 +109,7 @@ def plan_processes(
                 layout=layouts[role].name if role in layouts else None,
                 snapshots=algorithm.snapshots(role) if algorithm is not None and config.run.trains else {},
             )
-            if line := uneven(role, config, data_parallel=plans[role].data_parallel):
+            if not is_frozen(config, role) and (line := uneven(role, config, data_parallel=plans[role].data_parallel)):
                 problems.add(line)
     if problems or algorithm is None:
         return None
@@ -118,7 +118,7 @@ def plan_processes(
     for role, plan in plans.items():
         with problems.stage("environment"):
             own = environment(plan.backend.name, plan.environment)
-            plans[role] = evolve(plan, environment=own, objective=algorithm.objectives[role])
+            plans[role] = evolve(plan, environment=own, objective=algorithm.objectives.get(role))
     resources = [plan.resources for plan in plans.values()]
     engine_plan: EnginePlan | None = None
     if config.run.samples:

@@ -44,22 +44,23 @@ def saving(role: str) -> str:
     return f"save {role}"
 
 
-def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, Stage]:
+def residency_plan(roles: Sequence[str], passed: Collection[str], frozen: Collection[str] = ()) -> dict[str, Stage]:
     """The stages of a step by name, for the `roles` that share devices with engines; {} if there are none. Roles in
-    `passed` run a forward pass before training.
+    `passed` run a forward pass before training; those that are `frozen` neither train nor save.
 
     Each stage holds only what it reads, to minimize its peak: roles train and save one after the other, and engines
     get memory for weights only once a rank holds nothing but its parameters.
     """
     if not roles:
         return {}
+    trained = [role for role in roles if role not in frozen]
     return {
         COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # only for roles with devices of their own
-        **{training(role): Stage(ranks={role: ALL_KINDS}) for role in roles},
+        **{training(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
         UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        **{saving(role): Stage(engines=None, ranks={role: SAVED}) for role in roles},
+        **{saving(role): Stage(engines=None, ranks={role: SAVED}) for role in trained},
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }

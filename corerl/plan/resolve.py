@@ -88,6 +88,11 @@ def has_value_head(config: Config, role: str) -> bool:
     return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
 
 
+def is_frozen(config: Config, role: str) -> bool:
+    """Whether the algorithm never trains `role`; every one trains the actor."""
+    return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.FROZEN
+
+
 def settle_algorithm(config: Config) -> Config:
     """The same config with what `[algorithm]` leaves unset as the algorithm says, or, in a run that only scores, as
     all do. Raises PluginError if the algorithm cannot be loaded, or says what it cannot."""
@@ -104,9 +109,10 @@ def settle_algorithm(config: Config) -> Config:
 def _require_valid(spec: AlgorithmSpec, name: str) -> None:
     """Raise PluginBroken if an algorithm has roles that no run has, or defaults that `[algorithm]` cannot have."""
     if wrong := [role for role in spec.roles if role not in ROLES]:
-        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {' and '.join(ROLES)}")
-    if ACTOR not in spec.roles:
-        raise PluginBroken(f"algorithm {name!r} has no role {ACTOR!r}, but every run trains one")
+        raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {', '.join(ROLES)}")
+    if spec.roles.get(ACTOR, RoleKind.FROZEN) is RoleKind.FROZEN:
+        what = "freezes its" if ACTOR in spec.roles else "has no"
+        raise PluginBroken(f"algorithm {name!r} {what} role {ACTOR!r}, but every run trains one")
     unset = [field.name for field in fields(AlgorithmConfig) if field.default is None]
     for setting, value in spec.defaults.items():
         if setting not in unset:

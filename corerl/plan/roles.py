@@ -15,7 +15,7 @@ from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config, LayoutName, RoleConfig, TrainConfig
 from corerl.plan.assignment import Assignment
-from corerl.plan.resolve import backend_name, check_spec, has_value_head, role_options
+from corerl.plan.resolve import backend_name, check_spec, has_value_head, is_frozen, role_options
 from corerl.plugin.capabilities import Capability, asked_by_role
 from corerl.plugin.check import check_capabilities
 from corerl.plugin.context import Context
@@ -39,7 +39,7 @@ class RolePlan:
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
     resources: Resources  # per rank
-    objective: Objective = CLIPPED  # as the run's algorithm says
+    objective: Objective | None = CLIPPED  # as the run's algorithm says; None for a frozen role
     max_tokens: int  # of a response, for objectives that divide by it
 
     @property
@@ -76,6 +76,7 @@ def plan_role(
     options = role_options(config, role, backend)
     half = backend.spec.support(Capability.BFLOAT16).full
     cluster = cluster_of(role, config, device=device, model=model, layout=layout, bfloat16=half)
+    resume = "" if cluster.frozen else resume  # its weights are in no checkpoint
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
@@ -96,6 +97,7 @@ def plan_role(
         seed=config.run.seed,
         timeout=config.cluster.timeout,
         value_head=has_value_head(config, role),
+        frozen=cluster.frozen,
         resume=resume,
         sleeps=role in offloaded(config, device),
         max_residual_gib=config.cluster.max_residual_gib,
@@ -133,11 +135,15 @@ def cluster_of(
     """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`, and what its
     [train] leaves open is settled, for a backend with or without bfloat16."""
     ranks, train = config.chosen_roles[role].ranks, config.train_of(role).settled(device, bfloat16=bfloat16)
+    frozen = is_frozen(config, role)
+    if frozen:  # nothing is kept for a backward pass
+        train = evolve(train, recompute="none")
     return ClusterInfo(
         device=device,
         ranks=ranks,
         model=model or {},
         train=evolve(train, layout=layout) if layout else train,
+        frozen=frozen,
     )
 
 
@@ -155,7 +161,9 @@ def needed(
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
     asked, value_head = config.train_of(role), has_value_head(config, role)
     train = evolve(cluster.train or asked, layout=asked.layout)
-    needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
+    needs = asked_by_role(
+        role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head, frozen=cluster.frozen
+    )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")
     if experts > 1:
@@ -172,7 +180,7 @@ def needed(
         needs[Capability.SNAPSHOTS] = asked_by
     if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
-    if config.checkpoint.background and config.run.trains:
+    if config.checkpoint.background and config.run.trains and not cluster.frozen:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
     if role == ACTOR and (transport := config.weights.transport) in TRANSPORTS:
         needs[Capability(TRANSPORTS[transport].capability)] = f"weights.transport = '{transport}'"

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config, ModelConfig, TrainConfig
 from corerl.models.tokenizer import CHARACTERS
-from corerl.plan.resolve import backend_name
+from corerl.plan.resolve import backend_name, is_frozen
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 
@@ -47,11 +47,15 @@ def supports(config: Config, role: str, capability: Capability) -> bool:
 def with_trains(config: Config, trains: Mapping[str, TrainConfig]) -> Config:
     """The config with these training settings of all its roles, in their tables; roles that share one in which they
     now differ get tables of their own."""
-    shared = {role: train for role, train in trains.items() if config.chosen_roles[role].train is None}
+    frozen = {role: train.of_passes() for role, train in trains.items() if is_frozen(config, role)}
+    sharing = [role for role in trains if config.chosen_roles[role].train is None]
+    shared = {role: trains[role] for role in sharing if role not in frozen}
     if len(set(map(repr, shared.values()))) == 1:
         config = evolve(config, train=next(iter(shared.values())))
     else:
         shared = {}
+    shared |= {role: train for role, train in frozen.items() if role in sharing and train == config.train.of_passes()}
+    trains = {**trains, **frozen}
     own: dict[str, Any] = {
         role: evolve(config.chosen_roles[role], train=trains[role]) for role in trains if role not in shared
     }
@@ -62,7 +66,8 @@ def settled(before: Config, after: Config) -> Iterator[str]:
     """A line for each setting that was settled."""
     for role in before.chosen_roles:
         table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
-        for name in ("precision", "recompute") if before.run.trains else ("precision",):
+        trained = before.run.trains and not is_frozen(before, role)
+        for name in ("precision", "recompute") if trained else ("precision",):
             if getattr(was, name) == "auto":
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}"
 
@@ -80,10 +85,11 @@ def with_absolute_paths(config: Config) -> Config:
     config = evolve(config, model=_absolute(config.model), data=data)
     config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
     config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
-    critic = config.roles.critic
-    if critic is None or critic.model is None:
-        return config
-    return evolve(config, roles=evolve(config.roles, critic=evolve(critic, model=_absolute(critic.model))))
+    own = {
+        role: evolve(config.roles.beside_actor[role], model=_absolute(model))
+        for role, model in config.roles.own_models.items()
+    }
+    return evolve(config, roles=evolve(config.roles, **own))
 
 
 def _absolute(model: ModelConfig) -> ModelConfig:

@@ -70,6 +70,15 @@ ADVICE = {
 VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Capability.SNAPSHOTS}
 
 
+# Verbs of roles that are trained.
+TRAINED = ("train", "save", "update_weights")
+
+
+def refused_if_frozen(verb: str, where: str) -> str:
+    """The error of a verb that a frozen role has not; `where` is the role, or its rank."""
+    return f"{verb} on {where} was refused: the role is frozen, and only passes samples; call forward"
+
+
 class BackendBase:
     """The base class that the host requires of a backend; `corerl.backend.Backend` extends it."""
 
@@ -132,6 +141,7 @@ class PluginHost:
         self.state = State.NEW
         self.resident: frozenset[MemoryKind] = frozenset()
         self._next_version = 0  # the smallest version that update_weights accepts
+        self._frozen = False
 
     def __reduce__(self) -> NoReturn:
         raise ContractError("a PluginHost cannot be pickled; build it inside the worker from the plugin's name")
@@ -140,12 +150,17 @@ class PluginHost:
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         asked = asked_by_role(
-            context.role, config.train, device=config.device, ranks=context.world_size, value_head=config.value_head
+            context.role,
+            config.train,
+            device=config.device,
+            ranks=context.world_size,
+            value_head=config.value_head,
+            frozen=config.frozen,
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)
         result: InitResult = self._call("init", config=config, context=context)
-        self.state = State.READY
+        self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet
         return result
@@ -228,6 +243,8 @@ class PluginHost:
         """
         if self.state is not (State.NEW if verb == "init" else State.READY):
             raise self._wrong_state(verb)
+        if self._frozen and verb in TRAINED:
+            raise WrongState(refused_if_frozen(verb, self._where))
         if verb in VERBS:
             self.backend.require(VERBS[verb], verb)
         if asleep := frozenset(needs) - self.resident:

@@ -195,6 +195,7 @@ class RoleKind(StrEnum):
 
     POLICY = "policy"  # a language model, which samples
     CRITIC = "critic"  # a model with a value head
+    FROZEN = "frozen"  # a language model that is not trained, such as a teacher: it only passes samples
 
 
 @frozen(kw_only=True)
@@ -219,7 +220,7 @@ class AlgorithmSpec:
     config: type  # frozen attrs; every field has a default and help text
     api: tuple[int, int]
     summary: str
-    # The roles that it trains, the actor among them, each with what it is.
+    # The roles that it needs, the actor among them, each with what it is.
     roles: Mapping[str, RoleKind] = field(factory=lambda: {ACTOR: RoleKind.POLICY})
     # Whether advantages compare the samples of a prompt: then a group of one sample, or of equal rewards, teaches
     # nothing.

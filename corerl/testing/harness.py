@@ -70,6 +70,7 @@ class Setup:
     device: str = "cpu"
     sequence_multiple: int = 1  # extra padding of sequences, besides the backend's own
     value_head: bool = False  # whether it is a critic
+    frozen: bool = False  # whether it is never trained
     lifted: bool = False  # let the backend try what it declares that it lacks
 
     @property
@@ -145,6 +146,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         seed=setup.seed,
         timeout=60.0,
         value_head=setup.value_head,
+        frozen=setup.frozen,
         resume=resume,
     )
 
@@ -154,7 +156,7 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
     several = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     local_rank = rank if setup.device == "cuda" else 0
-    role = "critic" if setup.value_head else "actor"
+    role = "critic" if setup.value_head else "teacher" if setup.frozen else "actor"
     worker = Worker(
         Assignment(
             context=Context(role=role, rank=rank, world_size=world_size, local_rank=local_rank, run_dir=""),

@@ -35,6 +35,9 @@ GPU_LOSS = Tolerance(1e-4, 1e-6)
 GPU_GRAD_NORM = Tolerance(1e-4)
 GPU_WEIGHTS_L2 = 1e-4
 
+# bfloat16, the mean over tokens: a frozen role's weights are rounded once, a trained one's for each pass
+BFLOAT16_LOGPROBS = 2e-2
+
 # bfloat16, the mean over eight steps
 BFLOAT16_LOSS = 2e-2
 BFLOAT16_GRAD_NORM = 5e-2

@@ -23,6 +23,7 @@ from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
+from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.types import (
     Array,
@@ -168,6 +169,7 @@ class TrainGroup:
         SampleBatch or a reference to one in the object store; `plan` assigns its samples to dp ranks and micro-batches.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm."""
+        self._require_trained("train")
         self._require_step("train", step)
         pending = self._start("train", samples, plan, loss, step)
         # For the error of a rank that dies in this step and cannot report it itself.
@@ -198,6 +200,8 @@ class TrainGroup:
         `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
         another."""
         train, objective = self.plan.train, self.plan.objective
+        if objective is None:
+            raise CorerlError(refused_if_frozen("plan_steps", f"the {self.role}"))
         return plan_steps(
             samples,
             self.layouts[0],
@@ -254,6 +258,7 @@ class TrainGroup:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that could not be reached has an entry in
         `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`)."""
+        self._require_trained("update_weights")
         return self._calls.add(self._start("update_weights", address, version, verify), _whole)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
@@ -268,6 +273,7 @@ class TrainGroup:
 
     def save(self, path: str, step: Step, *, background: bool = False) -> Future[int]:
         """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
+        self._require_trained("save")
         self._require_step("save", step)
         saving = self._start("save", path, step, background)
         return self._calls.add(saving, lambda results: sum(result.bytes for result in results))
@@ -276,6 +282,11 @@ class TrainGroup:
         """Whether the last background save is written on all ranks; with `wait`, once it is. Raises SaveFailed if one
         failed."""
         return self._calls.add(self._start("saved", wait), all)
+
+    def _require_trained(self, verb: str) -> None:
+        """Raise before any rank is called: an error there would end the group."""
+        if self.plan.objective is None:
+            raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
 
     def _require_step(self, verb: str, step: Step) -> None:
         """Raise before any rank is called: an error there would end the group."""

@@ -57,7 +57,9 @@ FIRST_PARTY = {
     *(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution == "corerl"),
 }
 # Say again what [train] and [model] say.
-REPEATED = ("roles.actor.train.", "roles.critic.train.", "roles.critic.model.")
+REPEATED = tuple(
+    f"roles.{table}." for table in ("actor.train", "critic.train", "critic.model", "teacher.train", "teacher.model")
+)
 
 
 def table_of(entry: FieldHelp) -> str:

@@ -40,6 +40,7 @@ DATA: dict[str, Any] = {
     "rollout": {"engine": "fake", "prompts": 8, "samples": 4},
 }
 CRITIC: dict[str, Any] = {"algorithm": {"name": "ppo"}, "roles": {"critic": {"ranks": 1}}}  # tables of one that has one
+TEACHER: dict[str, Any] = {"algorithm": {"name": "distill"}, "roles": {"teacher": {"ranks": 1}}}
 
 
 def make_config(**tables: Any) -> Config:

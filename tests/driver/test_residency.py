@@ -42,6 +42,13 @@ def test_engines_have_memory_for_weights_beside_parameters_alone_and_roles_train
         assert stage.engines is not EngineMemory.ALL or not resident
 
 
+def test_a_frozen_role_is_there_while_it_passes_samples_and_in_no_other_stage() -> None:
+    plan = residency_plan(["actor", "teacher"], passed=["teacher"], frozen=["teacher"])
+    assert {name for name, stage in plan.items() if "teacher" in stage.ranks} == {FORWARD}
+    assert plan[FORWARD].ranks == {"teacher": {MemoryKind.PARAM}}
+    assert plan.keys() == residency_plan(["actor"], passed=[]).keys()
+
+
 class Device:
     """What ranks of two roles and one engine hold, in bytes; each wants to know that it is not there already."""
 

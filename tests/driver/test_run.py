@@ -40,7 +40,7 @@ from tests.driver.fakes import (
     staying,
     told,
 )
-from tests.driver.saved import make_config
+from tests.driver.saved import TEACHER, make_config
 
 TRAIN = {
     "mini_batches": 2,
@@ -339,6 +339,20 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
         run.push_weights()
     # Weights that no step has changed are not sent again.
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
+
+
+def test_a_frozen_role_passes_samples_and_takes_no_step_and_rewards_are_not_all_that_teaches(
+    make_run: Callable[..., Run],
+) -> None:
+    ears, teacher = Ears(), Group()
+    roles = {"actor": role("actor"), "teacher": role("teacher", teacher, loss=None)}
+    run = make_run(make_config(**TEACHER), roles=roles, ears=ears)
+    trained_on = run.with_advantages(scored())
+    assert list(run.optimize(trained_on)) == ["actor"]
+    assert teacher.passes == [((Output.LOGPROBS,), "", False)] and teacher.log == []
+    for _ in range(3):
+        run.report(evolve(scored(), rewards=np.array([0.25, 0.25], np.float32)), None, {})
+    assert told(ears) == []
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------

@@ -112,3 +112,19 @@ def test_a_critic_is_exported_under_its_own_name(trained: Path) -> None:
     with (trained / "critic/model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     assert header["value_head.weight"]["shape"] == [1, 32]
+
+
+def test_a_teacher_of_another_size_and_backend_is_asked_and_never_trained(tmp_path: Path) -> None:
+    model = "{model_type='qwen3',vocab_size=16,hidden_size=16,intermediate_size=32,num_hidden_layers=1,"
+    model += "num_attention_heads=2,num_key_value_heads=2,head_dim=8,initializer_range=0.3,max_position_embeddings=64}"
+    corerl(
+        *("train", write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", "algorithm.name=distill"),
+        *("roles.teacher.ranks=2", "roles.teacher.backend=fsdp", f"roles.teacher.model.config={model}"),
+        *("roles.teacher.train.tokens_per_micro_batch=64", "cluster.offload=always", "run.steps=1", "eval.every=0"),
+        logs=tmp_path,
+    )
+    (step,) = metrics(tmp_path / "run")
+    assert {name for name in step if name.startswith("teacher/")} == {"teacher/reverse_kl"}
+    assert step["teacher/reverse_kl"] > 0 and step["train/loss"] != 0
+    checkpoint = tmp_path / "run/checkpoints/step-00000001"
+    assert sorted(path.name for path in checkpoint.iterdir() if path.is_dir()) == ["actor"]

@@ -15,10 +15,12 @@ from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
     Config,
-    CriticChoice,
+    OptimizerConfig,
     RolesConfig,
     RolloutConfig,
     RunConfig,
+    SideRoleChoice,
+    TrainConfig,
 )
 from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import check_algorithm, contradictions, plan_algorithm, told_sampling
@@ -30,7 +32,7 @@ GRPO = Config(backend=BackendChoice(name="plain"))
 PPO = evolve(
     GRPO,
     algorithm=AlgorithmConfig(name="ppo"),
-    roles=RolesConfig(critic=CriticChoice()),
+    roles=RolesConfig(critic=SideRoleChoice()),
     rollout=RolloutConfig(samples=1),
 )
 
@@ -224,10 +226,11 @@ def test_a_step_passes_samples_through_the_models_whose_columns_are_read() -> No
     ("fields", "line"),
     [
         (
-            {"roles": {"actor": RoleKind.POLICY, "teacher": RoleKind.POLICY}},
-            "wants the role 'teacher'; a run has",
+            {"roles": {"actor": RoleKind.POLICY, "judge": RoleKind.FROZEN}},
+            "wants the role 'judge'; a run has actor, critic, teacher",
         ),
         ({"roles": {"critic": RoleKind.CRITIC}}, "has no role 'actor', but every run trains one"),
+        ({"roles": {"actor": RoleKind.FROZEN}}, "freezes its role 'actor', but every run trains one"),
         (
             {"defaults": {"agregation": "token-mean"}},
             "sets algorithm.agregation, which is never unset; it can",
@@ -247,7 +250,11 @@ def test_a_spec_that_no_run_could_follow_is_refused(
 @pytest.mark.parametrize(
     ("method", "value", "line"),
     [
-        ("objectives", lambda self: {}, "objectives() names the roles none, wanted those of its spec, actor"),
+        (
+            "objectives",
+            lambda self: {},
+            "objectives() names the roles none, wanted those of its spec that are not frozen, actor",
+        ),
         (
             "forwards",
             lambda self: [ForwardPass(role="critc", columns={})],
@@ -323,3 +330,23 @@ def test_a_run_that_trains_on_the_likeliest_tokens_alone_is_told_so() -> None:
     assert told(top_p=0.95) == [f"rollout.top_p=0.95: {biased.format('it')}"]
     assert told(top_k=20) == [f"rollout.top_k=20: {biased.format('it')}"]
     assert told(top_p=0.95, top_k=20) == [f"rollout.top_p=0.95 and rollout.top_k=20: {biased.format('them')}"]
+
+
+def test_a_frozen_role_is_asked_and_not_trained_and_refuses_what_only_training_reads() -> None:
+    distill = evolve(GRPO, algorithm=AlgorithmConfig(name="distill"), roles=RolesConfig(teacher=SideRoleChoice()))
+    plan = plan_algorithm(resolve_tables(settle_algorithm(distill)))
+    assert [(each.role, dict(each.columns)) for each in plan.passes] == [
+        ("teacher", {"teacher_logprobs": Output.LOGPROBS})
+    ]
+    assert list(plan.objectives) == ["actor"] and plan.asks_frozen
+    assert lines(distill) == lines(distill, advantages="mine:f") == []
+    assert lines(evolve(distill, roles=RolesConfig())) == [
+        "roles.teacher: missing, but algorithm.name='distill' needs a teacher; add one, such as roles.teacher.ranks=1"
+    ]
+    own = TrainConfig(tokens_per_micro_batch=512, precision="bfloat16", layout="whole")
+    assert lines(evolve(distill, roles=RolesConfig(teacher=SideRoleChoice(train=own)))) == []
+    trained = evolve(own, mini_batches=2, epochs=2, recompute="full", optimizer=OptimizerConfig(lr=1e-3))
+    assert lines(evolve(distill, roles=RolesConfig(teacher=SideRoleChoice(train=trained)))) == [
+        f"roles.teacher.train.{name}: set, but algorithm.name='distill' never trains the teacher; remove it"
+        for name in ("mini_batches", "epochs", "recompute", "optimizer")
+    ]

@@ -13,7 +13,6 @@ from corerl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    CriticChoice,
     DataConfig,
     EpisodesConfig,
     ExtensionChoice,
@@ -23,6 +22,7 @@ from corerl.config.schema import (
     RolesConfig,
     RolloutConfig,
     RunConfig,
+    SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
@@ -200,14 +200,14 @@ def test_all_contradictions_are_found_together() -> None:
 
 
 def test_a_critics_batch_is_its_own() -> None:
-    critic = CriticChoice(ranks=2, train=TrainConfig(mini_batches=3))
+    critic = SideRoleChoice(ranks=2, train=TrainConfig(mini_batches=3))
     (line,) = contradictions(evolve(VALID, roles=RolesConfig(critic=critic)))
     assert line.startswith("rollout.prompts: 64 does not split evenly into roles.critic.train.mini_batches=3 ")
 
 
 def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path) -> None:
     def lines(**model: Any) -> list[str]:
-        return contradictions(evolve(VALID, roles=RolesConfig(critic=CriticChoice(model=ModelConfig(**model)))))
+        return contradictions(evolve(VALID, roles=RolesConfig(critic=SideRoleChoice(model=ModelConfig(**model)))))
 
     assert lines(path=str(tmp_path)) == []
     assert lines() == [

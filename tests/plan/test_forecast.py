@@ -8,7 +8,8 @@ import pytest
 from attrs import evolve
 
 from benchmarks.memory import CASES, predicted
-from corerl.config.schema import Config
+from corerl.config.schema import Config, ModelConfig
+from corerl.models.activations import size_of
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.plan.forecast import GIB, PROCESS, Forecast, Forecaster
@@ -16,7 +17,7 @@ from corerl.plan.make import make_plan
 from corerl.plan.resolve import resolve_tables, settle_algorithm
 from corerl.plan.settle import with_precisions, with_recomputation
 from corerl.types import MemoryKind
-from tests.driver.saved import CRITIC, DATA, config_in
+from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
 
 MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
 # Four layers of the 8B shape.
@@ -173,3 +174,33 @@ def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
     assert make_plan(config_in(tmp_path / "run")).memory is None
+
+
+def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_optimizer(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": LARGE}
+    teacher = {"ranks": 1, "model": {"config": {**LARGE, "num_hidden_layers": 8}}}
+    tables = {**TEACHER, "model": model, "roles": {"teacher": teacher}}
+    found = memory_of(on_gpus(tmp_path, **tables))
+    assert "train teacher" not in found.stages
+    stage = found.stages["forward teacher"]
+    elements = size_of(look_at(hf_config(ModelConfig(config=teacher["model"]["config"])))).total
+    assert stage.parts["teacher's weights"] == 2 * elements
+    assert {part for part in stage.parts if "teacher's" in part} == {"teacher's weights"}
+
+    small = on_gpus(tmp_path, **tables)
+    forecaster = forecaster_of(small)
+    (line,) = [
+        line
+        for line in forecaster.too_large(found, there=stage.total // 2)
+        if line.startswith("roles.teacher.ranks: a forward pass needs ")
+    ]
+    assert "recompute" not in line and "more ranks" in line
+
+
+def test_roles_that_take_turns_with_engines_pass_samples_at_the_same_time(tmp_path: Path) -> None:
+    algorithm = {"name": "distill", "old_logprobs": "recompute"}
+    stages = memory_of(on_gpus(tmp_path, **{**TEACHER, "algorithm": algorithm})).stages
+    actor, teacher = stages["forward actor"], stages["forward teacher"]
+    assert actor.total == teacher.total
+    own = sum(count for part, count in actor.parts.items() if part.startswith(("actor's", "activations")))
+    assert teacher.parts["the actor as it passes"] == own > 0

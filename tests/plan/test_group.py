@@ -11,7 +11,7 @@ import torch
 from corerl.config.load import as_config
 from corerl.errors import UserError
 from corerl.plan.group import GroupPlan, plan_group
-from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model, save
+from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
 
@@ -50,6 +50,13 @@ def test_on_gpus_it_is_settled_as_a_run_and_says_so(monkeypatch: pytest.MonkeyPa
 def test_a_critic_has_the_loss_of_its_algorithm() -> None:
     plan = planned("critic", **CRITIC)
     assert plan.role.objective.loss.name == "value" and plan.role.assignments[0].config.value_head
+
+
+def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
+    plan = planned("teacher", **TEACHER)
+    assert plan.role.objective is None and plan.role.assignments[0].config.frozen
+    (line,) = lines("teacher", resume="run/checkpoints/step-00000050/teacher", **TEACHER)
+    assert line.endswith("/teacher', but the teacher is frozen, and no checkpoint holds it")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from attrs import evolve
+from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import AlgorithmConfig, BackendChoice, ModelConfig
 from corerl.data.prompts import PromptStream
@@ -20,7 +22,7 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.testing.models import tiny_fields
-from tests.driver.saved import CRITIC, DATA, chats_of, config_in, make_config
+from tests.driver.saved import CRITIC, DATA, TEACHER, chats_of, config_in, make_config
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,38 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
     tables = {**CRITIC, "roles": {"critic": {"ranks": 1, "model": {"config": small}}}}
     with pytest.raises(ModelError, match=r"^roles.critic.model.config.vocab_size: the model's vocabulary has 3 tokens"):
         make_plan(config_in(tmp_path / "run", **tables))
+
+
+def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
+    fields = {**make_config().model.config, "hidden_size": 16}
+
+    def planned(model: dict[str, Any], vocab_size: int = 16) -> None:
+        actor = {**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": vocab_size}}
+        tables = {**TEACHER, "model": actor, "roles": {"teacher": {"ranks": 1, "model": model}}}
+        make_plan(config_in(tmp_path / "run", **tables))
+
+    planned({"config": fields})
+    with pytest.raises(ModelError) as caught:
+        planned({"config": {**fields, "vocab_size": 32}})
+    assert caught.value.message.startswith(
+        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer that tells which, but the "
+        "actor's model has 16"
+    )
+    directory = tmp_path / "teacher"
+    with torch.random.fork_rng(devices=[]):
+        AutoModelForCausalLM.from_config(hf_config(ModelConfig(config={**fields, "vocab_size": 32}))).save_pretrained(
+            directory
+        )
+    character_tokenizer("0123456789>sabc").save_pretrained(directory)
+    planned({"path": str(directory)})  # the same tokens, and others behind them
+    with pytest.raises(ModelError, match=r"^roles.teacher.model.path: a vocabulary of 32 tokens, but the actor's"):
+        planned({"path": str(directory)}, vocab_size=33)
+    character_tokenizer("9876543210>s").save_pretrained(directory)
+    with pytest.raises(ModelError) as caught:
+        planned({"path": str(directory)})
+    assert caught.value.message.startswith(
+        "roles.teacher.model.path: its tokenizer has '9' for the token 4, but the actor's has '0', so that log-probs "
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from corerl.config.schema import (
     BackendChoice,
     ClusterInfo,
     Config,
-    CriticChoice,
     ExtensionChoice,
     ModelConfig,
     RoleChoice,
     RolesConfig,
     RunConfig,
+    SideRoleChoice,
     TrainConfig,
 )
 from corerl.errors import ConfigError, PluginNotFound
@@ -81,13 +81,13 @@ def test_a_role_with_a_backend_of_its_own_selects_that_too() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_a_role_with_a_table_of_its_own_is_told_that_alone() -> None:
-    critic = CriticChoice(options={"shards": 7})
+    critic = SideRoleChoice(options={"shards": 7})
     given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
     mine = load(Kind.BACKENDS, "mine")
     found = [role_options(given, role, mine) for role in ("actor", "critic")]
     assert found == [mine.spec.config(shards=2), mine.spec.config(shards=7)]
     assert resolve_tables(given) == given
-    wrong = config(roles=RolesConfig(critic=CriticChoice(options={"shard": 7})))
+    wrong = config(roles=RolesConfig(critic=SideRoleChoice(options={"shard": 7})))
     with pytest.raises(ConfigError, match="^roles.critic.options.shard: unknown key; did you mean 'shards'\\?$"):
         resolve_tables(wrong)
     cluster, bad = ClusterInfo(device="cpu", ranks=1), mine.spec.config(shards=3)
@@ -108,7 +108,7 @@ def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() 
         "extensions[0].name": ("wrap", True),
         "extensions[1].name": ("jsonl", True),
     }
-    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=CriticChoice())
+    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=SideRoleChoice())
     assert told(evolve(given, roles=critic, extensions=())) == {
         "backend.name": ("mine", True),  # the critic's
         "roles.actor.backend": ("other", True),
@@ -209,7 +209,7 @@ def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None
         "train",
         "train.optimizer.lr",
     ]
-    critic = CriticChoice(model=ModelConfig(path="v"), train=TrainConfig())
+    critic = SideRoleChoice(model=ModelConfig(path="v"), train=TrainConfig())
     assert told(config(roles=RolesConfig(critic=critic)), "critic") == [
         *own,
         "roles.critic.model.path",
@@ -217,7 +217,7 @@ def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None
         "roles.critic.train",
         "roles.critic.train.optimizer.lr",
     ]
-    assert told(config(roles=RolesConfig(critic=CriticChoice())), "critic") == [*own, *common]
+    assert told(config(roles=RolesConfig(critic=SideRoleChoice())), "critic") == [*own, *common]
 
 
 @pytest.mark.parametrize("path", [".", ".optimizer.lr", ".model.", ".models", "..train"])

@@ -17,19 +17,19 @@ from corerl.config.schema import (
     ClusterConfig,
     ClusterInfo,
     Config,
-    CriticChoice,
     ModelConfig,
     OptimizerConfig,
     RoleChoice,
     RolesConfig,
     RunConfig,
+    SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables
-from corerl.plan.roles import RolePlan, needed, offloaded, plan_role
+from corerl.plan.roles import RolePlan, cluster_of, needed, offloaded, plan_role
 from corerl.plugin.capabilities import Capability
 from tests.trainer.configs import FAKE, config_for
 
@@ -157,7 +157,8 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
         f"train.recompute: {of_train}",
     ]
     roles = RolesConfig(
-        actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value"))
+        actor=RoleChoice(ranks=2),
+        critic=SideRoleChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value")),
     )
     assert refused(config_for(CHOOSY, roles=roles), "critic") == [
         f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
@@ -167,7 +168,7 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
 
 
 def test_each_role_is_told_its_own_table_of_the_backend() -> None:
-    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=3, options={"shards": 3}))
+    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=SideRoleChoice(ranks=3, options={"shards": 3}))
     config = config_for(options={"shards": 2}, roles=roles)
     told = {}
     for role in ("actor", "critic"):
@@ -220,7 +221,7 @@ def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so(
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
 def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
-    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=CriticChoice()))
+    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=SideRoleChoice()))
     assert Capability.ROUTING_REPLAY in needs(config, CPU)
     assert needed("actor", config, CPU)[Capability.ROUTING_REPLAY] == f"algorithm.routing_replay = '{replay}'"
     assert Capability.ROUTING_REPLAY not in needs(config, CPU, "critic")
@@ -229,7 +230,7 @@ def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay
 
 
 def with_critic(**choice: Any) -> Config:
-    roles = RolesConfig(critic=CriticChoice(**choice))
+    roles = RolesConfig(critic=SideRoleChoice(**choice))
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
 
 
@@ -249,6 +250,20 @@ def test_a_critic_is_planned_with_its_own_backend_settings_and_model() -> None:
     assert plan.backend.name == FAKE
     assert not planned(config).assignments[0].config.value_head
     assert planned(config).assignments[0].config.model == config.model
+
+
+def test_a_teacher_needs_neither_an_optimizer_nor_checkpoints_and_its_backend_must_have_frozen_roles(
+    tmp_path: Path,
+) -> None:
+    config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
+    config = evolve(config, roles=RolesConfig(teacher=SideRoleChoice(ranks=2, backend=FAKE)))
+    plan = plan_role("teacher", config, experts=1, device="cpu", run_dir="", resume=saved_by(3, tmp_path))
+    role = plan.assignments[1].config
+    assert (role.frozen, role.value_head, role.resume, role.train.recompute) == (True, False, "", "none")
+    wanted = needed("teacher", config, cluster_of("teacher", config, device="cpu"), saved_ranks=0)
+    assert wanted.keys() == {Capability.CPU, Capability.MULTI_RANK, Capability.FROZEN}
+    assert wanted[Capability.FROZEN] == "roles.teacher"
+    assert not planned(config).assignments[0].config.frozen
 
 
 @pytest.mark.parametrize(

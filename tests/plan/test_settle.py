@@ -10,11 +10,13 @@ from attrs import evolve
 from corerl.config.schema import TrainConfig
 from corerl.errors import ConfigError
 from corerl.plan import make
+from corerl.plan.algorithm import contradictions
 from corerl.plan.forecast import GIB
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
+from corerl.plan.resolve import settle_algorithm
 from corerl.plan.settle import with_trains
-from tests.driver.saved import CRITIC, DATA, config_in, make_config
+from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
 from tests.plan.test_forecast import LARGE
 
 
@@ -92,3 +94,14 @@ def test_roles_that_share_settings_share_them_afterwards_unless_they_differ() ->
     one = with_trains(config, {"actor": config.train, "critic": TrainConfig(mini_batches=2)})
     assert one.train == config.train and one.train_of("actor") == config.train
     assert one.train_of("critic").mini_batches == 2
+
+
+def test_a_frozen_role_shares_settings_that_its_passes_read_and_its_own_have_no_others() -> None:
+    config = settle_algorithm(make_config(**TEACHER, train={"mini_batches": 2, "optimizer": {"lr": 1e-3}}))
+    trains = {role: config.train_of(role).settled("cpu") for role in ("actor", "teacher")}
+    shared = with_trains(config, trains)
+    assert shared.roles.teacher == config.roles.teacher and shared.train == trains["actor"]
+    half = with_trains(config, {**trains, "teacher": evolve(trains["teacher"], precision="bfloat16")})
+    assert half.train == trains["actor"]
+    assert half.train_of("teacher") == TrainConfig(precision="bfloat16")
+    assert [line for line in contradictions(half) if "teacher" in line] == []  # what a run records can be read again

@@ -512,6 +512,7 @@ def lacking(*capabilities: Capability) -> tuple[PluginHost, Fake]:
         (Capability.MULTI_RANK, {}, "roles.actor.ranks = 2"),
         (Capability.CPU, {}, "cluster.device = 'cpu'"),
         (Capability.CRITIC, {"value_head": True}, "roles.critic"),
+        (Capability.FROZEN, {"frozen": True}, "roles.actor"),
         (Capability.BFLOAT16, {"train": TrainConfig(precision="bfloat16")}, "train.precision = 'bfloat16'"),
         (Capability.FLOAT16, {"train": TrainConfig(precision="float16")}, "train.precision = 'float16'"),
         (Capability.RECOMPUTE, {"train": TrainConfig(recompute="full")}, "train.recompute = 'full'"),
@@ -528,6 +529,23 @@ def test_init_refuses_what_the_spec_declares_as_lacking_before_the_backend_is_en
         f"no {capability.value} yet; change that setting, or choose another backend"
     )
     assert (fake.calls, host.state) == ([], State.NEW)
+
+
+def test_a_frozen_role_refuses_to_train_save_and_send_and_passes_samples_all_the_same() -> None:
+    host, fake = lacking()
+    host.init(config=evolve(CONFIG, frozen=True), context=CONTEXT)
+    verbs = {
+        "train": lambda: host.train(batch=BATCH, loss=LOSS, step=STEP),
+        "save": lambda: host.save(path="p", step=STEP, background=False),
+        "update_weights": lambda: host.update_weights(sender=None, version=1),
+    }
+    for verb, call in verbs.items():
+        with pytest.raises(
+            WrongState, match=f"^{verb} on actor rank 1 was refused: the role is frozen, and only passes"
+        ):
+            call()
+    host.forward(batch=BATCH, outputs=(), weights="")
+    assert ([hook for hook, *_ in fake.calls], host.state) == (["init", "forward"], State.READY)
 
 
 def test_verbs_that_are_a_capability_are_refused_and_all_others_go_on() -> None:

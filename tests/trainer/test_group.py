@@ -421,6 +421,22 @@ def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
     assert (processes.calls, processes.killed) == ([], False)
 
 
+def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is_called() -> None:
+    group, processes = group_with()
+    group.plan = evolve(group.plan, objective=None)
+    batch, step = batch_of(3), Step(optimizer_step=0, rollout_step=0, lr=0.1)
+    verbs = {
+        "train": lambda: group.train(batch, training_plan(batch), LOSS, step),
+        "save": lambda: group.save("p", step),
+        "update_weights": lambda: group.update_weights(Address(transport="disk", engines=()), 1),
+        "plan_steps": lambda: group.plan_steps(batch, seed=0),
+    }
+    for verb, call in verbs.items():
+        with pytest.raises(CorerlError, match=f"^{verb} on the actor was refused: the role is frozen"):
+            call()
+    assert (processes.calls, processes.killed) == ([], False)
+
+
 # ---- scatter ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,11 +23,11 @@ from corerl.config.schema import (
     BackendChoice,
     CheckpointConfig,
     Config,
-    CriticChoice,
     ExtensionChoice,
     ModelConfig,
     OptimizerConfig,
     RolesConfig,
+    SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
@@ -173,7 +173,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
 
 
 def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
-    critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=CriticChoice()))
+    critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=SideRoleChoice()))
     critic = resolve_tables(critic)
     loss = plan_algorithm(critic).objectives["critic"].loss
     (assignment,) = plan_role("critic", critic, experts=1, device="cpu", run_dir="", resume="").assignments

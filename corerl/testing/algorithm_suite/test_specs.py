@@ -71,9 +71,13 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
 
     algorithm = load_implementation(Kind.ALGORITHMS, trial.loaded)(trial.config.algorithms[trial.loaded.name])
     objectives, passes = algorithm.objectives(), algorithm.forwards()
-    assert objectives.keys() == spec.roles.keys(), (
-        f"objectives() has {sorted(objectives)}, expected {sorted(spec.roles)}, the spec's roles; name each in both"
+    trained = [role for role, kind in spec.roles.items() if kind is not RoleKind.FROZEN]
+    assert sorted(objectives) == sorted(trained), (
+        f"objectives() has {sorted(objectives)}, expected {sorted(trained)}, the spec's roles that are not frozen; "
+        "name each in both"
     )
+    unasked = sorted(spec.roles.keys() - set(trained) - {each.role for each in passes})
+    assert not unasked, f"no pass of forwards() asks the {', '.join(unasked)}, which is frozen; add one, or remove it"
     for role, objective in objectives.items():
         assert isinstance(objective, Objective), f"the objective of the {role} is {objective!r}; make it an Objective"
         assert objective.aggregation in ("", *AGGREGATIONS), (

@@ -102,6 +102,9 @@ SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied
 LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
 WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")
+TRAINS_A_FROZEN_ROLE = broken(
+    "TrainsAFrozenRole", "a role that is never trained has moments once it has slept", seen_by="C66"
+)
 PREDICTS_TOO_LITTLE = evolve(
     broken("PredictsTooLittle", "its spec predicts memory without moments", seen_by="C65"), memory=without_moments
 )

@@ -15,6 +15,7 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
 from corerl.backend.base import SAVED
+from corerl.backend.optimizer import adamw, moments
 from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, summed, write
@@ -331,4 +332,16 @@ class WakesDirty(PlainBackend):
         if MemoryKind.OPTIMIZER in kinds:
             for state in self.optimizer.state.values():
                 state["exp_avg"].zero_()
+        return result
+
+
+class TrainsAFrozenRole(PlainBackend):
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        result = super().wake_up(kinds)
+        if self.config.frozen:
+            self.optimizer = adamw(
+                self.params, dict.fromkeys(self.params, ()), self.config.train.optimizer, fused=False
+            )
+            for param in self.params.values():
+                moments(self.optimizer, param, self.adam_step)
         return result

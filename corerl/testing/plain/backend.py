@@ -55,7 +55,8 @@ class PlainBackend(Backend):
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
         self.params = dict(self.model.named_parameters())
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)
+        if not config.frozen:
+            self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)
         return ParallelLayout.data_parallel(rank=0, world_size=1)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:

@@ -66,13 +66,12 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         before = state_of(worker)
         views = [chunk.view for key in StateKey for chunk in worker.backend.local_state(key)]
         state_bytes = resident_bytes(views)
-        resident = {kind: _resident(worker, kind) for kind in MemoryKind}
-        alive = _alive()
+        awake, living = {kind: resident(worker, kind) for kind in MemoryKind}, alive()
         sleeps, asleep = [], []
         for kind in down:
             sleeps.append(worker.sleep({kind}))
-            asleep.append(_resident(worker, kind))
-        state_bytes_asleep, alive_asleep = resident_bytes(views), _alive()
+            asleep.append(resident(worker, kind))
+        state_bytes_asleep, alive_asleep = resident_bytes(views), alive()
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
             "train": error_of(lambda: train(worker, setup, 2)),
@@ -90,8 +89,8 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
             before=before,
             state_bytes=state_bytes,
             state_bytes_asleep=state_bytes_asleep,
-            resident=resident,
-            alive=alive,
+            resident=awake,
+            alive=living,
             alive_asleep=alive_asleep,
             sleeps=sleeps,
             resident_asleep=asleep,
@@ -114,15 +113,15 @@ def held_after_a_step(setup: Setup) -> tuple[dict[MemoryKind, int], dict[MemoryK
         memory = load(Kind.BACKENDS, setup.backend).spec.memory
         assert memory is not None  # the check has asked
         predicted = memory(config.options, cluster, size_of(look_at(hf)))
-        return {kind: _resident(worker, kind) for kind in MemoryKind}, dict(predicted.kinds)
+        return {kind: resident(worker, kind) for kind in MemoryKind}, dict(predicted.kinds)
 
 
-def _resident(worker: Worker, kind: MemoryKind) -> int:
+def resident(worker: Worker, kind: MemoryKind) -> int:
     """Bytes of a kind's storages, without step counters and other 0-d tensors, which do not sleep."""
     return resident_bytes(tensor for tensor in worker.backend.tensors(kind) if tensor.ndim)
 
 
-def _alive() -> int:
+def alive() -> int:
     """Bytes of the distinct storages of every tensor in the process, found by the garbage collector. Fake tensors that
     torch keeps from compilation have no storage, and may have symbolic sizes."""
     gc.collect()

@@ -11,6 +11,7 @@ from corerl.testing.suite import (
     test_critic,
     test_errors,
     test_forward,
+    test_frozen,
     test_gpu,
     test_loading,
     test_memory,
@@ -32,6 +33,7 @@ MODULES: tuple[ModuleType, ...] = (
     test_memory,
     test_errors,
     test_critic,
+    test_frozen,
     test_gpu,
     test_ray,
 )

@@ -85,6 +85,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
     starts = {
         Capability.CPU: setup,
         Capability.CRITIC: evolve(setup, value_head=True),
+        Capability.FROZEN: evolve(setup, frozen=True),
         Capability.BFLOAT16: evolve(setup, train=evolve(setup.train, precision="bfloat16")),
         Capability.FLOAT16: evolve(setup, train=evolve(setup.train, precision="float16")),
         Capability.WHOLE: evolve(setup, train=evolve(setup.train, layout="whole")),

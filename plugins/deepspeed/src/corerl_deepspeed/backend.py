@@ -42,12 +42,13 @@ class DeepSpeedBackend(Backend):
             self.model = build_model(
                 hf_config(config.model),
                 value_head=config.value_head,
+                frozen=config.frozen,
                 train=config.train,
                 options=config.options,
                 device=self.device,
             )
         self.working = state.working(self.model)
-        self.masters = state.masters(self.model)
+        self.masters = [] if config.frozen else state.masters(self.model)
         self.partitioned = state.partitioned(self.model)
         return ParallelLayout.data_parallel(
             rank=context.rank, world_size=context.world_size, rectangular=self.model.policy.rectangular
@@ -91,7 +92,7 @@ class DeepSpeedBackend(Backend):
             case MemoryKind.GRAD:
                 return list(state.gradient_memory(self.model))
             case MemoryKind.OPTIMIZER:
-                return [value for values in self.model.optimizer.state.values() for value in values.values()]
+                return [value for values in self.optimizer.state.values() for value in values.values()]
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         state.release(self.model)
@@ -100,7 +101,7 @@ class DeepSpeedBackend(Backend):
                 state.spread(self.model, self.working, self.masters)
         state.drop_second_copies(self.model)
         if adam_step is not None:
-            set_adam_step(self.model.optimizer, adam_step)
+            set_adam_step(self.optimizer, adam_step)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         result = super().save(path, step, background)
@@ -112,9 +113,14 @@ class DeepSpeedBackend(Backend):
     def shutdown(self, reason: str) -> None:
         super().shutdown(reason)
         if hasattr(self, "model"):
-            self.model.engine.destroy()
             state.let_go(self.model)
         leave()
 
     def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:
-        return moments(self.model.optimizer, flat, self.adam_step)[key.value]
+        return moments(self.optimizer, flat, self.adam_step)[key.value]
+
+    @property
+    def optimizer(self) -> torch.optim.AdamW:
+        """AdamW, of a role that is trained."""
+        assert self.model.optimizer is not None
+        return self.model.optimizer

@@ -28,16 +28,23 @@ from corerl_deepspeed.settings import deepspeed_json
 @frozen(kw_only=True)
 class Model:
     policy: Policy
-    engine: DeepSpeedEngine
-    optimizer: torch.optim.AdamW  # inside the engine's own optimizer
+    engine: Any  # a DeepSpeedEngine; the policy itself where DeepSpeed has nothing to shard
+    optimizer: torch.optim.AdamW | None  # inside the engine's own optimizer; None if the role is frozen
     boxes: dict[str, list[HFBox]]  # by parameter name
-    watch: GradientWatch
+    watch: GradientWatch | None  # None if the role is frozen
 
 
 def build_model(
-    hf: PretrainedConfig, *, value_head: bool, train: TrainConfig, options: DeepSpeedConfig, device: torch.device
+    hf: PretrainedConfig,
+    *,
+    value_head: bool,
+    frozen: bool,
+    train: TrainConfig,
+    options: DeepSpeedConfig,
+    device: torch.device,
 ) -> Model:
-    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters. Called on every rank."""
+    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters unless it is `frozen`. Called
+    on every rank."""
     dtype = getattr(torch, train.precision)
     policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head)
     boxes = hf_boxes(policy.model)
@@ -45,7 +52,7 @@ def build_model(
         recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
-    frozen = [name for name, param in policy.model.named_parameters() if not param.requires_grad]
+    untrained = [name for name, param in policy.model.named_parameters() if not param.requires_grad]
     settings = deepspeed_json(
         options,
         train,
@@ -53,16 +60,23 @@ def build_model(
         elements=sum(param.numel() for param in policy.parameters()),
         # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs almost nothing.
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
-    )
-    materialize(policy.model, {name: unallocated(shape, dtype, device) for name, shape in shapes.items()})
-    move_buffers(policy, device)
-    optimizer = adamw(
-        dict(policy.model.named_parameters()),
-        shapes,
-        train.optimizer,
-        fused=device.type == "cuda" or options.offload != "none",
         frozen=frozen,
     )
+    alone = frozen and options.stage < 3  # every rank has the whole model, and there is no optimizer to shard
+    empty = whole if alone else unallocated
+    materialize(policy.model, {name: empty(shape, dtype, device) for name, shape in shapes.items()})
+    move_buffers(policy, device)
+    if alone:
+        return Model(policy=policy, engine=policy, optimizer=None, boxes=boxes, watch=None)
+    optimizer = watch = None
+    if not frozen:
+        optimizer = adamw(
+            dict(policy.model.named_parameters()),
+            shapes,
+            train.optimizer,
+            fused=device.type == "cuda" or options.offload != "none",
+            frozen=untrained,
+        )
     if options.stage == 3:
         partition(policy.model.parameters(), settings)
     with nothing_to_copy(), always_zero():
@@ -71,8 +85,13 @@ def build_model(
         # The policy's own forward reads them, but they belong to other modules.
         for param in policy.head_parameters:
             deepspeed.zero.register_external_parameter(policy, param)
-    watch = GradientWatch(dict(policy.model.named_parameters()), options)
+    if not frozen:
+        watch = GradientWatch(dict(policy.model.named_parameters()), options)
     return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes, watch=watch)
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -23,7 +23,7 @@ def memory(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Ra
     if config.stage == 3 and cluster.ranks > 1:
         gathered = half * min(size.total, outside + 2 * layer + config.gather_bucket)
     weights = half * (share if config.stage == 3 else size.total)
-    if config.node_shard_size > 1:
+    if config.node_shard_size > 1 and not cluster.frozen:
         weights += half * -(-size.total // config.node_shard_size)
     gradients = FLOAT32 * (size.total if config.stage == 1 else share)
     return RankMemory(

@@ -11,16 +11,17 @@ from corerl_deepspeed.raw import ZERO
 
 
 def deepspeed_json(
-    options: DeepSpeedConfig, train: TrainConfig, *, device: str, elements: int, persistent: int
+    options: DeepSpeedConfig, train: TrainConfig, *, device: str, elements: int, persistent: int, frozen: bool = False
 ) -> dict[str, Any]:
     """The configuration that DeepSpeed is started with, for a model of `elements` parameters in total; tensors of at
-    most `persistent` elements stay gathered."""
+    most `persistent` elements stay gathered. Of a `frozen` model parameters alone are sharded or offloaded, and
+    gathered for no backward pass."""
     on_host = {"device": "cpu", "pin_memory": device == "cuda"}
-    offload = {
-        "none": {},
-        "optimizer": {"offload_optimizer": on_host},
-        "parameters": {"offload_optimizer": on_host, "offload_param": on_host},
-    }[options.offload]
+    offload: dict[str, Any] = {}
+    if options.offload != "none" and not frozen:
+        offload["offload_optimizer"] = on_host
+    if options.offload == "parameters":
+        offload["offload_param"] = on_host
     zero: dict[str, Any] = {
         "stage": options.stage,
         "contiguous_gradients": True,
@@ -33,7 +34,7 @@ def deepspeed_json(
         zero |= {
             "stage3_prefetch_bucket_size": min(options.gather_bucket, elements),
             "stage3_param_persistence_threshold": persistent,
-            "zero_hpz_partition_size": options.node_shard_size,
+            "zero_hpz_partition_size": 1 if frozen else options.node_shard_size,
         }
     else:
         zero["allgather_bucket_size"] = options.gather_bucket // 2 * 2  # must be even

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attrs import frozen
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
@@ -81,7 +82,8 @@ def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
 
 
 def partitioned(model: Model) -> bool:
-    return isinstance(model.engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+    optimizer = getattr(model.engine, "optimizer", None)
+    return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3 | DeepSpeedZeRoOffload)
 
 
 def flats(model: Model) -> list[Tensor]:
@@ -115,13 +117,16 @@ def second_copies(model: Model) -> Iterator[Tensor]:
 
 def drop_second_copies(model: Model) -> None:
     """Drop the second copies; the next forward pass makes them again from gathered parameters."""
-    if partitioned(model):
+    if partitioned(model) and model.optimizer is not None:
         model.engine.optimizer.invalidate_secondary_tensor()
 
 
 def let_go(model: Model) -> None:
     """Free a model that is no longer used: DeepSpeed's objects and parameters refer to each other in cycles that Python
     cannot collect, so they would keep their memory."""
+    if model.engine is model.policy:
+        return
+    model.engine.destroy()
     params = [param for _, param in _parameters(model)]
     for each in (*params, model.engine.optimizer, model.engine):
         vars(each).clear()

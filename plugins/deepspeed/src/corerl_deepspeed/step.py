@@ -21,14 +21,15 @@ def train_step(
     1 after the last one; with offload they go to the host in the last backward pass. DeepSpeed clips, and skips a step
     whose norm is not finite, on all ranks alike. Raises Unsupported if a gradient is missing for which DeepSpeed would
     use an old one."""
-    engine = model.engine
+    engine, optimizer, watch = model.engine, model.optimizer, model.watch
+    assert optimizer is not None and watch is not None  # it is trained
     engine.train()
     announced = evolve(batch, micro_batches=_announced(engine, batch))
     losses = StepLosses(engine, announced, loss, device=device, routers=model.policy.routers)
     for value in losses:
         engine.backward(value * dp_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over dp
-        model.watch.check()
-    set_lr(model.optimizer, lr)
+        watch.check()
+    set_lr(optimizer, lr)
     engine.step()
     norm = float(engine.get_global_grad_norm())
     return TrainResult(

@@ -39,15 +39,18 @@ class FsdpBackend(Backend):
             mesh=mesh,
             device=self.device,
             precision=config.train.precision,
+            frozen=config.frozen,
             recompute=config.train.recompute == "full",
             layout=config.train.layout,
             options=options,
         )
         self.boxes = hf_boxes(self.policy.model)
-        self.shards = LocalShards(self.policy.model, on_host=options.offload == "optimizer")
-        self.optimizer = adamw(
-            self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
-        )
+        on_host = options.offload == "optimizer" and not config.frozen
+        self.shards = LocalShards(self.policy.model, on_host=on_host)
+        if not config.frozen:
+            self.optimizer = adamw(
+                self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
+            )
         self.scale = LossScale() if config.train.precision == "float16" else None
         return ParallelLayout.data_parallel(
             rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular

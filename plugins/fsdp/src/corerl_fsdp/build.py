@@ -41,14 +41,16 @@ def build_policy(
     mesh: DeviceMesh,
     device: torch.device,
     precision: str,
+    frozen: bool,
     recompute: bool,
     layout: str,
     options: FsdpConfig,
 ) -> Policy:
-    """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. Master weights are float32; layers
-    compute in `precision`, and gradients are reduced in float32."""
+    """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. Master weights are float32, or if it
+    is `frozen` in `precision`; layers compute in that, and gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
-    policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head, compute=dtype)
+    held = dtype if frozen else torch.float32
+    policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype)
     if options.compile and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.

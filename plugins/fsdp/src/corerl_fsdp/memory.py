@@ -11,17 +11,18 @@ FLOAT32 = 4
 
 
 def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
-    """Shards are float32. A unit is gathered in the precision of the passes, on a single rank too, the next one while
-    a layer computes; its gradients become float32 to be reduced."""
+    """Shards are float32, those of a frozen role in the precision of the passes. A unit is gathered in that precision,
+    on a single rank too, the next one while a layer computes; its gradients become float32 to be reduced."""
     half = FLOAT32 if cluster.train is None or cluster.train.precision == "float32" else 2
     share = -(-size.total // (config.shard_size or cluster.ranks))
     root, layer = size.head + size.rest, max(size.layers, default=0)
     if not size.head:
         root += size.embedding
+    held = half if cluster.frozen else FLOAT32
     gradients = FLOAT32 * (size.total if config.sync == "last" else share)
     return RankMemory(
         kinds={
-            MemoryKind.PARAM: 0 if config.offload == "parameters" else FLOAT32 * share,
+            MemoryKind.PARAM: 0 if config.offload == "parameters" else held * share,
             MemoryKind.GRAD: 0 if config.offload == "parameters" else gradients,
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },

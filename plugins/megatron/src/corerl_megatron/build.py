@@ -27,10 +27,12 @@ from corerl_megatron.parallel import Groups
 class Model:
     """This rank's part of the model."""
 
-    chunks: Sequence[DistributedDataParallel]  # of PackedModel; several if stages are interleaved
+    modules: Sequence[PackedModel]  # several if stages are interleaved
+    chunks: Sequence[Any]  # each in a DistributedDataParallel; in a frozen role the modules themselves
     held: Sequence[Held]  # all of their parameters
     buffers: Sequence[Held]  # all of their stored buffers
-    optimizer: Any  # a megatron-core ChainedOptimizer: one for dense parameters, one for experts
+    # A megatron-core ChainedOptimizer: one for dense parameters, one for experts; None if the role is frozen.
+    optimizer: Any
     config: TransformerConfig
 
 
@@ -73,6 +75,10 @@ def build(role: RoleConfig, source: Source, groups: Groups, *, device: torch.dev
     modules = source.stages(role, device=device)
     config = modules[0].config
     held, buffers = source.held(modules, groups)
+    if role.frozen:
+        for part in held:
+            part.zero_padding()
+        return Model(modules=modules, chunks=modules, held=held, buffers=buffers, optimizer=None, config=config)
     for part in held:
         if options.distributed_optimizer:
             # It moves parameters into buffers; until then they take no memory, to avoid holding them twice.
@@ -109,7 +115,7 @@ def build(role: RoleConfig, source: Source, groups: Groups, *, device: torch.dev
     with fused_adam():
         optimizer = get_megatron_optimizer(_optimizer_config(role), chunks, use_gloo_process_groups=False)
     _connect(config, chunks, options)
-    return Model(chunks=chunks, held=held, buffers=buffers, optimizer=optimizer, config=config)
+    return Model(modules=modules, chunks=chunks, held=held, buffers=buffers, optimizer=optimizer, config=config)
 
 
 def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:

@@ -59,8 +59,8 @@ def sharded_state(model: Model, *, loading: bool) -> dict[str, Any]:
     several = len(model.chunks) > 1
     metadata = dict(METADATA)  # a copy: megatron-core adds a process group
     state: dict[str, Any] = {
-        f"model{index if several else ''}": chunk.module.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(model.chunks)
+        f"model{index if several else ''}": module.sharded_state_dict(metadata=metadata)
+        for index, module in enumerate(model.modules)
     }
     distributed = any(isinstance(part, DistributedOptimizer) for part in model.optimizer.chained_optimizers)
     options = {"metadata": metadata} if distributed else {}

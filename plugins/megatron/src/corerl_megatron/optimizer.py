@@ -65,7 +65,10 @@ def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Master]]:
 
 
 def _parts(model: Model) -> list[Any]:
-    """The optimizers of dense parameters and of experts, without those that have no parameters."""
+    """The optimizers of dense parameters and of experts, without those that have no parameters; none if the role is
+    frozen."""
+    if model.optimizer is None:
+        return []
     return [part for part in model.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 

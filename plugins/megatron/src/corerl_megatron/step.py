@@ -84,10 +84,11 @@ class Pipeline:
             return hidden, partial(finished, packed, chunk)
 
         def finished(packed: Packed, chunk: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            if chunk.ddp_config.overlap_param_gather:
+            module = self.model.modules[parts[id(chunk)]]
+            if chunk is not module and chunk.ddp_config.overlap_param_gather:
                 # The head's weight is read here, but its module is never called, so its hook does not wait for it.
-                chunk.param_to_bucket_group[chunk.module.head].finish_param_sync()
-            result = finish(packed, chunk.module, hidden)
+                chunk.param_to_bucket_group[module.head].finish_param_sync()
+            result = finish(packed, module, hidden)
             # The second is the number of tokens to divide by, which is not used: see build.finalize.
             return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), {})
 

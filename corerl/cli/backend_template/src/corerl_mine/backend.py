@@ -38,18 +38,21 @@ from corerl.weights import Chunk
 
 class MineBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        dtype = getattr(torch, config.train.precision) if config.frozen else torch.float32
         self.policy = make_policy(
-            hf_config(config.model), dtype=torch.float32, layout=config.train.layout, value_head=config.value_head
+            hf_config(config.model), dtype=dtype, layout=config.train.layout, value_head=config.value_head
         )
         model = self.policy.model
         self.boxes = hf_boxes(model)
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self.params = {
-            name: torch.nn.Parameter(torch.empty(shape, device=self.device)) for name, shape in shapes.items()
+            name: torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device))
+            for name, shape in shapes.items()
         }
         materialize(model, self.params)
         self.policy.to(self.device)  # moves buffers; parameters are there already
-        self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
+        if not config.frozen:  # else it only passes samples
+            self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
         return ParallelLayout.data_parallel(
             rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
         )
