@@ -300,8 +300,8 @@ def sampling() -> Picture:
         372,
         title="How samples come about",
         description="The loop's thread asks the source for a batch and replaces engines that died. On the event "
-        "loop, every group of samples and every episode is a coroutine. Its requests wait in a queue of the engine that "
-        "the router has chosen, from which they are sent together. What is not CoreRL's own, a user's function, a "
+        "loop, every group of samples and every episode is a coroutine. Its requests wait in a queue of the engine "
+        "that the router has chosen, from which they are sent together. What is not CoreRL's own, a user's function, a "
         "reward, a call of an engine, runs in a thread or in another process.",
     )
     picture.text(24, 30, "the loop's thread", "name")
