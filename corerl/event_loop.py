@@ -24,8 +24,17 @@ class EventLoop:
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine, from any other thread; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start a coroutine, from any thread; cancelling the future cancels it. Raises RuntimeError once closed."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()  # or Python would warn that nobody has awaited it
+            raise
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is the loop's own, which must not wait for coroutines of the loop."""
+        return threading.current_thread() is self._thread
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine, and call what any coroutine passes to `in_caller` meanwhile. For one thread at a time;

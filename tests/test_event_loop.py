@@ -36,6 +36,11 @@ def test_coroutines_run_in_the_loops_thread_and_functions_where_they_are_sent(lo
     assert loop.run(work()) == ["tested", here, "mine"]
     assert loop.begin(name()).result(LIMIT) == "tested"
 
+    async def inside() -> bool:
+        return loop.inside
+
+    assert loop.run(inside()) and not loop.inside
+
 
 def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventLoop) -> None:
     def broken() -> None:
@@ -99,3 +104,5 @@ def test_closing_cancels_what_runs_and_does_not_wait_for_threads_that_hang() -> 
     loop.close()
     assert ended.is_set() and future.cancelled()
     go.set()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.begin(name())

@@ -24,7 +24,8 @@ from corerl.event_loop import EventLoop
 from corerl.models.config import context_length, hf_config
 from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Refused
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState

@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -70,8 +69,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
     """The whole answer as clients get it."""
-    path = f"{urlsplit(episode.base_url).path}/chat/completions"
-    return episode._server.client.post(path, {"messages": messages, **parameters})
+    return episode._server.ask(episode.base_url, {"messages": messages, **parameters})
 
 
 def talk(episode: Episode) -> list[Any]:

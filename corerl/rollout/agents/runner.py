@@ -14,7 +14,8 @@ from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.engines.stops import stops_of
-from corerl.rollout.agents.chat_server import ChatAnswer, ChatRequest, ChatServer
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
 from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
@@ -85,6 +86,7 @@ class EpisodeRunner:
             format_of(config.tool_calls, tokenizer.chat_template),
             template_options,
             special_tokens=special_tokens,
+            unshown_tools=config.tool_calls != "auto",
         )
         self._params = params
         self._function = function
@@ -178,7 +180,8 @@ class EpisodeRunner:
             text=answer.content,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
-            prompt_tokens=len(turn.request.tokens),
+            prompt_token_ids=turn.request.tokens,
+            token_ids=drawn.tokens,
             # The vocabulary may be larger than the tokenizer's.
             tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
             logprobs=drawn.logprobs.tolist(),
@@ -189,7 +192,13 @@ class EpisodeRunner:
         if state.ended:
             raise _over()
         conversation = state.conversation
-        asked = self._renderer.ask(conversation, chat.messages, chat.tools)
+        asked = self._renderer.ask(
+            conversation,
+            chat.messages,
+            chat.tools,
+            most_calls=chat.most_calls,
+            options=chat.template_options,
+        )
         if not conversation.turns and len(asked.tokens) > self._longest_prompt:
             raise Refused(
                 f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
@@ -200,7 +209,7 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(state, len(tokens))
+            return self._no_room(state, tokens)
         if state.turn is not None and not state.turn.answer.done():
             raise Refused("another request of this episode is still being answered; send one at a time")
         request = self._request(state, tokens, begun, chat)
@@ -258,7 +267,7 @@ class EpisodeRunner:
             self._stops[known] = stops_of(known, self._tokenizer)
         return self._stops[known]
 
-    def _no_room(self, state: EpisodeState, prompt_tokens: int) -> ChatAnswer:
+    def _no_room(self, state: EpisodeState, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function asks once more after it."""
         if state.told_full:
             raise Refused(
@@ -267,7 +276,7 @@ class EpisodeRunner:
                 code="context_length_exceeded",
             )
         state.truncated = state.told_full = True
-        return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
+        return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 
 
 def _same(turn: Turn | None, chat: ChatRequest) -> Turn | None:
