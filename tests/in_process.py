@@ -130,8 +130,11 @@ def execute_here(config: Config) -> Summary:
         patch.setattr(launch, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
         patch.setattr(run, "share", lambda value: value)
+        before = set(threading.enumerate())
         try:
             return train(config)
         finally:
+            left = set(threading.enumerate()) - before
+            assert not [thread.name for thread in left if thread.name.startswith("rollout")]
             if dist.is_initialized():  # by a rank of a run that failed: a process would have ended
                 dist.destroy_process_group()

@@ -30,7 +30,7 @@ def test_the_loop_reads_on_one_screen() -> None:
     assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
     assert max(len(line) for line in source.splitlines()) <= 120
     rollout_steps = [node for node in ast.walk(function) if isinstance(node, ast.For)]
-    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.source"]
+    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.batches()"]
 
 
 @frozen(kw_only=True)
@@ -43,11 +43,14 @@ class FakeRun:
 
     def __init__(self, steps: int, *, stop_in: int = -1) -> None:
         self.log: list[str] = []
-        self.source = iter(f"batch {step}" for step in range(steps))
+        self.steps = steps
         self.stopping = False
         self.stop_in = stop_in
         self.progress = Progress(Observers([]), 5)
         self.plan = SimpleNamespace(run=RunConfig())
+
+    def batches(self) -> Iterator[str]:
+        return (f"batch {step}" for step in range(self.steps))
 
     def push_weights(self) -> None:
         self.log.append("push")

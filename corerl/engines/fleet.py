@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import threading
@@ -78,7 +79,9 @@ class EngineFleet:
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
         self._paused = False
-        self._serving = asyncio.Event()  # set while any replica serves
+        self._ensuring = False  # while True, no engine is called
+        self._drawing = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
+        self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
         self._batchers = [
             Batcher(functools.partial(self._call, replica), calls=calls, width=width) for replica in range(len(self))
@@ -153,9 +156,13 @@ class EngineFleet:
         told: Counted | None,
         drew: Callable[[Generation], None] | None,
     ) -> Generation:
-        await self._serving.wait()
-        rows = self._router.divide(request, self._replicas)
+        while not self._serving.is_set():  # what set it may be over when this task's turn comes
+            await self._serving.wait()
+        rows = self._router.divide(request, self._drawing)
         ended = dict.fromkeys(rows, 0)
+        drawing = {replica: contextlib.ExitStack() for replica in rows}
+        for replica, own in rows.items():  # now: others that come at this moment are to go elsewhere
+            drawing[replica].enter_context(self._router.drawing({replica: len(own)}))
 
         async def drawn_by(replica: int, own: IntArray) -> Generation:
             share = request.take(own) if len(rows) > 1 else request
@@ -165,10 +172,10 @@ class EngineFleet:
                 if told is not None:
                     told(sum(ended.values()), len(request))
 
-            with self._router.drawing({replica: len(share)}):
-                drawn = await self._batchers[replica].generate(
-                    share, number=number, counted=None if told is None else counted
-                )
+            drawn = await self._batchers[replica].generate(
+                share, number=number, counted=None if told is None else counted
+            )
+            drawing[replica].close()
             if drawn is None:  # it died: others draw the same
                 return await self._divided(share, number, None, drew)
             counted(len(share) - int(drawn.unfinished.sum()))
@@ -180,7 +187,11 @@ class EngineFleet:
                 return drawn
             return append(share, drawn, await self._divided(continued(share, drawn), number, None, drew))
 
-        parts = await asyncio.gather(*(drawn_by(replica, own) for replica, own in rows.items()))
+        try:
+            parts = await asyncio.gather(*(drawn_by(replica, own) for replica, own in rows.items()))
+        finally:
+            for each in drawing.values():
+                each.close()
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
     async def _call(self, replica: int, request: GenerateRequest, counted: Count | None) -> Generation | None:
@@ -191,23 +202,20 @@ class EngineFleet:
                 counted(ended)
 
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, None if counted is None else heard)
-        pauses = self._pauses
+        ended = self._pauses - self._paused  # pauses; any other interrupts this call
         try:
+            if not self.serves(replica):  # lost while the request waited; a new process may be there, without weights
+                return None
             drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
         finally:
             self._changed()
-        if drawn is not None and pauses == self._pauses:
+        if drawn is not None and ended == self._pauses:
             require_finished(drawn)
         return drawn
 
     def serves(self, replica: int) -> bool:
         """Whether the replica is alive and has weights, as far as is known."""
         return replica not in self._without_weights
-
-    @property
-    def _replicas(self) -> list[int]:
-        """Those that serve."""
-        return [replica for replica in range(len(self)) if self.serves(replica)]
 
     async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:
         """Wait until this has ended, or no replica serves; then it is cancelled. Returns whether it has ended."""
@@ -221,11 +229,15 @@ class EngineFleet:
 
     def serve(self, work: Coroutine[Any, Any, T], ensure: Callable[[], None]) -> T:
         """Wait for `work`, which samples, in the thread that updates weights; call `ensure` each time that no replica
-        serves any more, which must replace those that died and update the weights of all."""
+        serves any more, which must replace those that died and update the weights of all. None is asked before it has
+        returned: the update may yet fail at another one, and is then repeated."""
         future = self.loop.begin(work)
         try:
             while not self.loop.run(self.until(_done(future))):
+                self._ensuring = True
                 ensure()
+                self._ensuring = False
+                self._tell()
             return future.result()
         except BaseException:
             future.cancel()
@@ -248,20 +260,17 @@ class EngineFleet:
 
     def _changed(self) -> None:
         """Let what waits go on, or wait, as replicas serve now. In the loop's thread."""
-        serving = self._replicas
+        self._drawing = [replica for replica in range(len(self)) if self.serves(replica)]
+        held = self._paused or self._ensuring
         for replica, batcher in enumerate(self._batchers):
-            if replica not in serving:
+            if replica not in self._drawing:
                 batcher.abandon()
-            if self._paused:
+            if held:
                 batcher.hold()
             else:
                 batcher.go_on()
-        if serving:
-            self._serving.set()
-            self._lost.clear()
-        else:
-            self._serving.clear()
-            self._lost.set()
+        _set(self._serving, bool(self._drawing))
+        _set(self._lost, not self._drawing)
 
     def _tell(self, forget: bool = False) -> None:
         """Like `_changed`, from the thread that updates weights; `forget` what replicas have read. Returns once it has
@@ -340,6 +349,7 @@ class EngineFleet:
         restarts = self._restarts.get(replica, 0)
         if restarts < self._allowed:
             return
+        self._failure = error
         self.processes.kill()
         if restarts:
             error.add_note(
@@ -356,7 +366,10 @@ class EngineFleet:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
         restarts are used up, kill all processes and raise the error."""
         asked = tuple(self._started)
-        answers = self.processes.answers(self.processes.start_some(method, arguments), counted)
+        try:
+            answers = self.processes.answers(self.processes.start_some(method, arguments), counted)
+        except WorkerDied as gone:  # none can be asked any more
+            raise self._failure or gone from None
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
             if not isinstance(error, WorkerDied):
@@ -420,6 +433,13 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
+
+
+def _set(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()
 
 
 def _received(answer: Received | CorerlError) -> Received:

@@ -73,9 +73,13 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
         train = {"precision": precision}
         plan = make_plan(config_in(tmp_path / "run", backend={"name": backend}, roles={"actor": {"train": train}}))
         assert plan.processes.engine is not None
-        (engine,) = make_fleet(plan.processes.engine, [slot], Watching(), restarts=0).assignments
+        fleet = make_fleet(plan.processes.engine, [slot], Watching(), NO_LOOP, plan.rollout.settings)
+        (engine,) = fleet.assignments
         assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
         assert engine.context.run_dir == str(tmp_path / "run")
+
+
+NO_LOOP: Any = None  # nothing is sampled
 
 
 class Hears:

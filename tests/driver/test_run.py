@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -22,8 +24,11 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import SampleShown
+from corerl.rollout.evaluation import Evaluation
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Evaluation, Scored
+from corerl.rollout.sources.base import Scored
+from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
+from corerl.rollout.sources.synchronous import Synchronous
 from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
@@ -41,6 +46,8 @@ from tests.driver.fakes import (
     told,
 )
 from tests.driver.saved import TEACHER, make_config
+from tests.rollout.engines import Engines
+from tests.rollout.sources.drawing import drawing
 
 TRAIN = {
     "mini_batches": 2,
@@ -81,11 +88,19 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
+                "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
             }
         )
 
     return make
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    made = Engines(2)
+    yield made
+    made.close()
 
 
 def batch() -> SampleBatch:
@@ -355,6 +370,59 @@ def test_a_frozen_role_passes_samples_and_takes_no_step_and_rewards_are_not_all_
     assert told(ears) == []
 
 
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+class Two:
+    """A source of two steps."""
+
+    def __init__(self) -> None:
+        self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
+
+    async def next(self) -> Scored | None:
+        return self.steps.pop(0) if self.steps else None
+
+
+def halve(batch: Scored) -> Scored:
+    return evolve(batch, rewards=batch.rewards / 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "kept"),
+    [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)],
+    ids=str,
+)
+def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
+    make_run: Callable[..., Run], tmp_path: Path, table: Any, kept: int
+) -> None:
+    plan = plan_of(make_config(**table), tmp_path)
+    plan = evolve(plan, rollout=evolve(plan.rollout, postprocess=halve))
+    batches = make_run(make_config(), plan=plan, source=Two()).batches()
+    for step in range(2):
+        batch = next(batches)
+        assert (batch.step, batch.rewards.tolist()) == (step, [0.5, 0.0])
+        files = saved_rollouts(tmp_path) if kept else []
+        assert len(files) == min(kept, step + 1)  # written before anything is made of it
+        assert [read_rollout(file).rewards.tolist() for file in files] == [[1.0, 0.0]] * len(files)
+    assert next(batches, None) is None
+    assert not kept or [file.parent for file in saved_rollouts(tmp_path)] == [tmp_path / ROLLOUTS] * 2
+
+
+def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
+    make_run: Callable[..., Run], engines: Engines
+) -> None:
+    actor, ears, source = Group(), Ears(), Synchronous(drawing(engines), steps=1)
+    updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
+    run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
+    run.push_weights()
+    engines.die()
+    (batch,) = run.batches()
+    columns = batch.rollout.batch.columns
+    assert set(columns["versions"][columns["loss_mask"]]) == {1}
+    assert actor.log == ["send 0", "send 1"]
+    assert sorted(told(ears)) == [f"engine-{n} is replaced: engine-{n}: its process died" for n in (0, 1)]
+
+
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +551,43 @@ def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ra
     assert saves.log[1] == ("start 0", True)
 
 
+# ---- do trainer and engines agree? -----------------------------------------------------------------------------------
+
+
+class Judging:
+    """A gate that is due, and what it is given."""
+
+    due = True
+
+    def __init__(self, chosen: SampleBatch) -> None:
+        self.chosen = chosen
+        self.drawn = batch().with_rows(group=np.array([7, 7]))
+        self.judged: list[SampleBatch] = []
+
+    def choose(self, samples: SampleBatch) -> SampleBatch:
+        return self.chosen
+
+    async def draw(self) -> SampleBatch:
+        return self.drawn
+
+    def judge(self, samples: SampleBatch, trainer: Any) -> None:
+        np.testing.assert_array_equal(trainer, np.where(samples.columns["loss_mask"], -1.0, 0.0))
+        self.judged.append(samples)
+
+
+def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_batch_has_none(
+    make_run: Callable[..., Run],
+) -> None:
+    some, none = batch(), batch().take(np.zeros(0, np.int64))
+    for chosen in (some, none):
+        gate = Judging(chosen)
+        make_run(make_config(), gate=gate, pushed_at=0).with_advantages(scored())
+        (judged,) = gate.judged
+        assert judged.rows["group"].tolist() == (some if len(chosen) else gate.drawn).rows["group"].tolist()
+        make_run(make_config(), gate=gate, pushed_at=3).with_advantages(scored())  # engines hold other weights
+        assert len(gate.judged) == 1
+
+
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +605,7 @@ def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
 ) -> None:
     evaluated: list[int] = []
 
-    def evaluate(*_: Any, **__: Any) -> Evaluation:
+    async def evaluate(*_: Any, **__: Any) -> Evaluation:
         evaluated.append(run.progress.step)
         return Evaluation(metrics={"eval/reward": 0.5}, shown=())
 
@@ -602,7 +707,10 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
         return (SampleShown(prompt=prompt, response=response, answer="b", reward=0.5),)
 
     def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
-        monkeypatch.setattr(driver, "evaluate", lambda *_, **__: Evaluation(metrics={}, shown=answers(response)))
+        async def evaluate(*_: Any, **__: Any) -> Evaluation:
+            return Evaluation(metrics={}, shown=answers(response))
+
+        monkeypatch.setattr(driver, "evaluate", evaluate)
         saves, ears = Saves(-1), Ears()
         common = {"held_out": ["a prompt"], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)

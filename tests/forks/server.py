@@ -45,7 +45,7 @@ PRELOAD = [
     *(
         "corerl.rollout.sources.base",
         "corerl.rollout.sources.asynchronous",
-        "corerl.rollout.agents.play",
+        "corerl.rollout.agents.sampler",
         "corerl.rollout.rewards.base",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),

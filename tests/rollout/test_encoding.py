@@ -1,5 +1,8 @@
 """Tokens are compared with `apply_chat_template` and the tokenizer called by hand."""
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import pytest
 import tokenizers
@@ -54,7 +57,7 @@ def test_chats_are_encoded_as_the_template_says_and_texts_with_the_tokenizers_ow
 def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
     asked: list[GenerateRequest] = []
 
-    def generate(request: GenerateRequest) -> Generation:
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
         asked.append(request)
         return Generation(
             tokens=np.array([5, 2]),
@@ -65,7 +68,7 @@ def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
         )
 
     sampler = Sampler(tokenizer=tokenizer(), generate=generate, seed=0)
-    rollout = sampler.sample([CHAT, TEXT], rollout_step=0, samples=1, params=SamplingParams())
+    rollout = asyncio.run(sampler.sample([CHAT, TEXT], rollout_step=0, samples=1, params=SamplingParams()))
     first, second = encode(tokenizer(), [CHAT, TEXT])
     assert asked[0].tokens.tolist() == [*first, *second]
     assert rollout.batch.rows["prompt_length"].tolist() == [len(first), len(second)]

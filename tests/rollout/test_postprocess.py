@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,50 +8,26 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import DataError
-from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.sources.base import Scored, Source
+from corerl.rollout.postprocess import postprocessed
+from corerl.rollout.sources.base import Scored
 from tests.rollout.scored import scored
 
 
-class Two(Source):
-    """A source of two steps."""
-
-    position = {"rollout_step": 2}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.restored: Mapping[str, Any] = {}
-
-    def __iter__(self) -> Iterator[Scored]:
-        yield scored(0)
-        yield scored(1)
-
-    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        self.restored = position
+def through(function: Callable[[Scored], Any]) -> Scored:
+    return postprocessed(scored(), function, name="mine:shape")
 
 
-def through(function: Callable[[Scored], Any]) -> list[Scored]:
-    return list(Postprocessed(Two(), function, "mine:shape"))
-
-
-def test_every_batch_passes_through_the_function() -> None:
+def test_rewards_can_be_shaped() -> None:
     halved = through(lambda batch: evolve(batch, rewards=batch.rewards / 2))
-    assert [each.rewards.tolist() for each in halved] == [[0.5, 0.25, 0.0, 0.125]] * 2
+    assert halved.rewards.tolist() == [0.5, 0.25, 0.0, 0.125]
 
 
 def test_samples_can_be_left_out() -> None:
     def first_prompt(batch: Scored) -> Scored:
         return evolve(batch, rollout=batch.rollout.take(np.array([0])), rewards=batch.rewards[:2])
 
-    (kept, _) = through(first_prompt)
+    kept = through(first_prompt)
     assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
-
-
-def test_the_position_is_the_sources() -> None:
-    source = Two()
-    wrapped = Postprocessed(source, lambda batch: batch, "mine:shape")
-    assert wrapped.position == {"rollout_step": 2}
-    wrapped.restore({"rollout_step": 1})
-    assert source.restored == {"rollout_step": 1}
 
 
 def no_tokens(batch: Scored) -> Scored:

@@ -1,3 +1,9 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -5,7 +11,7 @@ from attrs import evolve
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.errors import ConfigError, EngineFailed
+from corerl.errors import ConfigError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
@@ -24,10 +30,32 @@ class Recorder:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.requests: list[GenerateRequest] = []
+        self.asked: list[tuple[bool, Any]] = []  # whether it was urgent, and who is told how many are drawn
 
-    def __call__(self, request: GenerateRequest) -> Generation:
+    async def __call__(
+        self,
+        request: GenerateRequest,
+        *,
+        urgent: bool = False,
+        told: Any = None,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Generation:
         self.requests.append(request)
+        self.asked.append((urgent, told))
+        if drew is not None:
+            drew(self.generation)
         return self.generation
+
+
+def sample(
+    sampler: Sampler,
+    prompts: list[Prompt] = PROMPTS,
+    *,
+    step: int = 5,
+    samples: int = 2,
+    params: SamplingParams = PARAMS,
+) -> Rollout:
+    return asyncio.run(sampler.sample(prompts, rollout_step=step, samples=samples, params=params))
 
 
 FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
@@ -41,9 +69,7 @@ FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
 
 def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_out_by_hand() -> None:
     engine = Recorder(FOUR)
-    rollout = Sampler(tokenizer=TOKENIZER, generate=engine, seed=0).sample(
-        PROMPTS, rollout_step=5, samples=2, params=PARAMS
-    )
+    rollout = sample(Sampler(tokenizer=TOKENIZER, generate=engine, seed=0))
     request = engine.requests[0]
     assert request.tokens.tolist() == [1, 6, 5, 14, 1, 6, 5, 14, 1, 9, 14, 1, 9, 14]
     assert request.offsets.tolist() == [0, 4, 8, 11, 14]
@@ -89,7 +115,7 @@ def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() ->
         truncated=np.array([False, True]),
     )
     sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
-    rollout = sampler.sample(PROMPTS, rollout_step=5, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
+    rollout = sample(sampler, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
     assert rollout.texts == ["10", "200"]
     assert rollout.batch.rows["response_length"].tolist() == [3, 3]
 
@@ -109,7 +135,7 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
         truncated=np.array([False, True]),
     )
     sampler = Sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
-    rollout = sampler.sample(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
+    rollout = sample(sampler, samples=1)
     assert rollout.texts == texts
     # The ids, with the one that ended the sample, are told either way.
     assert [list(tokens) for _, _, tokens in samples_of(rollout, tokens=True)] == [[think, 5, 3, 6, 2], [think, 5]]
@@ -117,9 +143,7 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
 
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
-    rollout = Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0).sample(
-        PROMPTS, rollout_step=5, samples=2, params=PARAMS
-    )
+    rollout = sample(Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0))
     np.testing.assert_array_equal(rollout.batch.columns["routed_experts"], experts)
     parts = [evolve(FOUR, routed_experts=experts), evolve(FOUR, routed_experts=experts + 1)]
     joined = Generation.concatenate(parts).routed_experts
@@ -128,18 +152,26 @@ def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike()
     assert Generation.concatenate([FOUR, FOUR]).routed_experts is None
 
 
-def test_a_response_that_nobody_interrupted_and_that_is_unfinished_is_the_engines_fault() -> None:
-    cut = evolve(FOUR, truncated=np.zeros(4, np.bool_), unfinished=np.array([False, False, False, True]))
-    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(cut), seed=0)
-    with pytest.raises(EngineFailed, match="^1 of 4 responses came back unfinished, but the engines were not paused"):
-        sampler.sample(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
+def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_is_told_as_it_comes() -> None:
+    engine, drawn = Recorder(FOUR), list[Generation]()
+    counts: list[tuple[int, int]] = []
+
+    def told(done: int, of: int) -> None:
+        counts.append((done, of))
+
+    sampler = Sampler(tokenizer=TOKENIZER, generate=engine, seed=0, told=told)
+    request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
+    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, drew=drawn.append))
+    awaited = sample(sampler)
+    assert engine.asked == [(False, None), (True, told)]
+    assert len(drawn) == 1 and drawn[0] is FOUR
+    assert ahead.texts == awaited.texts and np.array_equal(ahead.batch.tokens, awaited.batch.tokens)
 
 
 def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
     engine = Recorder(FOUR)
-    Sampler(tokenizer=TOKENIZER, generate=engine, seed=seed).sample(
-        prompts, rollout_step=step, samples=4 // len(prompts), params=PARAMS
-    )
+    sampler = Sampler(tokenizer=TOKENIZER, generate=engine, seed=seed)
+    sample(sampler, prompts, step=step, samples=4 // len(prompts))
     return engine.requests[0].noise_keys.tolist()
 
 
@@ -169,7 +201,7 @@ def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_oth
 
 def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained_on() -> None:
     sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
-    rollout = sampler.sample(PROMPTS, rollout_step=5, samples=2, params=evolve(PARAMS, stop=("00", "5")))
+    rollout = sample(sampler, params=evolve(PARAMS, stop=("00", "5")))
     assert rollout.texts == ["12", "9", "", ""]
     assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
 

@@ -340,9 +340,11 @@ class Scoring:
         self._turn = asyncio.Lock()
 
     async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """As `Scorer.score`."""
-        async with self._turn:
-            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
+        """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
+        await self._turn.acquire()
+        scoring = asyncio.ensure_future(self._call(functools.partial(self._scorer.score, rollout, part=part)))
+        scoring.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(scoring)
 
 
 def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:

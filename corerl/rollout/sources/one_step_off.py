@@ -113,7 +113,7 @@ class OneStepOff(Source):
         engine is left to sample it."""
         if self._read is not None or self._next is None:
             return self._read
-        if not await self._engines.until(asyncio.wait([self._next])):
+        if not self._next.done() and not await self._engines.until(asyncio.wait([self._next])):
             return None
         return None if self._next.cancelled() or self._next.exception() else self._next.result()
 

@@ -17,7 +17,8 @@ from attrs import evolve
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards.base import Failure, Judged, Reward, samples_of
+from corerl.event_loop import in_thread
+from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, samples_of
 from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -431,3 +432,72 @@ def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> 
     outcome = reward.outcome(SORT, "leave")
     assert isinstance(outcome, Failure) and outcome.kind == "died"
     assert " ended its process (sys.exit(4)) on prompt " in outcome.message
+
+
+# ---- beside other coroutines -----------------------------------------------------------------------------------------
+
+
+class Counts:
+    """A scorer that must not be called by two threads at once."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.scoring, self.go = threading.Event(), threading.Event()
+        self.busy = threading.Lock()
+
+    def score(self, given: Rollout, *, part: bool = False) -> Scores:
+        assert self.busy.acquire(blocking=False)
+        self.order += given.texts
+        self.scoring.set()
+        assert self.go.wait(60)
+        self.busy.release()
+        if given.texts == ["broken"]:
+            raise RewardError("no score")
+        return Scores(rewards=np.array([len(given.texts[0]) + part], np.float32))
+
+
+def of(text: str) -> Rollout:
+    return rollout([text], [0], (SORT,))
+
+
+async def aside(call: Callable[[], Scores]) -> Scores:
+    return await in_thread(call, name="scoring")
+
+
+def test_rollouts_are_scored_one_after_the_other_while_coroutines_go_on() -> None:
+    scorer = Counts()
+
+    async def work() -> list[Any]:
+        scoring = Scoring(scorer, aside)
+        calls = [scoring.score(of("a")), scoring.score(of("broken")), scoring.score(of("abc"), part=True)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        while not scorer.scoring.is_set():
+            await asyncio.sleep(0)
+        scorer.go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, broken, last = asyncio.run(work())
+    assert scorer.order == ["a", "broken", "abc"]
+    assert (first.rewards.tolist(), last.rewards.tolist()) == ([1.0], [4.0])
+    assert isinstance(broken, RewardError)
+
+
+def test_scoring_that_nobody_waits_for_any_more_still_keeps_its_turn() -> None:
+    scorer = Counts()
+
+    async def work() -> list[float]:
+        scoring = Scoring(scorer, aside)
+        given_up, in_vain = (asyncio.ensure_future(scoring.score(of(text))) for text in ("broken", "never"))
+        while not scorer.scoring.is_set():
+            await asyncio.sleep(0)
+        given_up.cancel()
+        in_vain.cancel()
+        last = asyncio.ensure_future(scoring.score(of("ab")))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert given_up.cancelled() and in_vain.cancelled() and scorer.order == ["broken"]
+        scorer.go.set()
+        return (await last).rewards.tolist()
+
+    assert asyncio.run(work()) == [2.0]
+    assert scorer.order == ["broken", "ab"]

@@ -3,8 +3,8 @@ run in this process."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,120 +16,60 @@ from attrs import evolve
 
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import EpisodesConfig
-from corerl.data.prompts import Prompt, PromptStream, SortDigits
+from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.errors import EngineFailed, RewardError
-from corerl.event_loop import EventLoop
-from corerl.models.tokenizer import load_tokenizer
-from corerl.ops.noise import hash_keys
+from corerl.errors import CorerlError, EngineFailed, RewardError
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.agents.play import EpisodeSampler
+from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Reward, Scorer, Scores
-from corerl.rollout.rewards.lookup import resolve_reward
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous, PromptGroup, Tally
-from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
-from corerl.rollout.sources.recorded import RecordingSource
-from corerl.types import FloatArray, IntArray
+from corerl.rollout.sources.base import DynamicSampling, Scored
+from corerl.rollout.sources.recorded import write_rollout
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
-
-TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
-REWARD = resolve_reward("position-match", {})
-PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
-PROMPTS, SAMPLES = 3, 2
-LIMIT = 60.0  # seconds, against hangs
+from tests.rollout.engines import LIMIT, Engines, aside, logprobs, row_of
+from tests.rollout.sources import drawing
+from tests.rollout.sources.conftest import Use
+from tests.rollout.sources.drawing import PROMPTS, REWARD, SAMPLES, upcoming
 
 
-class Engines:
-    """Replicas that answer at once. Before version `until` they are slow with two calls at any time: these get a token
-    for each row, and the rest under the next weights; or, half of them, another token under each version and the rest
-    once they are too old. Tokens are a function of the row's noise and of their place, log-probs of token and version.
-    """
+class Slow(Engines):
+    """A replica that is slow with two rows or groups at any time, before version `until`: these get a token in each
+    call, and the rest under the next weights; or, every second one of them, once they are too old."""
 
-    def __init__(self, replicas: int = 1, *, until: int = 0, max_staleness: int = 0) -> None:
-        self.replicas = replicas
-        self.version = 0
-        self.keys: list[int] = []  # of all rows that were begun
-        self.asked: list[tuple[int, int, int]] = []  # replica, noise of a row, tokens of its response so far
-        self.dead: set[int] = set()
-        self.deaths = 0  # of those that are called next
-        self.mended = 0
-        self.failure: Exception | None = None
+    def __init__(self, *, until: int, max_staleness: int) -> None:
+        super().__init__(width=1)
         self._until = until
         self._max_staleness = max_staleness
-        self._slow: dict[int, int] = {}  # noise of a call's first row -> version of its first token
-        self._changing = threading.Condition()
-        self._paused = False
+        self._slow: dict[int, tuple[int, int]] = {}  # noise of a first row -> when its first token came, and its rest
 
-    def __len__(self) -> int:
-        return self.replicas
-
-    def serves(self, replica: int) -> bool:
-        return replica not in self.dead
-
-    def pause(self) -> None:
-        with self._changing:
-            self._paused = True
-            self._changing.notify_all()
-
-    def resume(self) -> None:
-        with self._changing:
-            self._paused = False
-
-    def ensure_serving(self) -> None:
-        self.mended += 1
-        self.dead.clear()
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-        if self.failure is not None:
-            raise self.failure
-        with self._changing:
-            if self.deaths:
-                self.deaths -= 1
-                self.dead.add(replica)
-                return None
-            self.keys += request.noise_keys[request.begun == 0].tolist()
-            rows = zip(request.noise_keys.tolist(), request.begun.tolist(), strict=True)
-            self.asked += [(replica, key, begun) for key, begun in rows]
-            key = int(request.noise_keys[0])
-            asked_for = [each for each in self._slow.values() if self.version - each <= self._max_staleness]
-            enough = self.version - self._slow.get(key, self.version) > (self._max_staleness if key % 2 else 0)
-            if self.version >= self._until or enough or (key not in self._slow and len(asked_for) >= 2):
-                return self._drawn(request, request.params.max_tokens)
-            self._slow.setdefault(key, self.version)
-            drawn = self._drawn(request, 1)
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        with self.changing:
+            key, busy = int(request.noise_keys[0]), [first for first, _ in self._slow.values()]
+            places = 2 - sum(self.version - first <= self._max_staleness for first in busy)
+            if key not in self._slow and places > 0 and self.version < self._until:
+                patience = self._max_staleness if len(busy) % 2 else 0
+                self._slow[key] = self.version, self.version + 1 + patience
+            if key not in self._slow or self.version >= min(self._until, self._slow[key][1]):
+                return self.drawn(request)
+            drawn = self.drawn(request, 1)
             if drawn.unfinished.any():
-                assert self._changing.wait_for(lambda: self._paused, LIMIT)
-            else:
-                del self._slow[key]
+                self.wait_for_pause()
             return drawn
 
-    def _drawn(self, request: GenerateRequest, most: int) -> Generation:
-        tokens: list[int] = []
-        sizes, stopped = [], []
-        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
-            row: list[int] = []
-            while len(row) < min(most, left) and row[-1:] != [2]:
-                drawn = int(hash_keys(key, begun + len(row))[0] % 16)
-                row.append(drawn if drawn not in (0, 1, 3) else 9)
-            tokens += row
-            sizes.append(len(row))
-            stopped.append(row[-1:] == [2])
-        whole = (np.array(sizes) == request.left) & ~np.array(stopped)
-        return Generation(
-            tokens=np.array(tokens),
-            offsets=np.cumsum([0, *sizes]),
-            logprobs=logprobs(np.array(tokens), np.full(len(tokens), self.version)),
-            versions=np.full(len(tokens), self.version),
-            truncated=whole,
-            unfinished=~whole & ~np.array(stopped),
-        )
 
+class OneBatchAtFirst(Engines):
+    """Draws one batch, and no more before that is handed out."""
 
-def logprobs(tokens: IntArray, versions: IntArray) -> FloatArray:
-    return -(tokens + versions / 64).astype(np.float32)
+    def __init__(self) -> None:
+        super().__init__(calls=1, width=PROMPTS * SAMPLES)
+        self.handed_out = threading.Event()
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        assert len(self.keys) == PROMPTS * SAMPLES or self.handed_out.wait(LIMIT)
+        return super().draw(replica, request)
 
 
 def two_turns(episode: Episode) -> float | None:
@@ -141,14 +81,37 @@ def two_turns(episode: Episode) -> float | None:
     return float(call["content"]) if call["content"].isdigit() else None
 
 
+Sampling = Callable[..., Sampler]
+
+
 @pytest.fixture
-def front() -> Iterator[ChatServer]:
-    loop = EventLoop("rollouts")
-    made = ChatServer(loop, temperature=1.0, top_p=1.0)
-    yield made
-    assert_soon(lambda: all(thread.name != "rollout episode" for thread in threading.enumerate()))  # which may ask
-    made.close()
-    loop.close()
+def episodes(use: Use[Engines]) -> Iterator[Sampling]:
+    """Makes samplers of the episodes that a function plays; at the end none goes on."""
+    fronts: list[ChatServer] = []
+
+    def make(engines: Engines, function: Callable[..., Any], **config: Any) -> Sampler:
+        fronts.append(ChatServer(engines.fleet.loop, temperature=1.0, top_p=1.0))
+        return EpisodeSampler(
+            tokenizer=drawing.TOKENIZER,
+            generate=engines.fleet.generate,
+            seed=7,
+            function=EpisodeFunction(name="mine:play", function=function),
+            front=fronts[-1],
+            config=EpisodesConfig(**config),
+            calls=12,
+        )
+
+    yield make
+    join_episodes()
+    for front in fronts:
+        front.close()
+
+
+def join_episodes() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("function of "):
+            thread.join(LIMIT)
+            assert not thread.is_alive()
 
 
 def asynchronous(
@@ -156,72 +119,42 @@ def asynchronous(
     *,
     max_staleness: int = 1,
     steps: int = 6,
-    calls: int = 12,
     reward: Scorer = REWARD,
     refill: DynamicSampling | None = None,
-    function: Callable[..., Any] | None = None,
-    front: ChatServer | None = None,
+    episodes: Sampler | None = None,
     told: Callable[[int, int], None] | None = None,
-    **config: Any,
 ) -> Asynchronous:
-    """Of single responses, or of episodes that `function` plays."""
-    sampler = Sampler(tokenizer=TOKENIZER, generate=Generation.nothing, seed=7)
-    params = PARAMS
-    if function is not None and front is not None:
-        sampler = EpisodeSampler(
-            tokenizer=TOKENIZER,
-            generate=Generation.nothing,
-            seed=7,
-            function=EpisodeFunction(name="mine:play", function=function),
-            front=front,
-            config=EpisodesConfig(**config),
-        )
-        params, reward = evolve(PARAMS, max_tokens=10), EpisodeScorer(reward, failed_value=-1.0)
-    draws = BatchSampler(
-        stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
-        sampler=sampler,
-        reward=reward,
-        params=params,
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        refill=refill,
-    )
-    return Asynchronous(draws, engines, steps=steps, max_staleness=max_staleness, calls=calls, told=told)
+    """Of single responses, or of `episodes`."""
+    parts: dict[str, Any] = {"reward": aside(reward), "refill": refill}
+    if episodes is not None:
+        parts |= {"sampler": episodes, "params": evolve(drawing.PARAMS, max_tokens=10)}
+        parts["reward"] = aside(EpisodeScorer(reward, failed_value=-1.0))
+    draws = drawing.drawing(engines, **parts)
+    return Asynchronous(draws, engines.fleet, steps=steps, max_staleness=max_staleness, told=told)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+def indices(scored: Scored) -> list[int]:
+    return [prompt.index for prompt in scored.rollout.prompts]
 
 
-def trained_on(source: Source, engines: Engines) -> Iterator[Any]:
-    """The batches of a loop whose every step makes one version."""
-    with source.updating(0):
-        pass
-    for scored in source:
-        yield scored
-        with source.updating(scored.step + 1):
-            engines.version = scored.step + 1
-    source.close()
-
-
-def upcoming(count: int) -> list[int]:
-    return [prompt.index for prompt in PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(count)]
+def versions(scored: Scored) -> set[int]:
+    batch = scored.rollout.batch
+    return set(batch.columns["versions"][batch.columns["loss_mask"]].tolist())
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "function"), [(1, None), (2, None), (3, None), (1, two_turns), (3, two_turns)]
 )
 def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines_are(
-    max_staleness: int, function: Callable[..., Any] | None, front: ChatServer, tmp_path: Path
+    max_staleness: int, function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling, tmp_path: Path
 ) -> None:
-    engines = Engines(until=10, max_staleness=max_staleness)
-    source = asynchronous(engines, max_staleness=max_staleness, steps=14, function=function, front=front)
-    counts = [scored.counts for scored in trained_on(RecordingSource(source, tmp_path), engines)]
+    engines = use(Slow(until=10, max_staleness=max_staleness))
+    played = episodes(engines, function) if function else None
+    source = asynchronous(engines, max_staleness=max_staleness, steps=14, episodes=played)
+    counts = []
+    for scored in engines.trained_on(source):
+        write_rollout(tmp_path, scored)
+        counts.append(scored.counts)
 
     # Counted again from what was written down: the batch of step n was trained on under version n.
     oldest, continued, trained = [], 0, []
@@ -251,10 +184,9 @@ def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines
     assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
 
 
-def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_path: Path) -> None:
-    engines = Engines(2)
-    source = asynchronous(engines, calls=1)
-    steps = list(trained_on(source, engines))
+def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(use: Use[Engines]) -> None:
+    engines = use(Engines(2, calls=1, width=1))
+    steps = list(engines.trained_on(asynchronous(engines)))
     assert [scored.step for scored in steps] == list(range(6))
     for scored in steps:
         assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -264,48 +196,48 @@ def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_p
     assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
 
 
-def test_it_tells_how_many_samples_of_the_next_batch_are_ready() -> None:
+def test_it_tells_how_many_samples_of_the_next_batch_are_ready(engines: Engines) -> None:
     told: list[tuple[int, int]] = []
-    engines = Engines()
     source = asynchronous(engines, told=lambda done, of: told.append((done, of)))
-    next(iter(source))
+    engines.next(source)
     source.close()
     assert told and all(of == PROMPTS * SAMPLES and done in (0, 2, 4, 6) for done, of in told)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_out() -> None:
-    engines = Engines()
+def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_out(engines: Engines) -> None:
     source = asynchronous(engines, max_staleness=4, steps=9)
     ahead = []
-    for scored in trained_on(source, engines):
+    for scored in engines.trained_on(source):
         ahead.append(source.position["begun"] - (scored.step + 1) * PROMPTS)
-        assert_soon(lambda: len(source._ready) == ahead[-1])  # they have finished all of it
+        engines.settle()
+        assert len(source._ready) == ahead[-1]  # they have finished all of it
     # What was begun before anything was finished is used up first.
     assert ahead == [4 * PROMPTS, 3 * PROMPTS, 2 * PROMPTS, *[PROMPTS] * 5, 0]
 
 
 @pytest.mark.parametrize("function", [None, two_turns])
 def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
-    function: Callable[..., Any] | None, front: ChatServer
+    function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling
 ) -> None:
-    engines = Engines(until=9, max_staleness=2)
-    source = asynchronous(engines, max_staleness=2, function=function, front=front)
+    def begin(engines: Engines) -> Asynchronous:
+        return asynchronous(engines, max_staleness=2, episodes=episodes(engines, function) if function else None)
+
+    engines = use(Slow(until=9, max_staleness=2))
+    source = begin(engines)
     first = []
-    for scored in trained_on(source, engines):
+    for scored in engines.trained_on(source):
         first += [prompt.index for prompt in scored.rollout.prompts]
         position = source.position
         if scored.step == 2:
             break
     source.close()
-    engines.pause()
-    resumed_engines = Engines()
-    resumed_engines.version = 3
-    resumed = asynchronous(resumed_engines, max_staleness=2, function=function, front=front)
+    engines.die()
+    resumed_engines = use(Engines())
+    resumed = begin(resumed_engines)
     resumed.restore(position)
-    with resumed.updating(3):
-        pass
-    rest = [prompt.index for scored in resumed for prompt in scored.rollout.prompts]
+    resumed_engines.update(resumed, 3)
+    rest = [prompt.index for scored in resumed_engines.rest(resumed) for prompt in scored.rollout.prompts]
     resumed.close()
     assert sorted(first + rest) == sorted(upcoming(18))
     assert not set(resumed_engines.keys) & set(engines.keys)
@@ -313,7 +245,7 @@ def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
     assert "returned" in position["prompts"] and "returned" not in resumed.position["prompts"]
 
 
-def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None:
+def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed(engines: Engines) -> None:
     times: Counter[int] = Counter()
 
     def by_index(prompt: Prompt, response: str) -> float:
@@ -321,44 +253,32 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
         times[prompt.index] += 1
         return prompt.index % 2 * times[prompt.index]
 
-    engines = Engines()
     odd = Reward(name="odd", function=by_index)
     source = asynchronous(engines, reward=odd, refill=DynamicSampling(useful=spread, attempts=9))
-    steps = list(trained_on(source, engines))
+    steps = list(engines.trained_on(source))
     assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
     assert all(scored.counts["groups_missing"] == 0 for scored in steps)
     assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
     one = Reward(name="one", function=lambda prompt, response: 1.0)
     never = asynchronous(engines, reward=one, refill=DynamicSampling(useful=spread, attempts=1))
-    for scored in trained_on(never, engines):
+    for scored in engines.trained_on(never):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
-def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch() -> None:
-    engines = Engines()
+def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch(engines: Engines) -> None:
     sizes = Reward(name="sizes", function=lambda prompt, response: {"size": len(response), "one": 1})
-    steps = list(trained_on(asynchronous(engines, reward=sizes), engines))
+    steps = list(engines.trained_on(asynchronous(engines, reward=sizes)))
     total, count = map(sum, zip(*(scored.parts["one"] for scored in steps if scored.parts), strict=True))
     assert total == count >= sum(len(scored.rewards) for scored in steps)
 
 
-class OneCallAtFirst(Engines):
-    """BatchSampler one batch, and no more before that is handed out."""
+def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull(
+    use: Use[Engines],
+) -> None:
+    engines, scoring, go = use(OneBatchAtFirst()), threading.Event(), threading.Event()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.handed_out = threading.Event()
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-        assert not self.asked or self.handed_out.wait(LIMIT)
-        return super().draw(replica, request)
-
-
-def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull() -> None:
-    engines, scoring, go = OneCallAtFirst(), threading.Event(), threading.Event()
-
-    class Slow:
+    class Late:
         def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
             rewards = np.arange(len(rollout.batch), dtype=np.float32)
             if engines.handed_out.is_set() and not go.is_set():
@@ -367,47 +287,46 @@ def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_rep
                 rewards[:] = 1.0
             return Scores(rewards=rewards, failures={}, first="")
 
-    source = asynchronous(engines, calls=1, steps=2, reward=Slow(), refill=DynamicSampling(useful=spread, attempts=9))
-    assert {prompt.index for prompt in next(source).rollout.prompts} == set(upcoming(PROMPTS))
+    source = asynchronous(engines, steps=2, reward=Late(), refill=DynamicSampling(useful=spread, attempts=9))
+    assert {prompt.index for prompt in engines.next(source).rollout.prompts} == set(upcoming(PROMPTS))
     engines.handed_out.set()
     assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
     for version in (1, 2):
-        with source.updating(version):
-            engines.version = version
+        engines.update(source, version)
     go.set()
-    second = next(source)
+    second = engines.next(source)
     source.close()
     assert sorted(prompt.index for prompt in second.rollout.prompts) == sorted(upcoming(2 * PROMPTS)[PROMPTS:])
-    assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
+    assert versions(second) == {2}
     assert second.counts["stale_samples"] == PROMPTS * SAMPLES
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
-def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough() -> None:
-    engines = OneCallAtFirst()
+def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough(use: Use[Engines]) -> None:
+    engines = use(OneBatchAtFirst())
 
     class Equal:
         def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
             rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
             return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
 
-    source = asynchronous(engines, calls=1, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, attempts=1))
-    next(source)
+    source = asynchronous(engines, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, attempts=1))
+    engines.next(source)
     engines.handed_out.set()
-    assert_soon(lambda: len(source._dull) == PROMPTS)  # drawn by version 0
+    engines.settle()
+    assert len(source._set_aside) == PROMPTS  # drawn by version 0
     for version in (1, 2):
-        with source.updating(version):
-            engines.version = version
-    second = next(source)
+        engines.update(source, version)
+    second = engines.next(source)
     source.close()
-    assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
+    assert versions(second) == {2}
     assert second.counts["groups_missing"] == PROMPTS
 
 
 # ---- episodes --------------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: ChatServer) -> None:
+def test_an_episode_spans_updates_and_what_it_said_before_them_stays(engines: Engines, episodes: Sampling) -> None:
     asked, updated = threading.Event(), threading.Event()
     first = upcoming(1)[0]
 
@@ -421,9 +340,8 @@ def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: Chat
         episode.chat(messages)
         return 0.0
 
-    engines = Engines()
-    source = asynchronous(engines, function=waits, front=front, steps=3, max_staleness=2)
-    for scored in trained_on(source, engines):
+    source = asynchronous(engines, episodes=episodes(engines, waits), steps=3, max_staleness=2)
+    for scored in engines.trained_on(source):
         if scored.step == 1:
             assert asked.wait(LIMIT)
             updated.set()
@@ -443,7 +361,9 @@ def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: Chat
         )
 
 
-def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(front: ChatServer) -> None:
+def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
+    engines: Engines, episodes: Sampling
+) -> None:
     stale = threading.Event()
     first, told, begun = upcoming(1)[0], [], []
 
@@ -460,10 +380,9 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
             told.append(str(error))
         return 5.0
 
-    engines = Engines()
-    source = asynchronous(engines, function=waits, front=front, steps=6, max_staleness=1)
+    source = asynchronous(engines, episodes=episodes(engines, waits), steps=6, max_staleness=1)
     trained, stale_samples = [], 0
-    for scored in trained_on(source, engines):
+    for scored in engines.trained_on(source):
         trained += [(prompt.index, scored.step) for prompt in scored.rollout.prompts]
         stale_samples += scored.counts["stale_samples"]
         if stale_samples:  # the engines have had version 2 for a while
@@ -474,11 +393,12 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
     assert len({index for index, _ in trained}) == len(trained) == 6 * PROMPTS
     ((step,),) = [[step for index, step in trained if index == first]]
     assert step >= 2
-    assert_soon(lambda: len(told) == SAMPLES)
+    join_episodes()
+    assert len(told) == SAMPLES
     assert all("no running episode" in line or "the episode is over" in line for line in told)
 
 
-def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: ChatServer) -> None:
+def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(use: Use[Engines], episodes: Sampling) -> None:
     over = threading.Event()
     raises, hangs, silent = upcoming(3)
 
@@ -492,9 +412,9 @@ def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: C
             over.wait(LIMIT)
         return two_turns(episode)
 
-    engines = Engines()
-    source = asynchronous(engines, function=some, front=front, steps=3, max_staleness=2, timeout=3.0, concurrency=4)
-    scored = list(trained_on(source, engines))
+    engines = use(Engines())
+    played = episodes(engines, some, timeout=3.0, concurrency=4)
+    scored = list(engines.trained_on(asynchronous(engines, episodes=played, steps=3, max_staleness=2)))
     over.set()
     assert sum((Counter(each.failures) for each in scored), Counter()) == Counter(raised=2, timeout=2, silent=2)
     for each in scored:
@@ -506,47 +426,63 @@ def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: C
     def never(episode: Episode) -> None:
         raise KeyError("no such drawer")
 
-    source = asynchronous(Engines(), function=never, front=front)
+    failing = use(Engines())
+    source = asynchronous(failing, episodes=episodes(failing, never))
     with pytest.raises(RewardError, match=r"^rollout.function 'mine:play' raised KeyError: .*; all 6 samples failed"):
-        next(source)
+        failing.next(source)
     source.close()
 
 
-def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(front: ChatServer) -> None:
-    for deaths, mended in ((1, 0), (2, 1)):
-        engines = Engines(2)
+def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(
+    use: Use[Engines], episodes: Sampling
+) -> None:
+    for deaths, replaced in ((1, []), (2, ["replace 0", "replace 1"])):
+        engines = use(Engines(2, calls=1))
         engines.deaths = deaths
-        source = asynchronous(engines, steps=1, calls=1, function=two_turns, front=front)
-        rollout = next(source).rollout
-        assert rollout.batch.rows["turns"].tolist() == [2] * PROMPTS * SAMPLES and engines.mended == mended
+        source = asynchronous(engines, steps=1, episodes=episodes(engines, two_turns))
+        rollout = engines.next(source).rollout
+        assert rollout.batch.rows["turns"].tolist() == [2] * PROMPTS * SAMPLES
+        assert sorted(line for line in engines.log if line.startswith("replace")) == replaced
         assert sorted(prompt.index for prompt in rollout.prompts) == sorted(upcoming(PROMPTS))
         source.close()
 
 
-def test_a_turn_goes_where_the_episode_was_read_before(front: ChatServer) -> None:
-    engines = Engines(3)
-    source = asynchronous(engines, calls=12, function=two_turns, front=front)
-    next(source)
-    source.close()
+def test_a_turn_goes_where_the_episode_was_read_before_and_that_is_forgotten_with_the_weights(
+    use: Use[Engines], episodes: Sampling
+) -> None:
+    class AllAtOnce(Engines):
+        """Replicas that draw the first turns when all have been asked for."""
+
+        def draw(self, replica: int, request: GenerateRequest) -> Generation:
+            with self.changing:
+                self.changing.notify_all()
+                assert self.changing.wait_for(lambda: len(self.keys) == PROMPTS * SAMPLES, LIMIT)
+            return super().draw(replica, request)
+
+    engines, first, alone = use(AllAtOnce(3)), threading.Barrier(PROMPTS * SAMPLES), threading.Lock()
+
+    def play(episode: Episode) -> None:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9>"}]
+        first.wait(LIMIT)
+        with alone:
+            episode.chat(messages)
+
+    source = asynchronous(engines, max_staleness=0, steps=1, episodes=episodes(engines, play))
+    engines.next(source)
     replicas: dict[int, set[int]] = {}
     for replica, key, _ in engines.asked:
         replicas.setdefault(key, set()).add(replica)
-    assert {len(each) for each in replicas.values()} == {1}
-    assert sum(begun > 0 for _, _, begun in engines.asked) >= PROMPTS * SAMPLES
-
-
-def test_who_has_read_an_episode_is_forgotten_with_the_weights(front: ChatServer) -> None:
-    source = asynchronous(Engines(2), steps=1, function=two_turns, front=front)
-    next(source)
-    assert len(source._homes) == PROMPTS * SAMPLES
-    with source.updating(1):
-        pass
+    assert Counter(next(iter(each)) for each in replicas.values() if len(each) == 1) == {0: 2, 1: 2, 2: 2}
+    assert sum(begun > 0 for _, _, begun in engines.asked) == PROMPTS * SAMPLES
+    assert engines.fleet._router._homes
+    engines.update(source, 1)
+    assert not engines.fleet._router._homes  # or it would grow for as long as the run lasts
     source.close()
-    assert not source._homes  # or it would grow for as long as the run lasts
 
 
-def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: ChatServer) -> None:
-    engines, told = Engines(), []
+def test_functions_that_wait_for_an_answer_are_released_at_the_end(engines: Engines, episodes: Sampling) -> None:
+    told = []
 
     def asks(episode: Episode) -> None:
         try:
@@ -554,32 +490,37 @@ def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: ChatSe
         except RuntimeError as error:
             told.append(str(error))
 
-    source = asynchronous(engines, function=asks, front=front)
+    source = asynchronous(engines, episodes=episodes(engines, asks))
     engines.failure = EngineFailed("engine-0 is broken")
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
-        next(source)
-    assert_soon(lambda: len(told) == 2 * PROMPTS * SAMPLES)
+        engines.next(source)
+    source.close()
+    join_episodes()
+    assert len(told) == 2 * PROMPTS * SAMPLES
     assert all("no running episode" in line or "the episode is over" in line for line in told)
-
-
-def assert_soon(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_an_engines_error_is_the_loops_and_ends_all_threads() -> None:
-    engines = Engines(2)
-    source = asynchronous(engines, calls=2)
-    next(source)
+@pytest.mark.parametrize("at", ["next", "updating"])
+def test_an_engines_error_is_raised_where_the_source_is_asked_next_and_ends_all_tasks(
+    at: str, use: Use[Engines]
+) -> None:
+    engines = use(Engines(2, calls=2, width=1))
+    source = asynchronous(engines)
+    engines.next(source)
+    engines.settle()
     engines.failure = EngineFailed("engine-1 is broken")
     with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
-        for _ in source:
-            pass
+        engines.rest(source)
+    engines.settle()  # though it is not closed
+    if at == "updating":
+        with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
+            engines.update(source, 1)
+    else:
+        with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
+            engines.next(source)
 
 
 def test_a_batch_without_rewards_is_told_with_its_own_first_failure() -> None:
@@ -593,13 +534,14 @@ def test_a_batch_without_rewards_is_told_with_its_own_first_failure() -> None:
         Tally().batch(1, [group], None)  # which has heard of no failure since the last batch
 
 
-def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not() -> None:
+def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not(use: Use[Engines]) -> None:
     def fails(prompt: Prompt, response: str) -> float:
         raise ValueError("no")
 
-    source = asynchronous(Engines(), reward=Reward(name="mine", function=fails))
+    engines = use(Engines())
+    source = asynchronous(engines, reward=Reward(name="mine", function=fails))
     with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no .*; all 6 samples failed$"):
-        next(source)
+        engines.next(source)
     source.close()
 
     failing = upcoming(1)[0]
@@ -607,24 +549,161 @@ def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some
     def once(prompt: Prompt, response: str) -> float:
         return fails(prompt, response) if prompt.index == failing else 1.0
 
-    source = asynchronous(Engines(), steps=1, reward=Reward(name="mine", function=once, failed_value=-1.0))
-    scored = next(source)  # all samples of one prompt, which may be scored by themselves
+    engines = use(Engines())
+    source = asynchronous(engines, steps=1, reward=Reward(name="mine", function=once, failed_value=-1.0))
+    scored = engines.next(source)  # all samples of one prompt, which may be scored by themselves
     assert scored.failures == {"raised": SAMPLES} and sorted(scored.rewards.tolist()) == [-1.0, -1.0, 1, 1, 1, 1]
     source.close()
 
 
-def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where_none_is_left() -> None:
-    engines = Engines(2)
-    engines.deaths = 1
-    source = asynchronous(engines, steps=2, calls=1)
-    assert len(next(source).rollout.prompts) == PROMPTS and (len(engines.dead), engines.mended) == (1, 0)
+def test_what_breaks_the_scorer_itself_is_raised_before_weights_change(engines: Engines) -> None:
+    class Broken:
+        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+            raise RewardError("the reward's processes do not start")
+
+    source = asynchronous(engines, reward=Broken())
+    for _ in range(2):
+        with pytest.raises(RewardError, match="^the reward's processes do not start$"):
+            engines.next(source)
+    with pytest.raises(RewardError, match="^the reward's processes do not start$"):
+        with source.updating(1):
+            raise AssertionError("it must not come to this")
     source.close()
 
-    engines = Engines(2)
-    engines.deaths = 2
-    source = asynchronous(engines, steps=2, calls=1)
-    assert len(next(source).rollout.prompts) == PROMPTS and engines.mended == 1
+
+def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where_none_is_left(
+    use: Use[Engines],
+) -> None:
+    for deaths, replaced in ((1, []), (2, ["replace 0", "replace 1"])):
+        engines = use(Engines(2, calls=1))
+        engines.deaths = deaths
+        source = asynchronous(engines, steps=2)
+        steps = engines.rest(source)
+        assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(2 * PROMPTS))
+        assert sorted(line for line in engines.log if line.startswith("replace")) == replaced
+        source.close()
+
+
+def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sample_is_lost(use: Use[Engines]) -> None:
+    class Held(Engines):
+        """Replicas that draw when they may."""
+
+        def __init__(self) -> None:
+            super().__init__(2, width=1)
+            self.may_draw = threading.Event()
+            self.may_draw.set()
+
+        def draw(self, replica: int, request: GenerateRequest) -> Generation:
+            assert self.may_draw.wait(LIMIT)
+            return super().draw(replica, request)
+
+    engines = use(Held())
+    source = asynchronous(engines, steps=6)
+    steps = []
+    for scored in engines.trained_on(source):
+        steps.append(scored)
+        begun = source.position["begun"]
+        if scored.step == 1:  # an evaluation, which finds out, and waits for those in their place
+            engines.die()
+            request = GenerateRequest(
+                tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=drawing.PARAMS
+            )
+            answer = engines.fleet.serve(
+                engines.fleet.generate(request, urgent=True), lambda: engines.update(source, engines.version)
+            )
+            assert answer.tokens.tolist() == row_of(5, 0, 6)
+        if scored.step == 3:  # nobody knows before the update
+            engines.die()
+        assert source.position["begun"] == begun
+    assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(18))
+    assert sorted(line for line in engines.log if line.startswith("replace")) == ["replace 0"] * 2 + ["replace 1"] * 2
+
+
+def test_a_source_that_is_closed_ends_what_it_has_begun(use: Use[Engines]) -> None:
+    engines = use(Slow(until=9, max_staleness=1))
+    source = asynchronous(engines)
+    engines.next(source)
+    assert len(source._tasks) > 0
     source.close()
+    engines.die()
+    engines.settle()
+    assert {task.cancelled() for task in source._tasks.values()} == {True}
+
+
+# ---- the fleet, while other things happen to it ----------------------------------------------------------------------
+
+
+def one_row(key: int) -> GenerateRequest:
+    return GenerateRequest(
+        tokens=np.array([1, 5]), offsets=np.array([0, 2]), noise_keys=np.array([key]), params=drawing.PARAMS
+    )
+
+
+def test_a_pause_finds_requests_on_their_way_at_any_moment_and_they_go_on_after_it(use: Use[Engines]) -> None:
+    class UntilPaused(Engines):
+        resumed = False
+
+        def draw(self, replica: int, request: GenerateRequest) -> Generation:
+            if self.resumed:
+                return self.drawn(request)
+            self.wait_for_pause()
+            return self.drawn(request, 1)
+
+    async def paused_after(turns: int, engines: UntilPaused) -> Generation:
+        answer = asyncio.ensure_future(engines.fleet.generate(one_row(5)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engines.fleet.pause()
+        engines.resumed = True
+        await engines.fleet.resume()
+        return await answer
+
+    for turns in range(9):
+        engines = use(UntilPaused())
+        assert engines.run(paused_after(turns, engines)).tokens.tolist() == row_of(5, 0, 6)
+
+
+def test_requests_that_come_just_as_the_last_replica_has_died_wait_for_another(
+    use: Use[Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = use(Engines())
+    fleet, later = engines.fleet, []
+    usual = fleet._require_allowed
+
+    def noted(replica: int, error: CorerlError) -> None:  # in the thread of the call, before the loop hears of it
+        later.append(fleet.loop.begin(fleet.generate(one_row(6))))
+        for _ in range(9):
+            fleet.loop.begin(asyncio.sleep(0)).result(LIMIT)
+        usual(replica, error)
+
+    monkeypatch.setattr(fleet, "_require_allowed", noted)
+    engines.deaths = 1
+
+    def ensure() -> None:
+        monkeypatch.setattr(fleet, "_require_allowed", usual)
+        fleet.replace_dead()
+        engines.take_weights(0)
+
+    assert fleet.serve(fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
+    assert [each.result(LIMIT).tokens.tolist() for each in later] == [row_of(6, 0, 6)]
+
+
+def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engines]) -> None:
+    engines = use(Engines(2))
+    fleet = engines.fleet
+
+    def ensure() -> None:
+        nothing: Any = None
+        fleet.replace_dead()
+        receiving = fleet.receive(nothing, 1, nothing)
+        assert list(fleet.received(receiving, 0.0)) == ["engine-0"]
+        for _ in range(9):
+            fleet.loop.run(asyncio.sleep(0))
+        assert engines.asked == []  # the other one may yet fail, and all get the next update
+        assert len(fleet.received(receiving, LIMIT)) == 2
+
+    engines.die()
+    assert fleet.serve(fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.schema import ModelConfig
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.driver.run import Summary
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.fake import FakeEngine
-from corerl.engines.fleet import NoneLeft
-from corerl.engines.specs import FakeConfig
+from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError
-from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import gumbel, hash_keys
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import resolve_reward
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources.base import BatchSampler, Scored, Synchronous
+from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.one_step_off import OneStepOff
-from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.sources.recorded import read_rollout, saved_rollouts
+from corerl.rollout.sources.synchronous import Synchronous
 from corerl.testing.compare import weights_apart
 from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 from tests import reference
 from tests.end_to_end.command import numbers
-from tests.engines.models import context, plain_logprobs, random_model, update
+from tests.engines.models import plain_logprobs, random_model
 from tests.in_process import execute_here, small
+from tests.rollout.engines import LIMIT, Engines, aside
+from tests.rollout.sources import drawing
+from tests.rollout.sources.conftest import Use
 
 STEPS, PROMPTS, SAMPLES, TEMPERATURE, LR, SEED = 5, 4, 4, 0.8, 1e-3, 3
 CHARACTERS = "0123456789>s"
@@ -110,8 +107,9 @@ def test_it_is_the_loop_in_which_each_batch_is_drawn_by_the_weights_from_before_
     stream = PromptStream(SortDigits(held_out=16, seed=SEED), seed=SEED)
     start = random_model(FIELDS, seed=1)
     batches: list[list[reference.Sample]] = []
-    rollouts = list(SavedRollouts(ran.directory, steps=STEPS, vocab_size=16))
-    for step, kept in enumerate(rollouts):
+    rollouts = saved_rollouts(ran.directory)
+    assert len(rollouts) == STEPS
+    for step, kept in enumerate(map(read_rollout, rollouts)):
         model = random_model(FIELDS, seed=1)
         before = batches[: max(step - 1, 0)]
         weights = reference.train(ran.model, before, [LR] * len(before), [TEMPERATURE] * len(before)).weights
@@ -171,38 +169,30 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Ran, tmp_path: 
 
 # ---- the source alone ------------------------------------------------------------------------------------------------
 
-TOKENIZER = load_tokenizer(tokenizer=f"characters:{CHARACTERS}", path="")
-REWARD = resolve_reward("position-match", {})
+
+class Held(Engines):
+    """Replicas that begin to draw what comes after the first batch, and go on when they may."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        super().__init__(replicas)
+        self.sampling, self.may_sample = threading.Event(), threading.Event()
+        self.sampled = 0  # rows
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        if len(self.keys) > drawing.PROMPTS * drawing.SAMPLES:
+            self.sampling.set()
+            assert self.may_sample.wait(LIMIT)
+        drawn = super().draw(replica, request)
+        self.sampled += len(drawn)
+        return drawn
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> FakeEngine:
-    engine = FakeEngine(ModelConfig(), FakeConfig(), context())
-    push(engine, 0, tmp_path)
-    return engine
+def one_step_off(engines: Engines, *, steps: int = 4, seed: int = 7, **parts: Any) -> OneStepOff:
+    return OneStepOff(drawing.drawing(engines, seed=seed, **parts), engines.fleet, steps=steps)
 
 
-def push(engine: FakeEngine, version: int, directory: Path) -> None:
-    update([engine], {"w": torch.ones(2)}, version=version, path=directory)
-
-
-def draws(generate: Callable[[GenerateRequest], Generation], reward: Reward = REWARD) -> BatchSampler:
-    return BatchSampler(
-        stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
-        sampler=Sampler(tokenizer=TOKENIZER, generate=generate, seed=7),
-        reward=reward,
-        params=SamplingParams(max_tokens=6, stop_tokens=(2,)),
-        prompts=3,
-        samples=2,
-    )
-
-
-def one_step_off(
-    engine: FakeEngine, *, aside: Callable[[GenerateRequest], Generation] | None = None, reward: Reward = REWARD
-) -> OneStepOff:
-    here = draws(engine.generate, reward)
-    there = evolve(here, sampler=Sampler(tokenizer=TOKENIZER, generate=aside or engine.generate, seed=7))
-    return OneStepOff(here, there, steps=4)
+def synchronous(engines: Engines) -> Synchronous:
+    return Synchronous(drawing.drawing(engines), steps=4)
 
 
 def versions(scored: Scored) -> set[int]:
@@ -210,102 +200,142 @@ def versions(scored: Scored) -> set[int]:
     return set(batch.columns["versions"][batch.columns["loss_mask"]].tolist())
 
 
-def test_an_update_waits_for_the_batch_in_flight_and_not_for_its_rewards(engine: FakeEngine, tmp_path: Path) -> None:
-    sampling, scoring, may_sample, may_score = (threading.Event() for _ in range(4))
+def texts(steps: Sequence[Scored]) -> list[list[str]]:
+    return [each.rollout.texts for each in steps]
 
-    def aside(request: GenerateRequest) -> Generation:
-        sampling.set()
-        assert may_sample.wait(60)
-        return engine.generate(request)
+
+def indices(scored: Scored) -> list[int]:
+    return [prompt.index for prompt in scored.rollout.prompts]
+
+
+def test_an_update_waits_for_the_batch_in_flight_and_not_for_its_rewards(
+    use: Use[Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = use(Held())
+    scoring, may_score = threading.Event(), threading.Event()
 
     def reward(prompt: Prompt, response: str) -> float:
-        if threading.current_thread() is not threading.main_thread():
+        if engines.sampling.is_set():
             scoring.set()
-            assert may_score.wait(60)
+            assert may_score.wait(LIMIT)
         return len(response)
 
-    source = one_step_off(engine, aside=aside, reward=Reward(name="slow", function=reward))
-    assert versions(next(source)) == {0}
-    assert sampling.wait(60)
-    updated = threading.Event()
+    source = one_step_off(engines, reward=aside(Reward(name="slow", function=reward)))
+    assert versions(engines.next(source)) == {0}
+    assert engines.sampling.wait(LIMIT)
+    until = engines.fleet.until
 
-    def pushing() -> None:
-        with source.updating(1):
-            push(engine, 1, tmp_path)
-        updated.set()
+    async def let_go(ended: Coroutine[Any, Any, Any]) -> bool:  # once the update waits
+        engines.may_sample.set()
+        return await until(ended)
 
-    thread = threading.Thread(target=pushing)
-    thread.start()
-    assert scoring.is_set() is False and not updated.wait(0.2)
-    may_sample.set()
-    assert updated.wait(60) and scoring.wait(60)  # while its first reward is still being made
+    monkeypatch.setattr(engines.fleet, "until", let_go)
+    with source.updating(1):
+        assert engines.sampled == 12
+        engines.take_weights(1)
+    assert scoring.wait(LIMIT)  # of it, which goes on: its first reward is still being made
     may_score.set()
-    thread.join()
-    second = next(source)
+    second = engines.next(source)
     assert (versions(second), second.step) == ({0}, 1)
-    assert versions(next(source)) == {1}
+    assert versions(engines.next(source)) == {1}
+    source.close()
 
 
-def test_prompts_and_noise_are_those_of_a_synchronous_run(engine: FakeEngine) -> None:
-    ahead, synchronous = list(one_step_off(engine)), list(Synchronous(draws(engine.generate), steps=4))
-    assert [each.rollout.texts for each in ahead] == [each.rollout.texts for each in synchronous]
+def test_each_batch_is_of_the_weights_before_those_that_it_is_trained_with(engines: Engines) -> None:
+    steps = list(engines.trained_on(one_step_off(engines)))
+    assert [versions(each) for each in steps] == [{0}, {0}, {1}, {2}]
+    assert engines.log.count("pause") == 0  # nobody is interrupted
+
+
+def test_prompts_and_noise_are_those_of_a_synchronous_run(engines: Engines) -> None:
+    source = one_step_off(engines)
+    ahead, on_demand = engines.rest(source), engines.rest(synchronous(engines))
+    assert texts(ahead) == texts(on_demand)
     assert [each.step for each in ahead] == [0, 1, 2, 3]
+    assert engines.run(source.next()) is None
 
 
-def test_a_failure_in_flight_is_raised_before_weights_change_and_its_thread_has_ended(engine: FakeEngine) -> None:
-    def fails(request: GenerateRequest) -> Generation:
-        raise EngineFailed("engine-0 is broken")
-
+def test_a_failure_in_flight_is_raised_before_weights_change_and_again_by_whoever_asks(use: Use[Engines]) -> None:
     def broken(prompt: Prompt, response: str) -> float:
         raise ValueError("broken")
 
-    source = one_step_off(engine, aside=fails)
-    assert next(source).step == 0
-    assert source.position.keys() == {"rollout_step", "prompts"}
+    engines = use(Held(2))
+    source = one_step_off(engines)
+    assert engines.next(source).step == 0
+    engines.failure = EngineFailed("engine-0 is broken")
+    engines.may_sample.set()
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
         with source.updating(1):
             raise AssertionError("it must not come to this")
+    assert source.position.keys() == {"rollout_step", "prompts"}
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
-        next(source)
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
+        engines.next(source)
+    source.close()
+    well = use(Engines())
     with pytest.raises(RewardError, match="all 6 samples failed"):
-        next(one_step_off(engine, reward=Reward(name="broken", function=broken)))
+        well.next(one_step_off(well, reward=aside(Reward(name="broken", function=broken))))
 
 
-def test_where_no_engine_is_left_the_batch_is_drawn_anew_by_those_in_their_place(
-    engine: FakeEngine, tmp_path: Path
-) -> None:
-    def dead(request: GenerateRequest) -> Generation:
-        raise NoneLeft("engine-0: its process died")
+@pytest.mark.parametrize("at", ["updating", "next"])
+def test_where_no_engine_is_left_the_batch_is_drawn_anew_by_those_in_their_place(at: str, use: Use[Engines]) -> None:
+    undisturbed, engines = use(Engines(2)), use(Held(2))
+    wanted = undisturbed.rest(one_step_off(undisturbed))
+    source = one_step_off(engines)
 
-    undisturbed, disturbed = one_step_off(engine), one_step_off(engine, aside=dead)
-    for step in range(4):
-        wanted, found = next(undisturbed), next(disturbed)
-        with disturbed.updating(step):
-            pass  # the update goes on, and brings weights to new engines
-        assert [prompt.index for prompt in found.rollout.prompts] == [prompt.index for prompt in wanted.rollout.prompts]
-        assert found.rollout.texts == wanted.rollout.texts  # the same version here
+    def ensure() -> None:
+        engines.update(source, engines.version + 1)  # as a run brings weights to new engines
+
+    steps = [engines.next(source)]
+    assert engines.sampling.wait(LIMIT)
+    engines.die()
+    engines.may_sample.set()
+    if at == "updating":
+        ensure()
+    for _ in range(3):
+        scored = engines.fleet.serve(source.next(), ensure)
+        assert scored is not None
+        steps.append(scored)
+    assert (texts(steps), [*map(indices, steps)]) == (texts(wanted), [*map(indices, wanted)])
+    assert sorted(line for line in engines.log if line.startswith("re")) == ["receive", "replace 0", "replace 1"]
+    assert [versions(each) for each in steps] == [{0}, {1}, {1}, {1}]
 
 
-def test_the_batch_in_flight_is_a_part_of_a_checkpoint(engine: FakeEngine, tmp_path: Path) -> None:
-    source = one_step_off(engine)
-    next(source)
+def test_a_checkpoint_that_is_written_without_any_engine_holds_no_batch(use: Use[Engines], tmp_path: Path) -> None:
+    undisturbed, engines, resumed_engines = use(Engines()), use(Held()), use(Engines())
+    wanted = undisturbed.rest(one_step_off(undisturbed))
+    source = one_step_off(engines)
+    engines.next(source)
+    assert engines.sampling.wait(LIMIT)
+    engines.die()
+    engines.may_sample.set()
+    position = source.position
+    source.save(tmp_path)
+    source.close()
+    assert position.keys() == {"rollout_step", "prompts"} and not list(tmp_path.iterdir())
+    resumed = one_step_off(resumed_engines)
+    resumed.restore(position, tmp_path)
+    assert texts(resumed_engines.rest(resumed)) == texts(wanted[1:])
+
+
+def test_the_batch_in_flight_is_a_part_of_a_checkpoint(engines: Engines, tmp_path: Path) -> None:
+    source = one_step_off(engines)
+    engines.next(source)
     position = source.position
     source.save(tmp_path / "checkpoint")
-    rest = [each.rollout.texts for each in source]
-    with source.updating(1):
-        push(engine, 1, tmp_path)  # which would draw another one
-    resumed = one_step_off(engine)
+    rest = texts(engines.rest(source))
+    engines.policy = 1  # which would draw another one
+    resumed = one_step_off(engines)
     resumed.restore(position, tmp_path / "checkpoint")
     assert resumed.position == position  # as it is saved again where a run has nothing left to train
-    assert next(resumed).rollout.texts == rest[0]
-    synchronous = Synchronous(draws(engine.generate), steps=4)
-    synchronous.restore(position, tmp_path / "checkpoint")
-    indices = [prompt.index for prompt in next(synchronous).rollout.prompts]
-    again = one_step_off(engine)
+    assert engines.next(resumed).rollout.texts == rest[0]
+    on_demand = synchronous(engines)
+    on_demand.restore(position, tmp_path / "checkpoint")
+    again = one_step_off(engines)
     again.restore(position, tmp_path / "checkpoint")
-    assert [prompt.index for prompt in next(again).rollout.prompts] == indices  # by any source that it goes on with
+    assert indices(engines.next(again)) == indices(engines.next(on_demand))  # by any source that it goes on with
     with pytest.raises(DataError, match="cannot read the rollout batch .*step-00000001.npz"):
-        one_step_off(engine).restore(position, tmp_path / "elsewhere")
+        one_step_off(engines).restore(position, tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="seed=7"):
-        one_step_off(engine).restore({**position, "prompts": {**position["prompts"], "seed": 8}}, tmp_path)
+        one_step_off(engines).restore({**position, "prompts": {**position["prompts"], "seed": 8}}, tmp_path)
+    for each in (resumed, again):
+        each.close()
