@@ -143,9 +143,8 @@ def behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand between.
     A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins a row.
     """
-    (ids,) = plain(tokenizer, [text])
     for anchor in ANCHORS:
-        before, whole = plain(tokenizer, [anchor, anchor + text])
+        ids, before, whole = plain(tokenizer, [text, anchor, anchor + text])
         wanted = _decoded(tokenizer, whole)
         if not before:
             continue

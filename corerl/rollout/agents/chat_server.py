@@ -46,8 +46,8 @@ class ChatAnswer:
     finish_reason: str  # stop, tool_calls or length
     prompt_token_ids: IntArray  # [n] before the answer
     token_ids: IntArray = field(factory=_no_ids)  # [m]
-    tokens: Sequence[str] = ()  # [m] as texts
-    logprobs: Sequence[float] = ()  # [m]
+    tokens: Sequence[str] = ()  # [m] as texts, if log-probs were asked for
+    logprobs: Sequence[float] = ()  # [m] likewise
 
 
 Answering = Callable[[ChatRequest], Awaitable[ChatAnswer]]  # awaited in the server's loop; raises Refused
@@ -216,10 +216,6 @@ def _name(base_url: str) -> str:
 
 def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dict[str, Any]:
     """Format the answer as OpenAI's `chat.completion`; token ids are where vLLM has them."""
-    logprobs = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-    ]
     before, said = len(answer.prompt_token_ids), len(answer.token_ids)
     calls = {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {}
     return {
@@ -232,13 +228,20 @@ def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dic
                 "index": 0,
                 "message": {"role": "assistant", "content": answer.text or (None if calls else ""), **calls},
                 "finish_reason": answer.finish_reason,
-                "logprobs": {"content": logprobs} if request.logprobs else None,
+                "logprobs": {"content": _logprobs(answer)} if request.logprobs else None,
                 **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),
             }
         ],
         "usage": {"prompt_tokens": before, "completion_tokens": said, "total_tokens": before + said},
         **({"prompt_token_ids": answer.prompt_token_ids.tolist()} if request.token_ids else {}),
     }
+
+
+def _logprobs(answer: ChatAnswer) -> list[dict[str, Any]]:
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
 
 
 def _events(completion: Mapping[str, Any], *, usage: bool) -> bytes:

@@ -182,10 +182,13 @@ class EpisodeRunner:
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_token_ids=turn.request.tokens,
             token_ids=drawn.tokens,
-            # The vocabulary may be larger than the tokenizer's.
-            tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
-            logprobs=drawn.logprobs.tolist(),
+            tokens=self._texts(drawn.tokens) if chat.logprobs else (),
+            logprobs=drawn.logprobs.tolist() if chat.logprobs else (),
         )
+
+    def _texts(self, tokens: IntArray) -> list[str]:
+        """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
     def _asked(self, state: EpisodeState, chat: ChatRequest) -> Turn | ChatAnswer:
         """The turn that this request begins, or the answer if the episode has no room for one."""
