@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def asynchronous(
     reward: Scorer = REWARD,
     refill: DynamicSampling | None = None,
     episodes: Sampler | None = None,
+    waits: bool = False,
     told: Callable[[int, int], None] | None = None,
 ) -> Asynchronous:
     """Of single responses, or of `episodes`."""
@@ -130,7 +132,7 @@ def asynchronous(
         parts |= {"sampler": episodes, "params": evolve(drawing.PARAMS, max_tokens=10)}
         parts["reward"] = aside(EpisodeScorer(reward, failed_value=-1.0))
     draws = drawing.drawing(engines, **parts)
-    return Asynchronous(draws, engines.fleet, steps=steps, max_staleness=max_staleness, told=told)
+    return Asynchronous(draws, engines.fleet, steps=steps, max_staleness=max_staleness, waits=waits, told=told)
 
 
 def indices(scored: Scored) -> list[int]:
@@ -182,6 +184,51 @@ def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines
             trained += [tuple(file["tokens"][start + 1 : start + 6]) for start in starts]
     assert len(set(trained)) == len(trained) == 14 * PROMPTS
     assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
+
+
+class Lingering(Engines):
+    """Every third group is not finished before all that can be handed out is ready, and is still waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(width=SAMPLES)
+        self.waited_for = False
+        self._groups: dict[int, int] = {}  # noise of a first row -> the group's number
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        with self.changing:
+            number = self._groups.setdefault(int(request.noise_keys[0]), len(self._groups))
+            if number % 3 or self.waited_for:
+                return self.drawn(request)
+            drawn = self.drawn(request, 1)
+            if not drawn.unfinished.any():
+                return drawn
+            assert self.changing.wait_for(lambda: self.paused or self.waited_for or bool(self._ends), LIMIT)
+            return drawn if self.paused else self.drawn(request)
+
+    def told(self, done: int, of: int) -> None:
+        with self.changing:
+            self.waited_for = done == of  # enough is ready, and yet nothing is handed out
+            self.changing.notify_all()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_source_that_waits_drops_no_sample_and_trains_on_none_that_is_too_old(
+    max_staleness: int, use: Use[Engines]
+) -> None:
+    engines = use(Lingering())
+    source = asynchronous(engines, max_staleness=max_staleness, steps=99, waits=True, told=engines.told)
+    steps = list(islice(engines.trained_on(source), 9))
+    source.close()
+    assert {scored.counts["stale_samples"] for scored in steps} == {0}
+    trained = [index for scored in steps for index in indices(scored)]
+    assert len(set(trained)) == 9 * PROMPTS and set(trained) <= set(upcoming(source._begun))
+    staleness = [scored.step - min(versions(scored)) for scored in steps]
+    assert max(staleness) == max_staleness
+
+    engines = use(Lingering())
+    discards = asynchronous(engines, max_staleness=max_staleness, steps=99, told=engines.told)
+    assert sum(scored.counts["stale_samples"] for scored in islice(engines.trained_on(discards), 9)) > 0
+    discards.close()
 
 
 def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(use: Use[Engines]) -> None:
