@@ -11,6 +11,7 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.engines.fleet import Counted, EngineFleet
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.agents.chat_server import ChatServer
@@ -52,7 +53,9 @@ def start_source(
         front: ChatServer | None = None
         if rollout.function is not None:
             settings = rollout.settings
-            front = ChatServer(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+            loop = EventLoop("rollouts")
+            stack.callback(loop.close)
+            front = ChatServer(loop, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
             stack.callback(front.close)
         sampler = make_sampler(rollout, fleet, front, told, calls=engine.calls)
         aside = make_sampler(rollout, fleet, front, told, calls=engine.calls, aside=True)

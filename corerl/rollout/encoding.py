@@ -230,17 +230,21 @@ def _require_options(source: PromptSource, tokenizer: PreTrainedTokenizerBase, o
         raise ConfigError(
             "data.chat_template_options: set, but no prompt is a chat; set data.chat=true, or remove the table"
         )
-    ours = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in options:
-        if name in ours or name in ("messages", "conversations"):
-            raise ConfigError(
-                f"data.chat_template_options.{name}: is not the template's own argument; CoreRL sets it; remove it"
-            )
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise ConfigError(
-                f"data.chat_template_options.{name}: the tokenizer's chat template never reads it; correct its name, "
-                "or remove it"
-            )
+        if (wrong := wrong_option(tokenizer, name)) is not None:
+            raise ConfigError(f"data.chat_template_options.{name}: {wrong}")
+
+
+def wrong_option(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
+    """What is wrong with an argument of this name for the tokenizer's chat template, and what to do; None: nothing."""
+    if not tokenizer.chat_template:
+        return "the tokenizer has no chat template; remove it"
+    ours = inspect.signature(tokenizer.apply_chat_template).parameters
+    if name in ours or name in ("messages", "conversations"):
+        return "is not the template's own argument; CoreRL sets it; remove it"
+    if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+        return "the tokenizer's chat template never reads it; correct its name, or remove it"
+    return None
 
 
 @frozen(kw_only=True)

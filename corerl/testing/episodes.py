@@ -20,10 +20,12 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation
 from corerl.engines.stops import Stops
 from corerl.errors import ModelError
+from corerl.event_loop import EventLoop
 from corerl.models.config import context_length, hf_config
 from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Refused
 from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState, Turn
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
@@ -82,7 +84,8 @@ def scripted(
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
-    front = ChatServer(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    loop = EventLoop("script")
+    front = ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 
@@ -116,6 +119,7 @@ def scripted(
             state.notify_all()
         thread.join()
         front.close()
+        loop.close()
 
 
 def _positions(model: ModelConfig | None) -> int:

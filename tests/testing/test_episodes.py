@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import SamplingParams
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import end_tokens, load_tokenizer
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Conversation, Renderer
@@ -68,8 +68,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
     """The whole answer as clients get it."""
-    path = f"{urlsplit(episode.base_url).path}/chat/completions"
-    return episode._client.post(path, {"messages": messages, **parameters})
+    return episode._server.ask(episode.base_url, {"messages": messages, **parameters})
 
 
 def talk(episode: Episode) -> list[Any]:
@@ -108,7 +107,8 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
 
     tokenizer, left = byte_tokenizer(), iter(answers)
     in_run: list[Any] = []
-    front = ChatServer(temperature=1.0, top_p=1.0)
+    loop = EventLoop("rollouts")
+    front = ChatServer(loop, temperature=1.0, top_p=1.0)
     sampler = EpisodeSampler(
         tokenizer=tokenizer,
         generate=lambda request: _drawn(next(left), request, tokenizer),
@@ -120,6 +120,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
     batch = sampler.sample([PROMPT], rollout_step=0, samples=1, params=params).batch
     front.close()
+    loop.close()
     assert heard == in_run
     outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
     assert outcomes == [

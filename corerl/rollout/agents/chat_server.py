@@ -2,164 +2,228 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import concurrent.futures
+import contextlib
 import itertools
 import json
 import secrets
-import sys
-import threading
+import socket
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from attrs import frozen
+import numpy as np
+from attrs import field, frozen
 
-from corerl.plain_json import parse_json
-from corerl.rollout.agents.conversation import Message, Refused
+from corerl.event_loop import EventLoop
+from corerl.messages import one_line
+from corerl.rollout.agents.chat_requests import ChatRequest, read_request
+from corerl.rollout.agents.conversation import Refused
+from corerl.types import IntArray
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 MODEL = "policy"  # the model's name in answers; requests may use any name
 API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
-CLOSING = 0.1  # seconds between checks whether the server was closed
-PATH = "/chat/completions"
+WAITING = 1024  # connections that may wait: many episodes may start and connect at the same moment
+IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
 
-@frozen(kw_only=True)
-class ChatRequest:
-    """The parameters of a chat request that may differ from one request to the next."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    max_tokens: int | None = None  # None: as many as the episode has left
-    stop: Sequence[str] = ()
-    logprobs: bool = False
+def _no_ids() -> IntArray:
+    return np.zeros(0, dtype=np.int64)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False)
 class ChatAnswer:
     """The answer to a `ChatRequest`."""
 
     text: str
     tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
     finish_reason: str  # stop, tool_calls or length
-    prompt_tokens: int  # tokens before the answer
-    tokens: Sequence[str]  # [m] as texts
-    logprobs: Sequence[float]  # [m]
+    prompt_token_ids: IntArray  # [n] before the answer
+    token_ids: IntArray = field(factory=_no_ids)  # [m]
+    tokens: Sequence[str] = ()  # [m] as texts
+    logprobs: Sequence[float] = ()  # [m]
 
 
-Answering = Callable[[ChatRequest], ChatAnswer]  # called in any thread; raises Refused
+Answering = Callable[[ChatRequest], Awaitable[ChatAnswer]]  # awaited in the server's loop; raises Refused
 Refusing = Callable[[str], None]  # called with the message of each refused request
 
 
-class ChatServer:
-    """The server. Listens on localhost only, from construction until `close`."""
+@frozen(kw_only=True)
+class _Reply:
+    status: int  # of HTTP
+    content: dict[str, Any]
+    request: ChatRequest | None = None  # the one that is answered; None where it is not
 
-    def __init__(self, *, temperature: float, top_p: float, top_k: int = 0) -> None:
-        """Requests may repeat these values and are refused any others."""
+
+class ChatServer:
+    """The server. Listens on localhost only, from construction until `close`. Any thread may call it, the loop's own
+    too, except for `ask`."""
+
+    def __init__(self, loop: EventLoop, *, temperature: float, top_p: float, top_k: int = 0) -> None:
+        """Serves in `loop`, which must run until `close`. Requests may repeat the values of sampling and are refused
+        any others."""
+        import uvicorn  # a tenth of a second, which only runs with episodes pay
+
+        self._loop = loop
         self._sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._open: dict[str, tuple[Answering, Refusing]] = {}
         self._numbers = itertools.count()  # numbers the answers
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.front = self
-        self.client = Client("127.0.0.1", self._server.server_port)
-        threading.Thread(target=self._server.serve_forever, args=(CLOSING,), name="rollout front", daemon=True).start()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=WAITING)
+        self._port = self._socket.getsockname()[1]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _app(self),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="critical",  # the run reports what matters itself
+                access_log=False,
+                proxy_headers=False,
+                backlog=WAITING,
+                timeout_keep_alive=IDLE,
+            )
+        )
+        self._serving = loop.begin(self._serve())
 
     def open(self, answering: Answering, refusing: Refusing = lambda message: None) -> str:
         """Return a new base URL; `answering` handles its requests until `shut`."""
         name = secrets.token_hex(16)
         self._open[name] = answering, refusing
-        return f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
+        return f"http://127.0.0.1:{self._port}/{name}/v1"
 
     def shut(self, base_url: str) -> None:
         """Refuse all further requests to this base URL."""
-        del self._open[_name(base_url.partition("//")[2].partition("/")[2])]
+        del self._open[_name(base_url)]
+
+    def ask(self, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Waits for the answer,
+        so raises RuntimeError in the loop's own thread."""
+        if self._loop.inside:
+            raise RuntimeError(
+                "the request waits in the event loop that would answer it; in a coroutine, use `await "
+                "asyncio.to_thread(episode.chat, ...)`, or an async client"
+            )
+        # Through JSON, as a client's, so that what a function does to its messages changes nothing here.
+        sent = json.dumps(body).encode()
+        reply = self._loop.begin(self._reply(_name(base_url), sent)).result()
+        content: dict[str, Any] = json.loads(json.dumps(reply.content))
+        return content
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self.client.close()
+        """Serve no longer. Idempotent. In the loop's own thread, returns before the port is closed."""
+        self._server.should_exit = True
+        self._server.force_exit = True  # wait for no client
+        if not self._loop.inside:
+            with contextlib.suppress(concurrent.futures.CancelledError):  # the loop was closed first
+                self._serving.result()
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Handle one POST request; returns the HTTP status and the JSON content."""
-        answering, refusing = self._open.get(_name(path), (None, None))
+    async def _serve(self) -> None:
         try:
-            if answering is None or not path.endswith(PATH):
-                raise Refused(
-                    f"{path}: no running episode has this URL; send requests to an episode's base_url + {PATH!r}",
-                    status=404,
-                    code="not_found",
-                )
-            request = self._read(body)
-            return 200, _completion(answering(request), number=next(self._numbers), told=request.logprobs)
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()  # where the loop was closed first
+
+    async def respond(self, name: str, body: bytes) -> tuple[int, bytes, str]:
+        """Answer a POST to the chat path of the conversation of this name: HTTP status, content and its media type."""
+        reply = await self._reply(name, body)
+        if reply.request is None or not reply.request.stream:
+            return reply.status, json.dumps(reply.content).encode(), "application/json"
+        return reply.status, _events(reply.content, usage=reply.request.stream_usage), "text/event-stream"
+
+    def models(self, name: str) -> tuple[int, bytes, str]:
+        """Answer a GET to its models path."""
+        if name not in self._open:
+            return self.lost("GET", f"/{name}/v1/models", 404)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "corerl"}
+        return 200, json.dumps({"object": "list", "data": [model]}).encode(), "application/json"
+
+    def lost(self, method: str, path: str, status: int) -> tuple[int, bytes, str]:
+        """Answer a request to a path that does not exist, or not with this method."""
+        name = path.removeprefix("/").partition("/")[0]
+        known = f"this server has POST /{name}/v1/chat/completions and GET /{name}/v1/models"
+        why = f"no such path; {known}" if name in self._open else _NOBODY
+        reply = self._refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), name)
+        return reply.status, json.dumps(reply.content).encode(), "application/json"
+
+    async def _reply(self, name: str, body: bytes) -> _Reply:
+        try:
+            if name not in self._open:
+                raise Refused(f"POST /{name}/v1/chat/completions: {_NOBODY}", status=404, code="not_found")
+            answering, _ = self._open[name]
+            request = read_request(body, self._sampling)
+            content = _completion(await answering(request), request, number=next(self._numbers))
+            return _Reply(status=200, content=content, request=request)
         except Refused as refused:
-            if refusing is not None:
-                refusing(refused.message)
-            kind = "invalid_request_error"
-            return refused.status, {
-                "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}
-            }
-        except Exception as error:  # say, of a chat template: its text goes to the client
-            traceback.print_exc()  # the traceback is for whoever runs this
-            said = f"{type(error).__name__}: {error}"
-            return 500, {"error": {"message": said, "type": "server_error", "param": None, "code": "failed"}}
+            return self._refusal(refused, name)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # say, of a chat template: its text goes to the client; SystemExit too
+            traceback.print_exception(error)  # the traceback is for whoever runs this
+            said = {"message": one_line(error), "type": "server_error", "param": None, "code": "failed"}
+            return _Reply(status=500, content={"error": said})
 
-    def _read(self, body: bytes) -> ChatRequest:
-        try:
-            asked = parse_json(body)
-        except ValueError as error:
-            raise Refused(f"the request is not valid JSON: {error}") from error
-        if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
-            raise Refused("messages: missing or not a list; send a list of messages")
-        asked = {name: value for name, value in asked.items() if value is not None and value != []}
-        limits = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in asked]
-        if any(not isinstance(limit, int) or limit < 1 for limit in limits):
-            raise Refused(f"max_tokens: got {limits}, wanted a whole number of at least 1")
-        stop = asked.pop("stop", [])
-        request = ChatRequest(
-            messages=asked.pop("messages", []),
-            tools=_list_of(dict, "tools", asked.pop("tools", [])),
-            max_tokens=min(limits, default=None),
-            stop=_list_of(str, "stop", [stop] if isinstance(stop, str) else stop),
-            logprobs=bool(asked.pop("logprobs", False)),
-        )
-        self._require_harmless(asked)
-        return request
-
-    def _require_harmless(self, rest: Mapping[str, Any]) -> None:
-        """Raise Refused for a parameter that would change what is sampled or how it is sent, instead of ignoring it."""
-        same: dict[str, Any] = {"stream": False, "n": 1, "top_logprobs": 0, **self._sampling}
-        same |= {"tool_choice": "auto", "parallel_tool_calls": True}
-        for name, value in rest.items():
-            if name in self._sampling and value != same[name]:
-                raise Refused(
-                    f"{name}: got {value!r}, but this run samples with rollout.{name}={same[name]!r}, as its loss "
-                    "assumes; leave it out",
-                    code="unsupported_parameter",
-                )
-            if name not in ("model", "user", "metadata") and value != same.get(name, 0):
-                wanted = f"wanted {same[name]!r}" if name in same else "which is not supported"
-                raise Refused(f"{name}: got {value!r}, {wanted}; leave it out", code="unsupported_parameter")
+    def _refusal(self, refused: Refused, name: str) -> _Reply:
+        if name in self._open:
+            self._open[name][1](refused.message)
+        said = {
+            "message": refused.message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": refused.code,
+        }
+        return _Reply(status=refused.status, content={"error": said})
 
 
-def _list_of(kind: type, name: str, value: Any) -> Any:
-    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
-        raise Refused(f"{name}: got {value!r}, wanted a list of {'strings' if kind is str else 'objects'}")
-    return value
+_NOBODY = "no running episode has this URL; send requests to an episode's base_url + '/chat/completions'"
 
 
-def _name(path: str) -> str:
-    return path.removeprefix("/").partition("/")[0]
+def _app(server: ChatServer) -> Starlette:
+    """The paths of the server."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def response(status: int, content: bytes, media_type: str) -> Response:
+        return Response(content, status_code=status, media_type=media_type)
+
+    async def chat(request: Request) -> Response:
+        return response(*await server.respond(request.path_params["name"], await request.body()))
+
+    async def models(request: Request) -> Response:
+        return response(*server.models(request.path_params["name"]))
+
+    async def lost(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return response(*server.lost(request.method, request.url.path, error.status_code))
+
+    return Starlette(
+        routes=[
+            Route("/{name}/v1/chat/completions", chat, methods=["POST"]),
+            Route("/{name}/v1/models", models, methods=["GET"]),
+        ],
+        exception_handlers={404: lost, 405: lost},
+    )
 
 
-def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any]:
-    """Format the answer as OpenAI's `chat.completion`."""
+def _name(base_url: str) -> str:
+    return urlsplit(base_url).path.removeprefix("/").partition("/")[0]
+
+
+def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dict[str, Any]:
+    """Format the answer as OpenAI's `chat.completion`; token ids are where vLLM has them."""
     logprobs = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
     ]
-    said = len(answer.tokens)
+    before, said = len(answer.prompt_token_ids), len(answer.token_ids)
     calls = {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {}
     return {
         "id": f"chatcmpl-{number}",
@@ -171,66 +235,25 @@ def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any
                 "index": 0,
                 "message": {"role": "assistant", "content": answer.text or (None if calls else ""), **calls},
                 "finish_reason": answer.finish_reason,
-                "logprobs": {"content": logprobs} if told else None,
+                "logprobs": {"content": logprobs} if request.logprobs else None,
+                **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),
             }
         ],
-        "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": said,
-            "total_tokens": answer.prompt_tokens + said,
-        },
+        "usage": {"prompt_tokens": before, "completion_tokens": said, "total_tokens": before + said},
+        **({"prompt_token_ids": answer.prompt_token_ids.tolist()} if request.token_ids else {}),
     }
 
 
-class Client:
-    """Posts JSON from any thread, reusing idle connections."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
-        self._idle: deque[http.client.HTTPConnection] = deque()  # a new connection costs more than a request
-
-    def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = http.client.HTTPConnection(self._host, self._port)
-        try:
-            connection.request("POST", path, json.dumps(content).encode())
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        except BaseException:
-            connection.close()
-            raise
-        self._idle.append(connection)
-        return answer
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
-
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 1024  # many episodes may start and connect at the same moment
-    front: ChatServer
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # the client has gone, say after its episode timed out
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keep-alive
-    disable_nagle_algorithm = True
-    server: _Server
-
-    def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, content = self.server.front.answer(self.path, asked)
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's name for it
-        """Log nothing: the run reports what matters itself."""
+def _events(completion: Mapping[str, Any], *, usage: bool) -> bytes:
+    """The completion as server-sent events: one chunk with all of it, and one with the usage if that is asked for."""
+    (choice,) = completion["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+    streamed = {key: value for key, value in choice.items() if key != "message"}
+    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    ids = {key: value for key, value in completion.items() if key == "prompt_token_ids"}
+    chunks = [{**head, "choices": [{**streamed, "delta": delta}], **ids}]
+    if usage:
+        chunks = [{**chunks[0], "usage": None}, {**head, "choices": [], "usage": completion["usage"]}]
+    return b"".join(b"data: %s\n\n" % said for said in (*(json.dumps(each).encode() for each in chunks), b"[DONE]"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ from attrs import field, frozen
 from corerl.data.chat import read_message
 from corerl.engines.base import Generation, SamplingParams
 from corerl.engines.stops import Stops
-from corerl.messages import short_repr
+from corerl.messages import note, short_repr, shorten
 from corerl.rollout.agents.tool_calls import CallFormat, as_told, meant
-from corerl.rollout.encoding import Rejected, begun, behind, plain, render
+from corerl.rollout.encoding import Rejected, begun, behind, plain, render, wrong_option
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class Conversation:
     messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
     text: str = ""  # of the last answer, including tool calls
     answers: frozenset[int] = frozenset()  # indices of the messages that were sampled
-    tools: tuple[Mapping[str, Any], ...] = ()  # offered by the first request
+    tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
+    options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
     prompt_length: int = 0  # tokens of the first request
     tokens: IntArray = _empty(np.int64)  # [n]
     loss_mask: BoolArray = _empty(np.bool_)  # [n] True where sampled
@@ -104,6 +106,7 @@ class Conversation:
             text=answer.text,
             answers=self.answers | {len(asked.messages)},
             tools=asked.tools,
+            options=asked.options,
             prompt_length=self.prompt_length or new,
             tokens=np.concatenate([self.tokens, asked.tokens, generation.tokens]),
             loss_mask=behind(self.loss_mask, np.ones(said)),
@@ -120,6 +123,8 @@ class Asked:
     messages: tuple[Message, ...]  # the conversation's own first, then the new ones
     tools: tuple[Mapping[str, Any], ...]
     tokens: IntArray  # [n] to append to the conversation's
+    most_calls: int | None = None  # calls of tools that are read from the answer; None: all
+    options: Mapping[str, Any] = field(factory=dict)
 
 
 def continued(
@@ -148,30 +153,57 @@ class Renderer:
         options: Mapping[str, Any] | None = None,
         *,
         special_tokens: bool = False,
+        unshown_tools: bool = False,
     ) -> None:
         """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
-        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client."""
+        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client.
+        `unshown_tools`: tools that the chat template does not show to the model are noted, not refused."""
         self._special_tokens = special_tokens
         self._tokenizer = tokenizer
         self._calls = calls
-        self._options = options
+        self._options = options or {}
+        self._unshown_tools = unshown_tools
+        self._shows_tools = False  # once it is known that it does
 
     def ask(
-        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        most_calls: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Asked:
-        """What `messages` add to `conversation`. Raises Refused if they do not continue it or the template rejects
-        them."""
+        """What `messages` add to `conversation`. With `most_calls=0` tools are not shown; `options` go before the
+        renderer's own. Raises Refused if they do not continue it or the template rejects them."""
+        if most_calls == 0:
+            tools = conversation.tools  # what was shown stays
         read = continued(conversation, messages, tools)
-        tokens = self._tokens(conversation, read, tools)
+        merged = {**self._options, **self._checked(options or {})}
+        tokens = self._tokens(conversation, read, tools, merged)
         if not len(tokens) and not conversation.turns:
             raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
         new = read[len(conversation.messages) :]
         return Asked(
-            messages=(*conversation.messages, *new), tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64)
+            messages=(*conversation.messages, *new),
+            tools=tuple(tools),
+            tokens=np.asarray(tokens, dtype=np.int64),
+            most_calls=most_calls,
+            options=merged,
         )
 
+    def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in options:
+            if (wrong := wrong_option(self._tokenizer, name)) is not None:
+                raise Refused(f"chat_template_kwargs.{shorten(name, SHOWN)}: {wrong}", code="unsupported_parameter")
+        return options
+
     def _tokens(
-        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
     ) -> list[int]:
         said = len(conversation.messages)
         template = bool(self._tokenizer.chat_template)
@@ -181,7 +213,10 @@ class Renderer:
             text = "".join(message["content"] for message in messages[said:])
             return behind(self._tokenizer, text) if said else begun(self._tokenizer, [text])[0]
         if not said:
-            return plain(self._tokenizer, [self._rendered(messages, tools)])[0]
+            text = self._rendered(messages, tools, options)
+            if tools and not self._shows_tools:
+                self._require_shown(text, messages, options)
+            return plain(self._tokenizer, [text])[0]
         # Find what the template writes after the last answer, whatever it makes of the answer itself.
         mark = uuid.uuid4().hex
         # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
@@ -193,19 +228,42 @@ class Renderer:
         # An answer and the beginning that its request gave it are one message.
         beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
         marked = [message for number, message in enumerate(texts) if number not in beginnings]
-        _, found, following = self._rendered(marked, tools).rpartition(mark)
+        before, found, following = self._rendered(marked, tools, options).rpartition(mark)
         if not found:
             raise Refused(
                 "messages: the chat template omits the last answer, so nothing can follow it; use a tokenizer "
                 "(model.tokenizer) whose template includes it"
             )
+        had = conversation.options
+        if options != had and before != self._rendered(marked, tools, had).rpartition(mark)[0]:
+            raise Refused(
+                f"chat_template_kwargs: got, with the run's own, {short_repr(options, SHOWN)}, but earlier messages "
+                f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now; "
+                "send the same in all requests of an episode",
+                code="history_changed",
+            )
         tokens = behind(self._tokenizer, following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
         return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _require_shown(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
+        """Raise Refused, or tell the user, if `text` is what the template would write without tools."""
+        self._shows_tools = text != self._rendered(messages, (), options)
+        if self._shows_tools:
+            return
+        what = "the tokenizer's chat template does not show them to the model"
+        if not self._unshown_tools:
+            raise Refused(
+                f"tools: {what}; use a tokenizer (model.tokenizer) whose template does, or describe them in a message "
+                "and set rollout.episodes.tool_calls to how the model writes calls, or to 'none'"
+            )
+        _note_once(f"tools of a request: {what}, so it knows only what messages say of them")
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
         try:
-            return render(self._tokenizer, messages, tools=tools, options=self._options)
+            return render(self._tokenizer, messages, tools=tools, options=options)
         except Rejected as rejected:
             raise Refused(f"messages: {rejected}") from rejected
 
@@ -218,14 +276,19 @@ class Renderer:
         ended = ended or stops.end(said) is not None
         plain_text, whole = (stops.text(said, special_tokens=special) for special in (False, True))
         text = whole if self._special_tokens else plain_text
-        if self._calls is not None and asked.tools and ended:
+        if self._calls is not None and asked.tools and asked.most_calls != 0 and ended:
             # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
             for written in (plain_text, whole):
                 if (read := self._calls.read(written)) is not None:
                     content, calls = read
-                    told = as_told(calls, number=len(asked.messages))
+                    told = as_told(calls[: asked.most_calls], number=len(asked.messages))
                     return Answer(text=text, content=content, calls=tuple(told))
         return Answer(text=text, content=plain_text)
+
+
+@functools.cache
+def _note_once(line: str) -> None:
+    note(line)
 
 
 def _read(number: int, message: Any) -> Message:

@@ -18,7 +18,9 @@ from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.engines.stops import stops_of
-from corerl.rollout.agents.chat_server import ChatAnswer, ChatRequest, ChatServer
+from corerl.event_loop import in_thread
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
 from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.tool_calls import format_of
@@ -94,6 +96,7 @@ class EpisodeRunner:
             format_of(config.tool_calls, tokenizer.chat_template),
             template_options,
             special_tokens=special_tokens,
+            unshown_tools=config.tool_calls != "auto",
         )
         self._params = params
         self._function = function
@@ -168,7 +171,7 @@ class EpisodeRunner:
                 continue
             player.deadline = now + self._config.timeout
             player.base_url = self._front.open(
-                functools.partial(self._answer, player), functools.partial(setattr, player, "refusal")
+                functools.partial(self._answer_in_thread, player), functools.partial(setattr, player, "refusal")
             )
             self._playing[id(player)] = player
             threading.Thread(target=self._play, args=(player,), name="rollout episode", daemon=True).start()
@@ -205,7 +208,7 @@ class EpisodeRunner:
     # ---- in threads of their own -------------------------------------------------------------------------------------
 
     def _play(self, player: EpisodeState) -> None:
-        episode = Episode(prompt=player.prompt, base_url=player.base_url, client=self._front.client)
+        episode = Episode(prompt=player.prompt, base_url=player.base_url, server=self._front)
         outcome = self._function.play(episode, self._config.timeout)
         # A client's own error seldom says more than the status.
         if isinstance(outcome, Failure) and player.refusal and player.refusal not in outcome.message:
@@ -215,12 +218,21 @@ class EpisodeRunner:
                 outcome = self._function.failure("silent", "sent no request to the policy", player.prompt)
             self._end(player, outcome)
 
+    async def _answer_in_thread(self, player: EpisodeState, request: ChatRequest) -> ChatAnswer:
+        return await in_thread(lambda: self._answer(player, request), name="rollout request")
+
     def _answer(self, player: EpisodeState, request: ChatRequest) -> ChatAnswer:
         with self._state:
             conversation, turn = player.conversation, _turn_of(player, request)
         if turn is not None:
             return self._told(turn)
-        asked = self._renderer.ask(conversation, request.messages, request.tools)
+        asked = self._renderer.ask(
+            conversation,
+            request.messages,
+            request.tools,
+            most_calls=request.most_calls,
+            options=request.template_options,
+        )
         if not conversation.turns and len(asked.tokens) > self._longest_prompt:
             raise Refused(
                 f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
@@ -231,7 +243,7 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(player, len(tokens))
+            return self._no_room(player, tokens)
         turn = Turn(chat=request, asked=asked, request=self._request(player, tokens, begun, request))
         with self._state:
             if player.ended:
@@ -261,7 +273,8 @@ class EpisodeRunner:
             text=answer.content,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
-            prompt_tokens=len(turn.request.tokens),
+            prompt_token_ids=turn.request.tokens,
+            token_ids=drawn.tokens,
             # The vocabulary may be larger than the tokenizer's.
             tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
             logprobs=drawn.logprobs.tolist(),
@@ -299,7 +312,7 @@ class EpisodeRunner:
             self._stops[known] = stops_of(known, self._tokenizer)
         return self._stops[known]
 
-    def _no_room(self, player: EpisodeState, prompt_tokens: int) -> ChatAnswer:
+    def _no_room(self, player: EpisodeState, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function asks once more after it."""
         with self._state:
             if player.told_full:
@@ -309,7 +322,7 @@ class EpisodeRunner:
                     code="context_length_exceeded",
                 )
             player.truncated = player.told_full = True
-        return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
+        return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 
 
 def _turn_of(player: EpisodeState, request: ChatRequest) -> Turn | None:

@@ -7,7 +7,6 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -17,7 +16,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import short_repr
 from corerl.rollout import loop
-from corerl.rollout.agents.chat_server import API_KEY, MODEL, Client
+from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
 from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, gathered, number, short, told
 from corerl.rollout.sampler import Rollout
 from corerl.types import IntArray
@@ -31,7 +30,7 @@ class Episode:
     base_url: str  # OpenAI-compatible, for this episode alone
     api_key: str = API_KEY
     model: str = MODEL
-    _client: Client  # shared by all episodes
+    _server: ChatServer  # the one at base_url
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -41,9 +40,8 @@ class Episode:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
-        library. Raises RuntimeError with the server's message if the request is refused."""
-        body = {"model": self.model, "messages": messages, **parameters}
-        answer = self._client.post(f"{urlsplit(self.base_url).path}/chat/completions", body)
+        library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused."""
+        answer = self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
         choice: dict[str, Any] = answer["choices"][0]

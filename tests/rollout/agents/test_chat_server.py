@@ -1,20 +1,33 @@
-"""Over real HTTP, in the shapes that OpenAI's API documents."""
+"""With OpenAI's own client, and with the same requests without a socket."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import platform
+import signal
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+import openai
 import pytest
 
-from corerl.rollout.agents.chat_server import ChatAnswer, ChatRequest, ChatServer
+from corerl.event_loop import EventLoop
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
 from corerl.rollout.agents.conversation import Refused
 from tests.machine import paced
 
-USER = {"role": "user", "content": "hello"}
+platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
+USER: Any = {"role": "user", "content": "hello"}
+TOOLS: Any = [{"type": "function", "function": {"name": "add"}}]
+CALLS = [
+    {"id": f"call0010{index}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for index in range(2)
+]
 
 
 class Desk:
@@ -22,137 +35,248 @@ class Desk:
 
     def __init__(self) -> None:
         self.requests: list[ChatRequest] = []
+        self.threads: set[str] = set()
         self.refuses = False
-        self.tool_calls: list[dict[str, Any]] = []
 
-    def __call__(self, request: ChatRequest) -> ChatAnswer:
+    async def __call__(self, request: ChatRequest) -> ChatAnswer:
         self.requests.append(request)
+        self.threads.add(threading.current_thread().name)
         if self.refuses:
             raise Refused("not now", status=410, code="episode_over")
-        if self.tool_calls:
-            return ChatAnswer(
-                text="",
-                tool_calls=self.tool_calls,
-                finish_reason="tool_calls",
-                prompt_tokens=5,
-                tokens=["x"],
-                logprobs=[-1.0],
-            )
         return ChatAnswer(
-            text="hi ü", finish_reason="stop", prompt_tokens=5, tokens=["hi", "ü", "<eos>"], logprobs=[-1.0, -0.5, 0.0]
+            text="" if request.tools else "hi ü",
+            tool_calls=CALLS if request.tools else (),
+            finish_reason="tool_calls" if request.tools else "stop",
+            prompt_token_ids=np.array([7, 8, 9, 7, 8]),
+            token_ids=np.array([3, 4, 2]),
+            tokens=["hi", "ü", "<eos>"],
+            logprobs=[-1.0, -0.5, 0.0],
         )
 
 
-@pytest.fixture
-def front() -> Iterator[ChatServer]:
-    made = ChatServer(temperature=0.7, top_p=1.0)
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop("tested")
     yield made
     made.close()
 
 
-def post(url: str, body: Any) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", urlsplit(url).path, content, {"Authorization": "Bearer none"})
-    response = connection.getresponse()
-    answer = json.loads(response.read())
+@pytest.fixture(scope="module")
+def front(loop: EventLoop) -> Iterator[ChatServer]:
+    made = ChatServer(loop, temperature=0.7, top_p=1.0)
+    yield made
+    made.close()
+
+
+def connected(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
+
+
+def sent(connection: http.client.HTTPConnection, url: str, body: Any, method: str = "POST") -> tuple[int, str, str]:
+    """Status, media type and content of the answer."""
+    connection.request(method, urlsplit(url).path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def post(url: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+    """Status of the answer, and what its JSON says."""
+    connection = connected(url)
+    status, _, content = sent(connection, url, body, method)
     connection.close()
-    return response.status, answer
+    return status, json.loads(content)
 
 
-def test_an_answer_has_the_shape_of_a_chat_completion(front: ChatServer) -> None:
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
+
+
+def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     desk = Desk()
-    url = front.open(desk) + "/chat/completions"
-    asked = {"model": "any", "messages": [USER], "logprobs": True, "temperature": 0.7, "n": 1, "stream": False}
-    status, answer = post(url, {**asked, "max_completion_tokens": 7, "stop": "x", "tools": [{"type": "function"}]})
-    assert status == 200
-    assert (answer["object"], answer["model"]) == ("chat.completion", "policy")
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-    (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "hi ü"}
-    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
-    assert choice["logprobs"]["content"][1] == {
+    with client(front.open(desk)) as ours:
+        answer = ours.chat.completions.create(
+            model="any",
+            messages=[USER],
+            logprobs=True,
+            temperature=0.7,
+            max_completion_tokens=7,
+            stop="x",
+            extra_body={"return_token_ids": True},
+        )
+    assert (answer.object, answer.model) == ("chat.completion", "policy")
+    assert answer.usage is not None
+    assert answer.usage.to_dict() == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "hi ü", None)
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert choice.logprobs.content[1].to_dict() == {
         "token": "ü",
         "logprob": -0.5,
         "bytes": [195, 188],
         "top_logprobs": [],
     }
+    assert answer.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8] and choice.to_dict()["token_ids"] == [3, 4, 2]
     (request,) = desk.requests
-    assert (request.max_tokens, list(request.stop), request.logprobs) == (7, ["x"], True)
-    assert (list(request.messages), list(request.tools)) == ([USER], [{"type": "function"}])
-    assert post(url, {"messages": [USER], "presence_penalty": 0.0, "stop": None})[1]["choices"][0]["logprobs"] is None
-    assert (desk.requests[1].max_tokens, list(desk.requests[1].stop)) == (None, [])
+    assert (request.max_tokens, list(request.stop), list(request.messages)) == (7, ["x"], [USER])
+    assert desk.threads == {"tested"}
+
+
+def test_what_is_not_asked_for_is_left_out_of_an_answer(front: ChatServer) -> None:
+    said = front.ask(front.open(Desk()), {"messages": [USER]})
+    assert said["choices"][0]["logprobs"] is None and "token_ids" not in said["choices"][0]
+    assert "prompt_token_ids" not in said
 
 
 def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
-    desk = Desk()
-    desk.tool_calls = [{"id": "call00100", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
-    body = {"messages": [USER], "tools": [{"type": "function"}], "parallel_tool_calls": True, "tool_choice": "auto"}
-    (choice,) = post(front.open(desk) + "/chat/completions", body)[1]["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": desk.tool_calls}
+    body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
+    (choice,) = front.ask(front.open(Desk()), body)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": CALLS}
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        (b"{", "the request is not valid JSON"),
-        (b"[" * 200_000, "the request is not valid JSON: it is nested more deeply than can be read"),
-        (
-            rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
-            "the request is not valid JSON: a text in it has half",
-        ),
-        ({}, "messages: missing"),
-        ({"messages": [USER], "stream": True}, "stream: got True, wanted False; leave it out"),
-        ({"messages": [USER], "n": 2}, "n: got 2, wanted 1; leave it out"),
-        ({"messages": [USER], "temperature": 1.0}, "temperature: got 1.0, but this run samples with rollout.temperatu"),
-        ({"messages": [USER], "top_p": 0.5}, "top_p: got 0.5, but this run samples with rollout.top_p=1.0"),
-        ({"messages": [USER], "top_k": 5}, "top_k: got 5, but this run samples with rollout.top_k=0"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format: got {'type'"),
-        ({"messages": [USER], "tool_choice": "required"}, "tool_choice: got 'required', wanted 'auto'; leave it out"),
-        ({"messages": [USER], "max_tokens": 0}, "max_tokens: got [0], wanted a whole number of at least 1"),
-        ({"messages": [USER], "stop": [3]}, "stop: got [3], wanted a list of strings"),
-        ({"messages": [USER], "tools": {"a": 1}}, "tools: got {'a': 1}, wanted a list of objects"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_in_one_line(front: ChatServer, body: Any, told: str) -> None:
-    desk = Desk()
-    status, answer = post(front.open(desk) + "/chat/completions", body)
-    assert status == 400
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert answer["error"]["message"].startswith(told)
-    assert not desk.requests
+def test_openais_client_reads_a_stream_of_one_chunk_and_the_usage_if_it_asks_for_that(front: ChatServer) -> None:
+    with client(front.open(Desk())) as ours:
+        text, usage = ours.chat.completions.create(
+            model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
+        )
+        (calls,) = ours.chat.completions.create(
+            model="policy", messages=[USER], tools=TOOLS, stream=True, extra_body={"return_token_ids": True}
+        )
+        with ours.chat.completions.stream(model="policy", messages=[USER], tools=TOOLS) as stream:
+            whole = stream.get_final_completion()
+    assert (text.object, text.choices[0].delta.content, text.choices[0].finish_reason) == (
+        *("chat.completion.chunk", "hi ü", "stop"),
+    )
+    assert text.usage is None and usage.choices == [] and usage.id == text.id
+    assert usage.usage is not None and usage.usage.total_tokens == 8
+    delta = calls.choices[0].delta.to_dict()
+    assert delta["tool_calls"] == [{"index": index, **call} for index, call in enumerate(CALLS)]
+    assert calls.choices[0].finish_reason == "tool_calls" and calls.choices[0].to_dict()["token_ids"] == [3, 4, 2]
+    assert calls.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8]
+    assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
 
 
-def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: ChatServer) -> None:
+def test_a_stream_is_events_and_a_refused_one_an_error_like_any_other(front: ChatServer) -> None:
+    url = front.open(Desk()) + "/chat/completions"
+    connection = connected(url)
+    status, kind, content = sent(connection, url, {"messages": [USER], "stream": True})
+    connection.close()
+    assert (status, kind.partition(";")[0]) == (200, "text/event-stream")
+    first, done, rest = content.split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["object"] == "chat.completion.chunk"
+    assert (done, rest) == ("data: [DONE]", "")
+    status, answer = post(url, {"messages": [USER], "stream": True, "n": 2})
+    assert (status, answer["error"]["message"]) == (400, "n: got 2, wanted 1; leave it out")
+
+
+def test_the_one_model_is_listed(front: ChatServer) -> None:
+    with client(front.open(Desk())) as ours:
+        assert [model.id for model in ours.models.list()] == ["policy"]
+
+
+def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(front: ChatServer) -> None:
+    desk, refusals = Desk(), list[str]()
+    url = front.open(desk, refusals.append)
+    for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
+        short, long = front.ask(url, body), post(f"{url}/chat/completions", body)[1]
+        assert {**short, "id": "", "created": 0} == {**long, "id": "", "created": 0}
+    assert refusals[0] == refusals[1] and refusals[2] == refusals[3] and len(refusals) == 4
+    messages = [dict(USER)]
+    said = front.ask(url, {"messages": messages, "tools": TOOLS})
+    messages[0]["content"] = said["choices"][0]["message"]["tool_calls"][0]["id"] = "other"
+    assert desk.requests[-1].messages == [USER] and CALLS[0]["id"] == "call00100"
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        front.ask(url, {"messages": [USER], "max_tokens": np.int64(3)})
+
+
+def test_the_short_way_does_not_wait_in_the_loop_for_itself(front: ChatServer, loop: EventLoop) -> None:
+    async def ask() -> Any:
+        return front.ask(url, {"messages": [USER]})
+
+    url = front.open(Desk())
+    with pytest.raises(RuntimeError, match=r"in a coroutine, use `await asyncio.to_thread\(episode.chat, ...\)`"):
+        loop.run(ask())
+
+
+def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it_is_shut(front: ChatServer) -> None:
     first, second = Desk(), Desk()
     urls = [front.open(first), front.open(second)]
     assert post(urls[1] + "/chat/completions", {"messages": [USER]})[0] == 200
     assert (len(first.requests), len(second.requests)) == (0, 1)
     second.refuses = True
-    status, answer = post(urls[1] + "/chat/completions", {"messages": [USER]})
-    assert (status, answer["error"]["code"], answer["error"]["message"]) == (410, "episode_over", "not now")
-    assert post(urls[0] + "/completions", {"prompt": "x"})[0] == 404
+    expected = {"message": "not now", "type": "invalid_request_error", "param": None, "code": "episode_over"}
+    assert post(urls[1] + "/chat/completions", {"messages": [USER]}) == (410, {"error": expected})
     front.shut(urls[0])
-    status, answer = post(urls[0] + "/chat/completions", {"messages": [USER]})
-    assert (status, answer["error"]["code"]) == (404, "not_found")
+    for status, answer in (
+        post(urls[0] + "/chat/completions", {"messages": [USER]}),
+        post(urls[0] + "/models", None, "GET"),
+    ):
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert "no running episode has this URL; send requests to an" in answer["error"]["message"]
+    assert front.ask(urls[0], {"messages": [USER]})["error"]["code"] == "not_found"
     assert not first.requests
 
 
+def test_a_path_that_does_not_exist_says_which_do(front: ChatServer) -> None:
+    refusals: list[str] = []
+    url = front.open(Desk(), refusals.append)
+    path = urlsplit(url).path
+    for method, tried, status in (("POST", "/completions", 404), ("GET", "/chat/completions", 405)):
+        answered, answer = post(url + tried, None, method)
+        told = f"no such path; this server has POST {path}/chat/completions and GET {path}/models"
+        assert answer["error"]["message"] == f"{method} {path}{tried}: {told}"
+        assert (answered, answer["error"]["code"]) == (status, "not_found")
+    assert len(refusals) == 2
+    message = post(url.removesuffix(path) + "/", None, "GET")[1]["error"]["message"]
+    assert message.startswith("GET /: no running episode has this URL; send requests to an episode's base_url")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyError("tool_call_id"), "KeyError: 'tool_call_id'"), (SystemExit("no\nway"), "SystemExit: no")],
+)
 def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_to_whoever_runs_it(
-    front: ChatServer, capsys: pytest.CaptureFixture[str]
+    front: ChatServer, capfd: pytest.CaptureFixture[str], error: BaseException, told: str
 ) -> None:
-    def breaks(request: ChatRequest) -> ChatAnswer:
-        raise KeyError("tool_call_id")
+    async def breaks(request: ChatRequest) -> ChatAnswer:
+        raise error
 
     status, answer = post(front.open(breaks) + "/chat/completions", {"messages": [USER]})
-    assert (status, answer["error"]["message"]) == (500, "KeyError: 'tool_call_id'")
-    assert "in breaks\n" in capsys.readouterr().err
+    assert (status, answer["error"]["message"]) == (500, told)
+    assert capfd.readouterr().err.count("in breaks\n") == 1
+    assert front.ask(front.open(Desk()), {"messages": [USER]})["choices"]  # it still serves
 
 
-def test_the_client_asks_over_connections_that_it_keeps(front: ChatServer) -> None:
-    url = urlsplit(front.open(Desk()))
-    before = [front.client.post(f"{url.path}/chat/completions", {"messages": [USER]})["id"] for _ in range(2)]
-    assert len(set(before)) == 2
-    assert len(front.client._idle) == 1
+def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
+    loop: EventLoop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    made = ChatServer(loop, temperature=1.0, top_p=1.0)
+    url = made.open(Desk())
+    connection, sockets = connected(url), set()
+    for _ in range(2):
+        assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
+        sockets.add(connection.sock)
+    assert len(sockets) == 1  # which is kept
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=paced(20))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    made.close()
+    made.close()
+    connection.close()
+    with pytest.raises(ConnectionRefusedError):
+        connected(url).connect()
+    assert capfd.readouterr() == ("", "")
+
+    async def closes() -> None:
+        ChatServer(loop, temperature=1.0, top_p=1.0).close()
+
+    loop.run(closes())
+    own_loop = EventLoop("short")
+    left = ChatServer(own_loop, temperature=1.0, top_p=1.0)
+    url = left.open(Desk())
+    own_loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        left.ask(url, {"messages": [USER]})
+    left.close()

@@ -137,6 +137,54 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
         renderer.ask(conversation, messages)
 
 
+def test_tools_that_the_template_does_not_show_are_refused_or_noted_once_where_the_format_of_calls_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours, tools = tokenizer(TEMPLATE.replace("tool['name']", "''")), [{"name": "stu"}]
+    with pytest.raises(Refused, match="^tools: the tokenizer's chat template does not show them to the model; use a "):
+        Renderer(ours).ask(Conversation(), [USER], tools)
+    for _ in range(2):  # one for each batch
+        renderer = Renderer(ours, FORMATS["hermes"], unshown_tools=True)
+        asked = [renderer.ask(Conversation(), [USER], tools) for _ in range(2)]
+        assert {ours.decode(each.tokens) for each in asked} == {"<bos>u:12<eos>;a:"}
+    told = "corerl: note: tools of a request: the tokenizer's chat template does not show them to the model, "
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_with_no_choice_of_tools_none_are_shown_and_calls_stay_text() -> None:
+    renderer, ours = calling()
+    tools, said = [{"name": "t"}], np.array([*calling()[1].encode(CALLS, add_special_tokens=False), 2])
+    none = renderer.ask(Conversation(), [USER], tools, most_calls=0)
+    np.testing.assert_array_equal(none.tokens, renderer.ask(Conversation(), [USER]).tokens)
+    assert renderer.answer(none, said, PARAMS) == Answer(text=CALLS, content=CALLS)
+    # In a later request, what was shown stays as it is.
+    messages: list[dict[str, Any]] = [USER]
+    asked = renderer.ask(Conversation(), messages, tools)
+    assert ours.decode(asked.tokens) == "<bos>tu:12<eos>;a:"
+    conversation = Conversation().answered(asked, Answer(text="5", content="5"), drawn([9, 2]))
+    messages += [{"role": "assistant", "content": "5"}, USER]
+    later = renderer.ask(conversation, messages, tools, most_calls=0)
+    np.testing.assert_array_equal(later.tokens, renderer.ask(conversation, messages, tools).tokens)
+    assert renderer.answer(later, said, PARAMS).calls == ()
+    again = conversation.answered(later, Answer(text="5", content="5"), drawn([9, 2]))
+    messages += [{"role": "assistant", "content": "5"}, USER]
+    assert renderer.answer(renderer.ask(again, messages, tools), said, PARAMS).calls
+
+
+def test_without_parallel_calls_only_the_first_of_an_answer_is_told() -> None:
+    renderer, ours = calling()
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}], most_calls=1)
+    answer = renderer.answer(asked, said, PARAMS)
+    assert (answer.text, answer.content, [call["function"]["name"] for call in answer.calls]) == (CALLS, "1", ["t"])
+    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
+    result = {"role": "tool", "tool_call_id": answer.calls[0]["id"], "content": "9"}
+    more = renderer.ask(conversation, [USER, answer.message, result], [{"name": "t"}], most_calls=1)
+    assert ours.decode(conversation.tokens) + ours.decode(more.tokens) == (
+        f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;a:"
+    )
+
+
 def test_messages_come_back_as_clients_write_them() -> None:
     renderer, messages = Renderer(tokenizer()), [USER]
     conversation = answered(renderer, Conversation(), messages, [4, 2])
@@ -303,6 +351,37 @@ def test_arguments_of_the_template_hold_in_every_turn() -> None:
     conversation = answered(renderer, Conversation(), messages, [4, 2])
     conversation = answered(renderer, conversation, [*messages, TOOL], [4, 2])
     assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:90<eos>;t:45<eos>;a:90<eos>"
+
+
+def test_a_request_may_have_arguments_of_the_template_which_go_before_the_runs() -> None:
+    ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
+    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
+    assert ours.decode(renderer.ask(Conversation(), messages).tokens) == "<bos>u:12<eos>;a:9"
+    asked = renderer.ask(Conversation(), messages, options={"brief": False})
+    assert ours.decode(asked.tokens) == "<bos>u:12<eos>;a:"
+    conversation = Conversation().answered(asked, Answer(text="0", content="0"), drawn([4, 2]))
+    # They may change from turn to turn where that changes only what comes next.
+    more = renderer.ask(conversation, [USER, {"role": "assistant", "content": "0"}, TOOL])
+    assert ours.decode(more.tokens) == ";t:45<eos>;a:9"
+    for option, told in (("breif", "the tokenizer's chat template never reads it"), ("tokenize", "is not the templ")):
+        with pytest.raises(Refused, match=f"^chat_template_kwargs.{option}: {told}"):
+            renderer.ask(Conversation(), messages, options={option: True})
+    with pytest.raises(Refused, match="^chat_template_kwargs.brief: the tokenizer has no chat template; remove it"):
+        Renderer(tokenizer(template=None)).ask(Conversation(), messages, options={"brief": True})
+
+
+def test_arguments_of_the_template_that_would_change_earlier_messages_are_refused() -> None:
+    ours = tokenizer("{% if brief %}9{% endif %}" + TEMPLATE)
+    renderer, messages = Renderer(ours), [USER]
+    asked = renderer.ask(Conversation(), messages, options={"brief": True})
+    assert ours.decode(asked.tokens) == "9<bos>u:12<eos>;a:"
+    conversation = Conversation().answered(asked, Answer(text="0", content="0"), drawn([4, 2]))
+    messages += [{"role": "assistant", "content": "0"}, TOOL]
+    assert ours.decode(renderer.ask(conversation, messages, options={"brief": True}).tokens) == ";t:45<eos>;a:"
+    assert ours.decode(renderer.ask(conversation, messages, options={"brief": 1}).tokens) == ";t:45<eos>;a:"
+    for options in ({}, {"brief": False}):
+        with pytest.raises(Refused, match="^chat_template_kwargs: got, .* earlier messages were written with {'brief'"):
+            renderer.ask(conversation, messages, options=options)
 
 
 # ---- tokenizers with habits ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_the_function_is_found_and_tried_before_anything_starts() -> None:
 def test_an_episode_begins_with_the_prompts_own_messages() -> None:
     chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     episodes = [
-        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", client=None)  # type: ignore[arg-type]
+        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", server=None)  # type: ignore[arg-type]
         for prompt in (Prompt(index=40, text="21>", answer="12"), Prompt(index=1, text="s u", answer="", messages=chat))
     ]
     assert episodes[0].messages == [{"role": "user", "content": "21>"}]
@@ -66,7 +66,7 @@ async def impatient(episode: Episode) -> float:
 def test_what_is_no_reward_fails_the_episode_and_a_value_that_is_late_is_late(
     function: Callable[[Episode], Any], kind: str, told: str
 ) -> None:
-    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     failure = EpisodeFunction(name="mine:play", function=function).play(episode, 0.05)
     assert isinstance(failure, Failure) and failure.kind == kind
     assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
@@ -77,7 +77,7 @@ def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> 
     async def later(episode: Episode) -> object:
         return value
 
-    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     for function in (later, lambda episode: value):
         assert EpisodeFunction(name="mine:play", function=function).play(episode, 60.0) == 1.0
 
@@ -110,7 +110,7 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
 
     def play(index: int) -> None:
         prompt = Prompt(index=index, text="5>", answer="")
-        outcomes[index] = mine.play(Episode(prompt=prompt, base_url="", client=None), timeout=10.0)  # type: ignore[arg-type]
+        outcomes[index] = mine.play(Episode(prompt=prompt, base_url="", server=None), timeout=10.0)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=play, args=(index,), daemon=True) for index in range(5)]
     threads[0].start()

@@ -24,9 +24,11 @@ from corerl.engines.specs import TransformersConfig
 from corerl.engines.stops import Stops, until_stop
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_key
-from corerl.rollout.agents.chat_server import ChatRequest, ChatServer
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Refused
 from corerl.rollout.agents.episode_runner import EpisodeRunner, EpisodeState
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
@@ -68,9 +70,11 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[ChatServer]:
-    made = ChatServer(temperature=1.0, top_p=1.0)
+    loop = EventLoop("rollouts")
+    made = ChatServer(loop, temperature=1.0, top_p=1.0)
     yield made
     made.close()
+    loop.close()
 
 
 Play = Callable[..., Rollout]
@@ -262,7 +266,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
                 episode.chat(episode.messages)
                 waiting.wait(20)
             case 5:
-                episode.chat([{"role": "user", "content": "1"}], stream=True)
+                episode.chat([{"role": "user", "content": "1"}], n=2)
         episode.chat(episode.messages)
         return 0.5
 
@@ -278,7 +282,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     )
     assert told[2] == f"rollout.function 'mine:play' sent no request to the policy {on}"
     assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
-    assert "RuntimeError: stream: got True, wanted False; leave it out" in told[4]
+    assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
     plain = play(single, samples=3)
     drawn = [np.flatnonzero(rollout.batch.rows["turns"] == turns).tolist() for turns in (0, 1)]
     assert drawn == [[0, 2, 4], [1, 3, 5]]
@@ -526,7 +530,8 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
 def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: ChatServer) -> None:
     tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
     tokenizer.chat_template = (
-        '{# <tool_call>{"name" #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}'
+        '{% for tool in tools or [] %}<tool_call>{"name"{% endfor %}'
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     says = ['I add.<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>', "5"]
@@ -568,7 +573,7 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: C
     assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
     assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
     assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
-    said = ["u:2+3<eos>a:", f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
+    said = ['<tool_call>{"name"u:2+3<eos>a:', f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
     assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
     sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
     assert [part.tolist() for part in sampled] == drawn

@@ -19,6 +19,7 @@ from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed, RewardError
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.rollout.agents.chat_server import ChatServer
@@ -142,10 +143,12 @@ def two_turns(episode: Episode) -> float | None:
 
 @pytest.fixture
 def front() -> Iterator[ChatServer]:
-    made = ChatServer(temperature=1.0, top_p=1.0)
+    loop = EventLoop("rollouts")
+    made = ChatServer(loop, temperature=1.0, top_p=1.0)
     yield made
     assert_soon(lambda: all(thread.name != "rollout episode" for thread in threading.enumerate()))  # which may ask
     made.close()
+    loop.close()
 
 
 def asynchronous(
