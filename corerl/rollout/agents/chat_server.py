@@ -146,21 +146,22 @@ class ChatServer:
     def lost(self, method: str, path: str, status: int) -> tuple[int, bytes, str]:
         """Answer a request to a path that does not exist, or not with this method."""
         name = path.removeprefix("/").partition("/")[0]
-        known = f"this server has POST /{name}/v1/chat/completions and GET /{name}/v1/models"
-        why = f"no such path; {known}" if name in self._open else _NOBODY
-        reply = self._refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), name)
+        known = f"no such path; this server has POST /{name}/v1/chat/completions and GET /{name}/v1/models"
+        _, refusing = self._open.get(name, (None, None))
+        why = _NOBODY if refusing is None else known
+        reply = _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing)
         return reply.status, json.dumps(reply.content).encode(), "application/json"
 
     async def _reply(self, name: str, body: bytes) -> _Reply:
+        answering, refusing = self._open.get(name, (None, None))
         try:
-            if name not in self._open:
+            if answering is None:
                 raise Refused(f"POST /{name}/v1/chat/completions: {_NOBODY}", status=404, code="not_found")
-            answering, _ = self._open[name]
             request = read_request(body, self._sampling)
             content = _completion(await answering(request), request, number=next(self._numbers))
             return _Reply(status=200, content=content, request=request)
         except Refused as refused:
-            return self._refusal(refused, name)
+            return _refusal(refused, refusing)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # say, of a chat template: its text goes to the client; SystemExit too
@@ -168,19 +169,15 @@ class ChatServer:
             said = {"message": one_line(error), "type": "server_error", "param": None, "code": "failed"}
             return _Reply(status=500, content={"error": said})
 
-    def _refusal(self, refused: Refused, name: str) -> _Reply:
-        if name in self._open:
-            self._open[name][1](refused.message)
-        said = {
-            "message": refused.message,
-            "type": "invalid_request_error",
-            "param": None,
-            "code": refused.code,
-        }
-        return _Reply(status=refused.status, content={"error": said})
-
 
 _NOBODY = "no running episode has this URL; send requests to an episode's base_url + '/chat/completions'"
+
+
+def _refusal(refused: Refused, refusing: Refusing | None) -> _Reply:
+    if refusing is not None:
+        refusing(refused.message)
+    said = {"message": refused.message, "type": "invalid_request_error", "param": None, "code": refused.code}
+    return _Reply(status=refused.status, content={"error": said})
 
 
 def _app(server: ChatServer) -> Starlette:

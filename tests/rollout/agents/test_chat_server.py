@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from corerl.event_loop import EventLoop
+from corerl.event_loop import EventLoop, in_thread
 from corerl.rollout.agents.chat_requests import ChatRequest
 from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
 from corerl.rollout.agents.conversation import Refused
@@ -262,6 +262,20 @@ def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=paced(20))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    asked, answer = threading.Event(), threading.Event()
+
+    async def slow(request: ChatRequest) -> ChatAnswer:
+        asked.set()
+        await in_thread(answer.wait, name="slow")
+        return await Desk()(request)
+
+    slow_url = made.open(slow)
+    gone = connected(slow_url)
+    gone.request("POST", urlsplit(slow_url).path + "/chat/completions", json.dumps({"messages": [USER]}))
+    assert asked.wait(paced(20))
+    gone.close()  # a client that waits no longer, which harms nobody
+    answer.set()
+    assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
     made.close()
     made.close()
     connection.close()
