@@ -136,7 +136,7 @@ def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentati
 
 @pytest.mark.processes
 def test_import_corerl_loads_no_heavy_package() -> None:
-    assert loaded_by("import corerl", "torch", "ray", "transformers", "cattrs") == []
+    assert loaded_by("import corerl", "torch", "ray", "transformers", "cattrs", "uvicorn") == []
 
 
 def test_what_serves_http_is_imported_by_the_functions_that_do() -> None:
