@@ -141,6 +141,22 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     assert int(batch.columns["loss_mask"].sum()) == sum(heard[at]["usage"]["completion_tokens"] for at in (2, 4, 7, 8))
 
 
+def test_what_a_request_says_of_tools_template_and_token_ids_holds_for_its_answer() -> None:
+    tokenizer, ask = byte_tokenizer(), {"tools": TOOLS, "return_token_ids": True}
+    with scripted(PROMPT, ["no call", CALL + CALL]) as script:
+        messages = script.episode.messages
+        with pytest.raises(RuntimeError, match="^chat_template_kwargs.brief: the tokenizer's chat template never"):
+            script.episode.chat(messages, chat_template_kwargs={"brief": True})
+        said = post(script.episode, messages, **ask, tool_choice="none")
+        assert tokenizer.decode(said["prompt_token_ids"]) == "user: 2+3=<|end|>\nassistant: "
+        assert tokenizer.decode(said["choices"][0]["token_ids"]) == "no call<|end|>"
+    with scripted(PROMPT, [CALL + CALL]) as script:
+        said = post(script.episode, messages, **ask, parallel_tool_calls=False)
+    assert tokenizer.decode(said["prompt_token_ids"]).startswith("tools: [{")
+    assert tokenizer.decode(said["choices"][0]["token_ids"]) == f"{CALL}{CALL}<|end|>"
+    assert [call["id"] for call in said["choices"][0]["message"]["tool_calls"]] == ["call00100"]
+
+
 def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789+=?u:a;", path="")
     tokenizer.chat_template = (

@@ -71,6 +71,7 @@ def loop() -> Iterator[EventLoop]:
     made = EventLoop("tested")
     yield made
     made.close()
+    loop.close()
 
 
 @pytest.fixture(scope="module")
