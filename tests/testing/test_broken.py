@@ -39,7 +39,8 @@ def backend_name(request):
 # Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
 # embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
 # A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
-# So is each in a check that reaches none of the methods that it overrides: the plain backend goes first, and tells.
+# So is each in a check that reaches none of the methods that it overrides, or not what its fault waits for: the plain
+# backend goes first, and tells.
 # What a module with specs imports is asked of each module once: a process for each spec is as many times the same.
 CONFTEST = """
 import functools
