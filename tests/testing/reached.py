@@ -123,6 +123,6 @@ NAME = f"{__name__}:SPEC"
 def take() -> frozenset[str]:
     """What was reached since the last call."""
     file = Path(os.environ[FILE])
-    found = frozenset(file.read_text().split())
+    found = frozenset(file.read_text().split()) if file.exists() else frozenset()
     file.write_text("")
     return found

@@ -57,13 +57,19 @@ from tests.testing import reached
 
 overridden = functools.cache(reached.overridden)
 reached_in = {}  # check and its parameters -> methods
+reached_by = {}  # trajectory that checks share -> methods
 sharing = Runs.trained_as
 
 
 def trained_as(self, world_size, setup, steps=STEPS):
-    if setup.backend == reached.NAME:  # for each check anew, so that each tells what it needs
-        return self.train(world_size, setup, range(steps))
-    return sharing(self, world_size, setup, steps)
+    if setup.backend != reached.NAME:
+        return sharing(self, world_size, setup, steps)
+    key, before = (world_size, repr(setup), steps), reached.take()
+    found = sharing(self, world_size, setup, steps)
+    methods = reached_by.setdefault(key, reached.take())  # of each check that needs it
+    for method in before | methods:
+        reached.tell(method)
+    return found
 
 
 Runs.trained_as = trained_as
