@@ -15,6 +15,8 @@ from _pytest.runner import runtestprotocol
 
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# And what shapes an operator gives: to keep that takes a third of a compilation, and each is seen once here.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 from corerl.cli import trial
 from corerl.rollout import templates

@@ -21,6 +21,9 @@ from typing import Any
 @contextlib.contextmanager
 def cluster(*nodes: dict[str, Any], **environment: str) -> Iterator[str]:
     """Such a cluster in processes of its own, a session of their own too; gives its address."""
+    from tests.forks.client import connect
+
+    connect().close()  # the cluster takes the server to be there
     process = subprocess.Popen(
         [sys.executable, Path(__file__), json.dumps(nodes)],
         stdin=subprocess.PIPE,
@@ -65,6 +68,12 @@ def title_in(directory: Path) -> str:
 def main() -> None:
     from ray.cluster_utils import Cluster
 
+    sys.path.append(
+        str(Path(__file__).resolve().parents[2])
+    )  # of this process alone: nodes look for packages themselves
+    from tests.forks.server import forking
+
+    subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]  # Ray's own processes
     nodes = Cluster()
     own = sys.executable
     settings = {"_system_config": {"prestart_worker_first_driver": False}}  # of all: workers that no one has asked for

@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from corerl.descendants import descendants
 from tests.cluster.nodes import session
+from tests.forks.client import Forked, processes_of
+from tests.forks.server import FORK_PYTHON
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -43,23 +45,22 @@ for name in sys.argv[1:]:
 """
 
 
-def test_whichever_of_rays_processes_dies_is_named_with_its_log_and_ray_can_start_again() -> None:
+def test_whichever_of_rays_processes_dies_is_named_with_its_log_and_ray_can_start_again(tmp_path: Path) -> None:
     logs = {
         "raylet": "raylet.out",
         "dashboard agent": "dashboard_agent.log",
         "runtime-env agent": "runtime_env_agent.log",
     }
     logs |= {"gcs_server": "gcs_server.out"}
-    with subprocess.Popen(
-        [sys.executable, "-c", DEATHS, *logs], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as driver:
-        out, _ = driver.communicate(timeout=paced(240.0))
-        deadline = time.monotonic() + paced(30.0)
-        while left := session(driver.pid):
-            assert time.monotonic() < deadline, f"still there: {left}"
-            time.sleep(0.05)
-    assert driver.returncode == 0
-    for line, (name, log) in zip(out.splitlines(), logs.items(), strict=True):
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        driver = Forked(["-c", *logs], DEATHS, environment={**os.environ, FORK_PYTHON: "1"}, stdout=out, stderr=err)
+    status = driver.wait(paced(240.0))
+    deadline = time.monotonic() + paced(30.0)
+    while left := processes_of(driver.pid):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+    assert status == 0, (tmp_path / "err").read_text()
+    for line, (name, log) in zip((tmp_path / "out").read_text().splitlines(), logs.items(), strict=True):
         assert re.fullmatch(
             rf"Ray's {name} has died; unless someone killed it, see the machine's log \(dmesg: out of memory\?\) and "
             rf"its own \(/.*/ray/session_\d+.*_{driver.pid}/logs/{log}\)",

@@ -7,6 +7,13 @@ import sys
 
 from asking import become
 
+# Ray's own processes that a driver starts: each imports Ray, and little else that a fork has not. What raylet starts is
+# none of them: it has to end with raylet, at once, and its interpreter is that of a node's workers.
+RAYS_OWN = ("/ray/_private/log_monitor.py", "/ray/autoscaler/_private/monitor.py", "/ray/dashboard/dashboard.py")
+SCRIPT = """
+import runpy, sys
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 MODULE = """
 import runpy, sys
 sys.argv[0] = sys.argv.pop(1)
@@ -27,6 +34,8 @@ def main(arguments: list[str]) -> None:
         elif rest[0] in ("-u", "-B", "-P"):
             if rest.pop(0) == "-u":
                 environment["PYTHONUNBUFFERED"] = "1"
+        elif rest[0].endswith(RAYS_OWN):
+            become(rest, SCRIPT, environment)
         else:
             rest = []
     if not rest:

@@ -96,8 +96,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def place_of(environment: Mapping[str, str]) -> str:
-    """Where a driver is asked for."""
-    own = {name: value for name, value in environment.items() if name.startswith("RAY_")}
+    """Where a driver is asked for. (Importing Ray sets RAY_CLIENT_MODE.)"""
+    own = {name: value for name, value in environment.items() if name.startswith("RAY_") and name != "RAY_CLIENT_MODE"}
     return WITH_RAY if own == RAYS else SOCKET
 
 

@@ -246,7 +246,7 @@ def forking(start: Callable[..., None]) -> Callable[..., None]:
     itself.)"""
 
     def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-        if isinstance(args, Sequence) and args[0] == sys.executable:
+        if isinstance(args, list | tuple) and args[0] == sys.executable:
             args = [sys.executable, "-SE", PYTHON, *args[1:]]
         start(self, args, *rest, **named)
 

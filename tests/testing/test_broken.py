@@ -39,7 +39,8 @@ def backend_name(request):
 # Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
 # embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
 # A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
-# So is each in a check that reaches none of the methods that it overrides: the plain backend goes first, and tells.
+# So is each in a check that reaches none of the methods that it overrides, or not what its fault waits for: the plain
+# backend goes first, and tells.
 # What a module with specs imports is asked of each module once: a process for each spec is as many times the same.
 CONFTEST = """
 import functools
@@ -56,13 +57,19 @@ from tests.testing import reached
 
 overridden = functools.cache(reached.overridden)
 reached_in = {}  # check and its parameters -> methods
+reached_by = {}  # trajectory that checks share -> methods
 sharing = Runs.trained_as
 
 
 def trained_as(self, world_size, setup, steps=STEPS):
-    if setup.backend == reached.NAME:  # for each check anew, so that each tells what it needs
-        return self.train(world_size, setup, range(steps))
-    return sharing(self, world_size, setup, steps)
+    if setup.backend != reached.NAME:
+        return sharing(self, world_size, setup, steps)
+    key, before = (world_size, repr(setup), steps), reached.take()
+    found = sharing(self, world_size, setup, steps)
+    methods = reached_by.setdefault(key, reached.take())  # of each check that needs it
+    for method in before | methods:
+        reached.tell(method)
+    return found
 
 
 Runs.trained_as = trained_as
