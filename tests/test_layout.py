@@ -151,18 +151,6 @@ def test_what_serves_http_is_imported_by_the_functions_that_do() -> None:
     assert found == []
 
 
-def test_what_serves_http_is_imported_by_the_functions_that_do() -> None:
-    """A run without episodes, and what only reads a config, would take a tenth of a second longer."""
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in CORE.rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        and re.search(r"(import|from) (starlette|uvicorn)\b", ast.unparse(node))
-    ]
-    assert found == []
-
-
 @pytest.mark.processes
 def test_corerl_help_loads_no_heavy_package() -> None:
     code = (
