@@ -21,6 +21,7 @@ BENCHMARKS = {
     "dispatch": ["--size", "64", "--calls", "20"],
     "plugins": ["--size", "2", "--calls", "100", "--starts", "1"],
     "packing": ["--size", "500"],
+    "episodes": ["--size", "16"],
     "fsdp_step": ["--size", "64", "--steps", "2"],
     "weight_update": ["--size", "1", "--updates", "1"],
     "delta_update": ["--size", "2", "--bucket-mib", "2"],
