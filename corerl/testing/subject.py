@@ -19,7 +19,7 @@ from corerl.testing.scenarios import states, training
 T = TypeVar("T")
 
 PLAIN = "plain"
-STEPS = 4  # each temperature, and the first one again
+STEPS = 6  # each temperature twice
 FEW_STEPS = 2  # of other packings of the same samples: what is wrong with one is so in its first step
 WHOLE = (10**6, 1)  # (tokens per micro-batch, sequence multiple): everything in one micro-batch
 PACKINGS = {"packed": (32, 1), "one by one": (1, 1), "padded": (32, 4)}

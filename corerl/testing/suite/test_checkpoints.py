@@ -65,20 +65,20 @@ def test_a_run_resumes_on_another_number_of_ranks(subject: Subject, kind: str) -
 @check("C42", level=1, builds_on=["C18", "C41"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_the_checkpoint_goes_on_in_the_plain_backend_and_back(subject: Subject, kind: str) -> None:
-    setup, first, second = subject.setup(kind), subject.checkpoint(2), Checkpoint(begin(subject.directory, 3), 1)
+    setup, first, second = subject.setup(kind), subject.checkpoint(2), Checkpoint(begin(subject.directory, 4), 1)
     start = subject.train(setup, range(2), save_after=1, save_to=first.role)
     middle = subject.runs.train(
         1,
         subject.runs.setup(PLAIN, kind),
-        [2],
+        range(2, 4),
         resume=first.complete(),
-        save_after=2,
+        save_after=3,
         save_to=second.role,
     )
-    end = subject.train(setup, range(3, STEPS), resume=second.complete())
+    end = subject.train(setup, range(4, STEPS), resume=second.complete())
     assert different(middle.at_start, start.state) == []
     assert different(end.at_start, middle.state) == []
-    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (2, 3, STEPS)
+    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (2, 4, STEPS)
     uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
     joined = start.losses + middle.losses + end.losses
     assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
