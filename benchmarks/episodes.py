@@ -64,7 +64,7 @@ def encode(prompt: Prompt) -> Conversation:
 
 def measure(*, rounds: int, size: int, concurrency: int) -> Report:
     loop = EventLoop("rollout")
-    front = ChatServer(loop, temperature=1.0, top_p=1.0)
+    server = ChatServer(loop, temperature=1.0, top_p=1.0)
     prompts = [Prompt(index=index, text="21>", answer="12") for index in range(size // SAMPLES)]
 
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
@@ -75,7 +75,7 @@ def measure(*, rounds: int, size: int, concurrency: int) -> Report:
         generate=generate,
         seed=0,
         function=EpisodeFunction(name="play", function=play),
-        front=front,
+        server=server,
         config=EpisodesConfig(concurrency=concurrency),
         calls=CALLS,
     )
@@ -95,7 +95,7 @@ def measure(*, rounds: int, size: int, concurrency: int) -> Report:
     if ours() != alone():
         raise SystemExit("the episodes have other tokens than the conversations that are encoded alone")
     seconds, others = in_turns(rounds, lambda _: timed(ours), lambda _: timed(alone))
-    front.close()
+    server.close()
     loop.close()
     rates = [size / each for each in seconds]
     return Report(

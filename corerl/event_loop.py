@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
+
 
 class EventLoop:
     """An event loop that runs until `close`, in a daemon thread: at exit nothing must wait for it."""
@@ -57,13 +59,13 @@ class EventLoop:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Cancel all tasks and end the thread; returns once it has ended. Idempotent."""
+        """Cancel all tasks and end the thread; returns once it has ended, or hangs. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         """Run the loop. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and with

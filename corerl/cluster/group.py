@@ -23,6 +23,8 @@ from corerl.messages import last_line, shorten
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
 
+LOOKS = 8  # for an answer of a process, within `Watching.silence`
+
 CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
 
 COUNT_SECONDS = 2.0  # between two looks at how far a call is
@@ -56,26 +58,26 @@ class Watching:
 
 @define(kw_only=True, eq=False)
 class Pulse:
-    """When one process was asked whether it is there."""
+    """Whether one process still says, when it is asked, that it is there."""
 
     actor: Any
     ref: Any = None  # of the question, until it is answered
-    asked: float = 0.0  # time.monotonic()
+    missed: int = 0  # looks since it was asked that found no answer
     heard: bool = False  # it has answered before: it has started
 
-    def ask(self) -> Any:
+    def look(self) -> bool:
+        """Ask, if nothing is asked, and look for the answer; returns whether too many looks have found none. They are
+        counted, not timed: while this process is stopped, none is missed."""
         if self.ref is None:
-            self.ref, self.asked = self.actor.status.options(concurrency_group=STATUS).remote(), time.monotonic()
-        return self.ref
-
-    def answer(self) -> None:
-        with contextlib.suppress(RayError):  # it has ended, which its calls tell
-            ray.get(self.ref)
-            self.heard = True
-        self.ref = None
-
-    def silent(self, seconds: float) -> bool:
-        return self.heard and self.ref is not None and time.monotonic() - self.asked > seconds
+            self.ref, self.missed = self.actor.status.options(concurrency_group=STATUS).remote(), 0
+        elif ray.wait([self.ref], timeout=0)[0]:
+            with contextlib.suppress(RayError):  # it has ended, which its calls tell
+                ray.get(self.ref)
+                self.heard = True
+            self.ref = None
+        else:
+            self.missed += 1
+        return self.heard and self.missed >= LOOKS
 
 
 class RayGroup:
@@ -108,6 +110,8 @@ class RayGroup:
         self._cause = ""  # the error that has ended the group, in a line
         self._answered = 0.0  # time.monotonic() when all members had answered the last awaited call
         self._silent: set[Any] = set()  # actors that were ended because they did not answer
+        self._ended = threading.Event()
+        self._feeling = threading.Lock()  # held while the pulse is felt: not once the group has ended, and Ray may have
         if self._watching.silence > 0:
             threading.Thread(target=self._feel_pulse, name="pulse", daemon=True).start()
 
@@ -245,7 +249,9 @@ class RayGroup:
 
     def kill(self) -> None:
         """End all processes at once; idempotent."""
-        self._alive = False
+        with self._feeling:
+            self._alive = False
+            self._ended.set()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
@@ -287,26 +293,19 @@ class RayGroup:
         return max(0.0, watch.due - watch.seconds)
 
     def _feel_pulse(self) -> None:
-        """Ask all processes all the time whether they are there, and end those that have become silent: whoever waits
-        for them gets an error that names them. In a thread of its own."""
+        """Look all the time whether the processes are there, and end those that have become silent: whoever waits for
+        them gets an error that names them. In a thread of its own."""
         pulses: dict[int, Pulse] = {}
-        while self._alive and ray.is_initialized():
-            for member, actor in enumerate(self._actors):
-                if member not in pulses or pulses[member].actor is not actor:
-                    pulses[member] = Pulse(actor=actor)
-            asked = {pulse.ask(): pulse for pulse in pulses.values()}
-            began = time.monotonic()
-            try:
-                ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._watching.silence / 4)
-            except RayError:
-                return  # Ray has ended
-            for ref in ready:
-                asked[ref].answer()
-            for pulse in pulses.values():
-                if pulse.silent(self._watching.silence) and self._alive:
-                    self._silent.add(pulse.actor)
-                    ray.kill(pulse.actor, no_restart=True)
-            time.sleep(max(0.0, self._watching.silence / 4 - (time.monotonic() - began)))
+        while not self._ended.wait(self._watching.silence / LOOKS):
+            with self._feeling:
+                if self._ended.is_set():
+                    return
+                for member, actor in enumerate(self._actors):
+                    if member not in pulses or pulses[member].actor is not actor:
+                        pulses[member] = Pulse(actor=actor)
+                    if actor not in self._silent and pulses[member].look():
+                        self._silent.add(actor)
+                        ray.kill(actor, no_restart=True)
 
     def _statuses(self, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
         """Each member's status; None if it does not answer `within` seconds."""

@@ -312,7 +312,8 @@ def _start_processes(
     fleet: EngineFleet | None = None
     if engine is not None:
         fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings)
-        stack.callback(fleet.processes.kill)
+        stack.callback(loop.close)  # after its engines have ended, before Ray does
+        stack.callback(fleet.end)
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
 
 
@@ -375,7 +376,7 @@ def start_all(
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
         ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
         begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
-        _tell_of_replaced(begun[ENGINES], progress)
+        _replace(fleet, begun[ENGINES], progress)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
@@ -385,13 +386,17 @@ def start_all(
         progress.begin("loading the model into the ranks")
     starting |= {name: group.init() for name, group in groups.items()}
     results = wait_all(starting, beside=beside)
-    _tell_of_replaced(results.get(ENGINES, {}), progress)
+    if fleet is not None and not in_turns:
+        _replace(fleet, results[ENGINES], progress)
     return {name: results[name] for name in groups}
 
 
-def _tell_of_replaced(replaced: Mapping[str, CorerlError], progress: Progress) -> None:
-    for engine, error in replaced.items():
+def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Progress) -> None:
+    """Put new engines in the place of those that have died as they started."""
+    for engine, error in died.items():
         progress.notice(f"{engine} is replaced: {error.message}")
+    if died:
+        fleet.replace(died)
 
 
 def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> Role:
@@ -433,7 +438,7 @@ def make_fleet(
         slots,
         plan.environment,
         failure=EngineFailed,
-        threads=plan.calls + 2,  # besides sampling for training: an evaluation, and `pause`
+        threads=plan.calls + 1,  # besides those that generate: `pause`
         watching=watching,
     )
     return EngineFleet(

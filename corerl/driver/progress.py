@@ -75,10 +75,10 @@ class Progress:
             yield
 
     def count(self, what: str, done: int, of: int) -> None:
-        """Note how many samples are DRAWN or SCORED, or prompts CHECKED. Called from any thread; one that is not the
-        loop's samples ahead, and counts only while the loop waits for it."""
+        """Note how many samples are DRAWN or SCORED, or prompts CHECKED. Called from any thread; what is not the main
+        one counts only while the main one waits for samples or an evaluation."""
         current = self._current
-        if current is None or (threading.get_ident() != self._loop and current.name != "rollout"):
+        if current is None or (threading.get_ident() != self._loop and current.name not in ("rollout", "eval")):
             return
         unit = (EVAL_UNITS if current.name == "eval" else UNITS)[what]
         if (unit, done, of) != (current.unit, current.done, current.of):

@@ -39,7 +39,7 @@ def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitSt
 
 
 async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
-    """For sources that score while the loop's thread trains."""
+    """For sources that score while the main thread trains."""
     return await in_thread(score, name="rollout scoring")
 
 
@@ -85,14 +85,14 @@ def make_sampler(
             told=told,
         )
     settings = plan.settings
-    front = ChatServer(fleet.loop, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
-    stack.callback(front.close)
+    server = ChatServer(fleet.loop, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+    stack.callback(server.close)
     return EpisodeSampler(
         tokenizer=plan.tokenizer,
         generate=fleet.generate,
         seed=plan.seed,
         function=plan.function,
-        front=front,
+        server=server,
         config=settings.episodes,
         calls=calls,
         longest_prompt=plan.longest_prompt,

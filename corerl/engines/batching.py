@@ -26,12 +26,14 @@ class _Waiting:
 class Batcher:
     """The requests of one engine. For coroutines of one event loop."""
 
-    def __init__(self, call: Call, *, calls: int, width: int) -> None:
+    def __init__(self, call: Call, *, calls: int, width: int, idle: Callable[[], None] = lambda: None) -> None:
         """At most `calls` at once, each of requests with the same parameters and of at most `width` rows together; one
-        request is never divided."""
+        request is never divided. `idle` is called whenever a call has ended, and another could begin if anything
+        waited."""
         self._call = call
         self._calls = calls
         self._width = width
+        self._on_idle = idle
         self._waiting: list[_Waiting] = []  # lowest number first
         self._sending: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -49,9 +51,9 @@ class Batcher:
         loop.call_soon(self._send)  # after what other tasks ask for at this moment
         try:
             return await waiting.answer
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+        except asyncio.CancelledError:
+            self._waiting = [each for each in self._waiting if each is not waiting]
+            raise
 
     def hold(self) -> None:
         """Send nothing until `go_on`."""
@@ -66,6 +68,15 @@ class Batcher:
         for waiting in self._waiting:
             _answer(waiting, None)
         self._waiting = []
+
+    @property
+    def rows_waiting(self) -> int:
+        return sum(len(each.request) for each in self._waiting)
+
+    def give_up_first(self) -> None:
+        """Answer None to the request that would be sent next, if there is one."""
+        if self._waiting:
+            _answer(self._waiting.pop(0), None)
 
     async def idle(self) -> None:
         """Wait until no call is in progress."""
@@ -83,6 +94,8 @@ class Batcher:
         if not self._sending:
             self._idle.set()
         self._send()
+        if not self._waiting and not self._held:
+            self._on_idle()
 
     def _taken(self) -> list[_Waiting]:
         """The first request and others that fit beside it; fewer if other calls could begin too."""
@@ -95,7 +108,8 @@ class Batcher:
             if fits and each.request.params == first.request.params:
                 taken.append(each)
                 room -= len(each.request)
-        self._waiting = [each for each in self._waiting if each not in taken]
+        gone = set(map(id, taken))
+        self._waiting = [each for each in self._waiting if id(each) not in gone]
         return taken
 
     async def _ask(self, taken: list[_Waiting]) -> None:
@@ -105,10 +119,16 @@ class Batcher:
             drawn = await self._call(
                 requests[0] if alone else GenerateRequest.concatenate(requests), taken[0].counted if alone else None
             )
-        except Exception as error:
+        except asyncio.CancelledError:
+            for each in taken:
+                each.answer.cancel()
+            raise
+        except BaseException as error:
             for each in taken:
                 if not each.answer.done():
                     each.answer.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
             return
         parts = [None] * len(taken) if drawn is None else [drawn] if alone else split(drawn, requests)
         for each, part in zip(taken, parts, strict=True):

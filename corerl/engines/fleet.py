@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from corerl.weights.transport import Address
 T = TypeVar("T")
 
 STARTING_SECONDS = 1.0  # between two looks whether replicas have started
+END_SECONDS = 5.0  # for calls to notice that their processes have been killed
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
 Counted = Callable[[int, int], None]  # called with how many are done, and how many there are
@@ -75,6 +77,7 @@ class EngineFleet:
         self.loop = loop
         self._allowed = restarts
         self._changing = threading.Lock()
+        self._asking = 0  # calls in progress
         self._router = PrefixRouter()
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
@@ -84,7 +87,8 @@ class EngineFleet:
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
         self._batchers = [
-            Batcher(functools.partial(self._call, replica), calls=calls, width=width) for replica in range(len(self))
+            Batcher(functools.partial(self._call, replica), calls=calls, width=width, idle=self._relieve)
+            for replica in range(len(self))
         ]
         self._started = [1] * len(self.assignments)  # processes started so far, per replica
         self._restarts: dict[int, int] = {}  # per replica, since the last completed step
@@ -94,8 +98,8 @@ class EngineFleet:
         self._serving.set()
 
     def start(self) -> Future[dict[str, CorerlError]]:
-        """Construct all replicas; the result is there when they are ready. A replica whose process dies meanwhile is
-        started anew, as often as it may; the result says which, and why."""
+        """Construct all replicas; the result is there when they are ready. It says which have died meanwhile, and why:
+        these are to be replaced."""
         processes = self.processes
         constructing = processes.construct([(assignment,) for assignment in self.assignments])
 
@@ -112,7 +116,6 @@ class EngineFleet:
                 if not isinstance(error, WorkerDied):
                     processes.kill()
                     raise error
-            self.replace(failed)
             return failed
 
         return Future(processes, ready, wait)
@@ -258,8 +261,14 @@ class EngineFleet:
         self._paused = False
         self._changed()
 
+    def _relieve(self) -> None:
+        """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
+        busiest = max(self._batchers, key=lambda each: each.rows_waiting)
+        if not (self._paused or self._ensuring):
+            busiest.give_up_first()
+
     def _changed(self) -> None:
-        """Let what waits go on, or wait, as replicas serve now. In the loop's thread."""
+        """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
         self._drawing = [replica for replica in range(len(self)) if self.serves(replica)]
         held = self._paused or self._ensuring
         for replica, batcher in enumerate(self._batchers):
@@ -366,10 +375,15 @@ class EngineFleet:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
         restarts are used up, kill all processes and raise the error."""
         asked = tuple(self._started)
+        with self._changing:
+            self._asking += 1
         try:
             answers = self.processes.answers(self.processes.start_some(method, arguments), counted)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
+        finally:
+            with self._changing:
+                self._asking -= 1
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
             if not isinstance(error, WorkerDied):
@@ -415,7 +429,14 @@ class EngineFleet:
             for method in ("pause", "close"):  # a replica that dies here has ended too
                 self.processes.answered(self.processes.start(method), CLOSE_SECONDS)
         finally:
-            self.processes.kill()
+            self.end()
+
+    def end(self) -> None:
+        """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
+        self.processes.kill()
+        until = time.monotonic() + END_SECONDS
+        while self._asking and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
         fared = {replica: _received(answer) for replica, answer in answers.items()}

@@ -33,6 +33,7 @@ class GroupPlan:
     placement: Placement
     address: str  # of a running Ray cluster; empty starts one
     watchdog: float  # seconds, as `cluster.watchdog`
+    health_timeout: float  # likewise
     notices: tuple[str, ...]  # a line each
 
 
@@ -96,6 +97,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         ),
         address=config.cluster.address,
         watchdog=config.cluster.watchdog,
+        health_timeout=config.cluster.health_timeout,
         notices=(
             *ignored_tables(config),
             *([f"{table}.path: {unused}"] if unused else []),

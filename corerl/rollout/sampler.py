@@ -105,16 +105,23 @@ class Sampler:
         self._seed = seed
 
     async def sample(
-        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        rollout_step: int,
+        samples: int,
+        params: SamplingParams,
+        attempt: int = 0,
+        ahead: bool = False,
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step draws others.
+        the sample's number; another `attempt` at the same step draws others. `ahead`: nobody waits for them yet.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
         """
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        return await self.draw(prompts, request)
+        return await self.draw(prompts, request, ahead=ahead)
 
     async def draw(
         self,

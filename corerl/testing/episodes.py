@@ -85,7 +85,7 @@ def scripted(
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
     longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
     loop = EventLoop("script")
-    front = ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    server = ChatServer(loop, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     handed: Future[Episode] = Future()
     over = threading.Event()
 
@@ -105,7 +105,7 @@ def scripted(
 
     async def run() -> None:
         runner = EpisodeRunner(
-            front=front,
+            server=server,
             tokenizer=tokenizer,
             params=params,
             function=EpisodeFunction(name="the script", function=play),
@@ -122,7 +122,7 @@ def scripted(
     finally:
         over.set()
         playing.result()
-        front.close()
+        server.close()
         loop.close()
 
 

@@ -92,7 +92,8 @@ class TrainGroup:
             ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as slots,
         ):
-            group = cls.launch(plan.role, slots[role], watching=Watching(notify=notify, seconds=plan.watchdog))
+            watching = Watching(notify=notify, seconds=plan.watchdog, silence=plan.health_timeout)
+            group = cls.launch(plan.role, slots[role], watching=watching)
             try:
                 group.init().result()
                 yield group

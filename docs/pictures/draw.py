@@ -299,12 +299,12 @@ def sampling() -> Picture:
         920,
         372,
         title="How samples come about",
-        description="The loop's thread asks the source for a batch and replaces engines that died. On the event "
+        description="The main thread asks the source for a batch and replaces engines that died. On the event "
         "loop, every group of samples and every episode is a coroutine. Its requests wait in a queue of the engine "
         "that the router has chosen, from which they are sent together. What is not CoreRL's own, a user's function, a "
         "reward, a call of an engine, runs in a thread or in another process.",
     )
-    picture.text(24, 30, "the loop's thread", "name")
+    picture.text(24, 30, "the main thread", "name")
     picture.named(24, 44, 150, 52, "box", "Run.batches", "for scored in ...")
     picture.named(24, 236, 150, 52, "box", "Run.bring_weights", "new engines, weights")
 

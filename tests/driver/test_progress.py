@@ -89,8 +89,8 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     )
 
 
-@pytest.mark.parametrize(("phase", "done"), [("rollout", 7), ("train", 0), ("eval", 0)])
-def test_a_thread_that_samples_ahead_counts_only_while_the_loop_waits_for_it(
+@pytest.mark.parametrize(("phase", "done"), [("rollout", 7), ("train", 0), ("eval", 7)])
+def test_another_thread_counts_only_while_the_main_one_waits_for_samples_or_an_evaluation(
     progress: Progress, hears: Hears, phase: str, done: int
 ) -> None:
     progress.begin(phase)

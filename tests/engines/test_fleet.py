@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -291,19 +293,20 @@ class Starting:
         self.log.append("kill")
 
 
-def test_an_engine_that_dies_as_it_starts_is_started_anew_and_one_that_cannot_start_is_an_error(
+def test_an_engine_that_dies_as_it_starts_is_told_to_be_replaced_and_one_that_cannot_start_is_an_error(
     loop: EventLoop,
 ) -> None:
     died = WorkerDied("engine-1: its process died during start")
     starting = Starting(died)
     fleet = EngineFleet(starting, assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
     assert fleet.start().result() == {"engine-1": died}
+    fleet.replace({"engine-1": died})
     assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet.serves(1)
 
     starting = Starting(died)
     fleet = EngineFleet(starting, assigned(2), loop)  # type: ignore[arg-type]
     with pytest.raises(WorkerDied, match="^engine-1: its process died during start$"):
-        fleet.start().result()
+        fleet.replace(fleet.start().result())
     assert starting.log == ["wait for all", "kill"]
 
     starting = Starting(EngineFailed("engine-1: start: no such model"))
@@ -421,6 +424,37 @@ def test_what_a_pause_interrupts_goes_on_after_it_and_what_waits_is_sent_only_th
     assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
     assert drew == [2, 3]
     assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
+
+
+def test_an_engine_that_has_nothing_to_do_takes_what_waits_for_another(loop: EventLoop) -> None:
+    drawing, go, order = threading.Semaphore(0), threading.Event(), []
+
+    def slow(request: GenerateRequest) -> Generation:
+        drawing.release()
+        assert go.wait(60.0)
+        return said(request)
+
+    class TwoPaces(Scripted):
+        def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+            ((replica, (request,)),) = pending[1].items()
+            order.append((replica, request.noise_keys.tolist()))
+            return {replica: slow(request) if replica == 1 else said(request)}
+
+    fleet = EngineFleet(TwoPaces(), assigned(2), loop, width=1)  # type: ignore[arg-type]  # as much of it as is asked
+    rows = [REQUEST.rows(row, row + 1) for row in range(5)] + [REQUEST.rows(row, row + 1) for row in range(3)]
+
+    async def all_at_once() -> list[Generation]:
+        return await asyncio.gather(*(fleet.generate(row) for row in rows))
+
+    drawn = loop.begin(all_at_once())
+    assert drawing.acquire(timeout=60.0)
+    deadline = time.monotonic() + 60.0
+    while len(order) < len(rows) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    taken = [replica for replica, _ in order]
+    go.set()
+    assert taken.count(1) == 1 and len(taken) == len(rows)  # all but the one that the slow engine has begun
+    assert [part.tokens.tolist() for part in drawn.result(60.0)] == [[each] for each in (7, 8, 9, 10, 11, 7, 8, 9)]
 
 
 def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: EventLoop) -> None:

@@ -119,7 +119,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
         generate=generate,
         seed=0,
         function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
-        front=front,
+        server=front,
         config=EpisodesConfig(),
     )
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))

@@ -103,10 +103,10 @@ class ChatServer:
 
     def ask(self, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Waits for the answer,
-        so raises RuntimeError in the loop's own thread."""
-        if self._loop.inside:
+        so raises RuntimeError in a coroutine."""
+        if asyncio._get_running_loop() is not None:
             raise RuntimeError(
-                "the request waits in the event loop that would answer it; in a coroutine, use `await "
+                "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
                 "asyncio.to_thread(episode.chat, ...)`, or an async client"
             )
         # Through JSON, as a client's, so that what a function does to its messages changes nothing here.

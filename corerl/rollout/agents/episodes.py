@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,12 @@ class Episode:
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
         library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused."""
-        answer = self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+        thread, turn = threading.current_thread(), 1 + sum(message.get("role") == "assistant" for message in messages)
+        name, thread.name = thread.name, f"{thread.name}, turn {turn}"  # a stack trace shows it
+        try:
+            answer = self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+        finally:
+            thread.name = name
         if "error" in answer:
             raise RuntimeError(answer["error"]["message"])
         choice: dict[str, Any] = answer["choices"][0]
@@ -67,7 +73,7 @@ class EpisodeFunction:
         else:
             value = await in_thread(functools.partial(self._called, episode), name=name)
         if inspect.isawaitable(value):
-            value = await asyncio.wrap_future(loop.begin(self._awaited(timeout, value, episode.prompt)))
+            value = await asyncio.wrap_future(loop.begin(self._awaited(timeout, value, episode.prompt), name=name))
         if value is None or isinstance(value, Failure):
             return value
         try:

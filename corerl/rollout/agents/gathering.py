@@ -41,6 +41,9 @@ class Gathering:
         """One episode asks no more."""
         self._playing -= 1
         self._look()
+        if not self._playing:  # nobody is left to hear the answers
+            for task in self._sending:
+                task.cancel()
 
     async def generate(self, request: GenerateRequest, number: int) -> Generation:
         """Complete one row. Rows are sent by `number`, not by arrival: an engine's rounding depends on their order."""

@@ -69,7 +69,7 @@ class EpisodeRunner:
     def __init__(
         self,
         *,
-        front: ChatServer,
+        server: ChatServer,
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         function: EpisodeFunction,
@@ -79,7 +79,7 @@ class EpisodeRunner:
         special_tokens: bool = False,
     ) -> None:
         """`longest_prompt`: tokens that an episode's first request may have."""
-        self._front = front
+        self._server = server
         self._tokenizer = tokenizer
         self._renderer = Renderer(
             tokenizer,
@@ -101,16 +101,19 @@ class EpisodeRunner:
         generate: Callable[[GenerateRequest, int], Awaitable[Generation]],
         *,
         gathering: Gathering | None = None,
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[int], None] = lambda ended: None,
     ) -> None:
         """Play these episodes to their end; `generate` draws one row each time, `gathering` is told who may ask, and
-        `told` is called whenever one has ended. Raises what `generate` raises, and ends all episodes then, as it does
+        `told` is called with how many have ended. Raises what `generate` raises, and ends all episodes then, as it does
         when it is cancelled: their requests are answered no more, though their functions may go on."""
-        told()
+        ended = 0
+        told(ended)
 
         async def one(state: EpisodeState) -> None:
+            nonlocal ended
             await self._play(state, generate, gathering)
-            told()
+            ended += 1
+            told(ended)
 
         playing = [asyncio.create_task(one(state), name=f"episode of {state.name}") for state in states]
         try:
@@ -128,12 +131,12 @@ class EpisodeRunner:
     ) -> None:
         async with self._places:
             state.generate, state.failed = generate, asyncio.get_running_loop().create_future()
-            state.base_url = self._front.open(
+            state.base_url = self._server.open(
                 functools.partial(self._answer, state), functools.partial(setattr, state, "refusal")
             )
             if gathering is not None:
                 gathering.joins()
-            episode = Episode(prompt=state.prompt, base_url=state.base_url, server=self._front)
+            episode = Episode(prompt=state.prompt, base_url=state.base_url, server=self._server)
             function = asyncio.create_task(
                 self._function.play(episode, self._timeout, name=f"function of {state.name}"), name=state.name
             )
@@ -147,7 +150,7 @@ class EpisodeRunner:
                 state.ended = True
                 function.cancel()
                 state.failed.cancel()
-                self._front.shut(state.base_url)
+                self._server.shut(state.base_url)
                 if state.turn is not None:
                     state.turn.answer.cancel()
                 if gathering is not None:

@@ -39,7 +39,7 @@ class EpisodeSampler(Sampler):
         generate: Generate,
         seed: int,
         function: EpisodeFunction,
-        front: ChatServer,
+        server: ChatServer,
         config: EpisodesConfig,
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
@@ -62,7 +62,7 @@ class EpisodeSampler(Sampler):
         self._runners: dict[SamplingParams, EpisodeRunner] = {}
         self._runner = functools.partial(
             EpisodeRunner,
-            front=front,
+            server=server,
             tokenizer=tokenizer,
             function=function,
             config=config,
@@ -85,12 +85,13 @@ class EpisodeSampler(Sampler):
         if request.params not in self._runners:  # one for all groups that are played ahead: it limits how many
             self._runners[request.params] = self._runner(params=request.params)
         generate = functools.partial(self._generate, urgent=not ahead, drew=drew)
-        gathering = Gathering(generate) if self._gathers and not ahead else None
+        # Whoever hears of each piece samples all the time: engines are busy, and what comes meanwhile is sent together.
+        gathering = Gathering(generate) if self._gathers and drew is None else None
         await self._runners[request.params].play(
             states,
             gathering.generate if gathering else lambda row, number: generate(row),
             gathering=gathering,
-            told=lambda: None if told is None else told(sum(state.ended for state in states), len(states)),
+            told=lambda ended: None if told is None else told(ended, len(states)),
         )
         return played(prompts, request, states)
 

@@ -173,14 +173,16 @@ class Asynchronous(Source):
 
     @property
     def _others_in_time(self) -> bool:
-        """Whether all that is in flight can still be trained on in time, after the groups that would be handed out now:
-        oldest first, one batch for each version. It can once the oldest of all are ready."""
+        """Whether all groups that are not ready can still be trained on in time, after those that would be handed out
+        now: oldest first, one batch for each version. It can once the oldest of all are ready."""
         self._ready.sort(key=self._age)
         chosen = {group.number for group in self._ready[: self._draws.prompts]}
+        ready = {group.number for group in self._ready}
         others = sorted((group for group in self._groups.values() if group.number not in chosen), key=self._age)
         return all(
             self._age(group)[0] + self._max_staleness > self._version + place // self._draws.prompts
             for place, group in enumerate(others)
+            if group.number not in ready  # waiting for these would change nothing
         )
 
     def _age(self, group: PromptGroup) -> tuple[int, int]:

@@ -132,8 +132,8 @@ class BatchSampler:
         first = await self.score(step, *await self.sample(step))
         return first if self.refill is None else await self._refilled(first, self.refill)
 
-    async def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
-        """Sample the next prompts; returns the rollout and the seconds it took."""
+    async def sample(self, step: int, attempt: int = 0, *, ahead: bool = False) -> tuple[Rollout, float]:
+        """Sample the next prompts; returns the rollout and the seconds it took. `ahead`: nobody waits for it yet."""
         started = time.perf_counter()
         rollout = await self.sampler.sample(
             self.stream.take(self.prompts),
@@ -141,6 +141,7 @@ class BatchSampler:
             samples=self.samples,
             params=self.params,
             attempt=attempt,
+            ahead=ahead,
         )
         return rollout, time.perf_counter() - started
 

@@ -65,7 +65,7 @@ class OneStepOff(Source):
     async def _draw_ahead(self, step: int) -> Scored:
         if self._draws.refill is not None:  # what to sample next depends on the rewards so far
             return await self._draws.batch(step)
-        rollout, seconds = await self._draws.sample(step)
+        rollout, seconds = await self._draws.sample(step, ahead=True)
         self._still.set()
         return await self._draws.score(step, rollout, seconds)
 

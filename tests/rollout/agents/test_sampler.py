@@ -71,7 +71,6 @@ def loop() -> Iterator[EventLoop]:
     made = EventLoop("tested")
     yield made
     made.close()
-    loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
             generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),
-            front=front,
+            server=front,
             config=EpisodesConfig(**config),
             calls=calls,
             longest_prompt=longest_prompt,
@@ -552,7 +551,7 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: Ev
         generate=engines(generate),
         seed=7,
         function=EpisodeFunction(name="mine:play", function=calls),
-        front=front,
+        server=front,
         config=EpisodesConfig(),
     )
     params = SamplingParams(max_tokens=200, stop_tokens=(2,))
@@ -692,7 +691,7 @@ def test_threads_and_tasks_that_hang_have_the_name_of_their_sample_and_turn(play
 
     play(two_turns, generate=drawing, samples=2, prompts=PROMPTS[:1], concurrency=1)
     threads, tasks = names[2:]
-    assert "function of prompt 40, sample 1" in threads
+    assert "function of prompt 40, sample 1, turn 2" in threads
     assert {"episode of prompt 40, sample 1", "answer to prompt 40, sample 1, turn 2"} <= tasks
 
 

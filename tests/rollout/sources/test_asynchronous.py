@@ -97,7 +97,7 @@ def episodes(use: Use[Engines]) -> Iterator[Sampling]:
             generate=engines.fleet.generate,
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),
-            front=fronts[-1],
+            server=fronts[-1],
             config=EpisodesConfig(**config),
             calls=12,
         )
@@ -229,6 +229,21 @@ def test_a_source_that_waits_drops_no_sample_and_trains_on_none_that_is_too_old(
     discards = asynchronous(engines, max_staleness=max_staleness, steps=99, told=engines.told)
     assert sum(scored.counts["stale_samples"] for scored in islice(engines.trained_on(discards), 9)) > 0
     discards.close()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_source_that_waits_goes_on_where_a_repeated_update_has_made_all_too_old(
+    max_staleness: int, engines: Engines
+) -> None:
+    source = asynchronous(engines, max_staleness=max_staleness, steps=9, waits=True)
+    engines.update(source, 0)
+    engines.next(source)
+    engines.settle()
+    for version in range(1, 2 + max_staleness):  # without a batch in between
+        engines.update(source, version)
+    second = engines.next(source)
+    source.close()
+    assert second.step == 1 and (1 + max_staleness) - min(versions(second)) <= max_staleness
 
 
 def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(use: Use[Engines]) -> None:
