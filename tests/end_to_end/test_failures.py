@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -19,6 +20,7 @@ SAVED += ["rollout.engine=fake", "algorithm.on_mismatch=off"]  # which needs no 
 # The line that raises; what is imported here loads no backend.
 SOURCE = Path(__file__).with_name("faulty_backend.py").read_text().splitlines()
 (RAISES,) = (number for number, line in enumerate(SOURCE, 1) if "raise ValueError" in line)
+RAYLET = re.compile(r"(\x1b\[\d+m)?\(raylet\)(\x1b\[0m)? A worker died")
 WHERE = f"tests/end_to_end/faulty_backend.py:{RAISES}"
 
 
@@ -30,7 +32,7 @@ def fail(tmp_path: Path, *arguments: str) -> Command:
         assert command.finish(within=ENDS_WITHIN) == 1
         command.assert_nothing_is_left()
     # Ray may tell of a dead worker there in its own words.
-    assert [line for line in command.out.splitlines() if not line.startswith("(raylet) A worker died")] == []
+    assert [line for line in command.out.splitlines() if not RAYLET.match(line)] == []
     return command
 
 
