@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ class PrefixRouter:
     def __init__(self) -> None:
         self._busy: Counter[int] = Counter()  # rows that each replica is drawing
         self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
-        self._lengths: set[int] = set()  # of these prefixes
+        self._lengths: list[int] = []  # of these prefixes, ascending, each once
 
     def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
         """The rows [n] for each replica that gets any, in ascending order."""
@@ -43,9 +44,8 @@ class PrefixRouter:
         given: list[list[int]] = [[] for _ in replicas]
         left: list[int] = []
         place = {replica: i for i, replica in enumerate(replicas)}
-        known = sorted(self._lengths, reverse=True)
         for row in range(len(request)):
-            i = place.get(self._home(hashes[row], known), -1)
+            i = place.get(self._home(hashes[row]), -1)
             if i >= 0 and load[i] + 1 <= SLACK * even:
                 given[i].append(row)
                 load[i] += 1
@@ -85,18 +85,21 @@ class PrefixRouter:
         if len(self._homes) + len(beginnings) > REMEMBERED:
             self.forget()
         self._homes |= beginnings
-        self._lengths |= {size for size, _ in beginnings}
+        for size, _ in beginnings:
+            at = bisect_left(self._lengths, size)
+            if self._lengths[at : at + 1] != [size]:
+                self._lengths.insert(at, size)
 
     def forget(self) -> None:
         """Forget all prefixes, because the weights have changed."""
         self._homes.clear()
         self._lengths.clear()
 
-    def _home(self, hashes: IntArray, known: Sequence[int]) -> int:
-        """The replica that has read the longest prefix of a row, given the hashes of its prefixes; -1 if none has.
-        `known` holds the lengths of remembered prefixes, longest first."""
-        for size in known:
-            if size <= len(hashes) and (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
+    def _home(self, hashes: IntArray) -> int:
+        """The replica that has read the longest prefix of a row, given the hashes of its prefixes; -1 if none has."""
+        for at in range(bisect_right(self._lengths, len(hashes)) - 1, -1, -1):
+            size = self._lengths[at]
+            if (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
                 return home
         return -1
 
