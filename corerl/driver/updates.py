@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from attrs import define, field, frozen
 
@@ -69,7 +69,7 @@ class WeightUpdates:
                 with self.progress.phase("hold"):
                     stack.enter_context(self.source.updating(self.version))
             if self.fleet.dead:
-                self._replace(self.fleet.replace_dead)
+                self._replace(self.fleet.died)
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
                 missed = self._update(verify=verify)
@@ -131,20 +131,17 @@ class WeightUpdates:
             reasons = "; ".join(f"{name}: {missed[name].error}" for name in never)
             raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
 
-        def replace() -> Mapping[str, CorerlError]:
-            self.fleet.replace(errors)
-            return errors
+        self._replace(errors)
 
-        self._replace(replace)
-
-    def _replace(self, replace: Callable[[], Mapping[str, CorerlError]]) -> None:
-        """Start new engines through `replace`, which returns their names and why the old ones were replaced."""
+    def _replace(self, failed: Mapping[str, CorerlError]) -> None:
+        """Start new engines in the place of these, which takes as long as any start of one; `failed` says why."""
         self.residency.enter(REST)
-        replaced = replace()
-        self.residency.engines_changed()
-        for engine, error in replaced.items():
+        for engine, error in failed.items():
             self.progress.notice(f"{engine} is replaced: {error.message}")
-        self._served -= replaced.keys()
+        with self.progress.phase("replace"):
+            self.fleet.replace(failed)
+        self.residency.engines_changed()
+        self._served -= failed.keys()
         self.address = self.group.meeting(self.address)  # the old engine is still part of the old group
 
 

@@ -53,7 +53,7 @@ class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
 
     If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
-    same as the dead replica's would have been. If none is left, whoever samples waits until `replace_dead` has put new
+    same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
     processes in their place, and an update has brought weights; `until` tells of that.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
@@ -299,12 +299,11 @@ class EngineFleet:
         """Whether any dead replica is not replaced yet."""
         return bool(self._dead)
 
-    def replace_dead(self) -> dict[str, CorerlError]:
-        """`replace` all dead replicas; returns the cause of each death, by name."""
+    @property
+    def died(self) -> dict[str, CorerlError]:
+        """The cause of each death, by name, of replicas that are not replaced yet."""
         with self._changing:
-            died = {self.names[replica]: error for replica, error in self._dead.items()}
-        self.replace(died)
-        return died
+            return {self.names[replica]: error for replica, error in self._dead.items()}
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They

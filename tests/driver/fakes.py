@@ -77,9 +77,8 @@ class Group:
         assert dtype == "float32"
         return self.sums
 
-    def replace_dead(self) -> dict[str, WorkerDied]:
-        self.log.append("replace")
-        self.dead = False
+    @property
+    def died(self) -> dict[str, CorerlError]:
         return {"engine-1": WorkerDied("its process died")}
 
     def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> Future[None]:
@@ -121,6 +120,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
+        self.dead = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 

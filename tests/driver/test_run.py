@@ -515,7 +515,7 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
     assert fleet.log == []
     fleet.dead = True
     run.ensure_serving()
-    assert fleet.log == ["replace", "receive 1"]
+    assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
 def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ranks_sleep(

@@ -220,7 +220,13 @@ def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some
     together.log.clear()
     together.dead = True
     updates.push()
-    assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
+    assert together.log == [
+        "hold for 8",
+        "replace engine-1: WorkerDied: its process died",
+        "send 8",
+        "receive 8",
+        "go on",
+    ]
     assert (updates.address.token, told(ears)) == ("another", ["engine-1 is replaced: its process died"])
 
 
@@ -244,4 +250,12 @@ def test_a_new_engine_finds_a_device_that_it_shares_as_at_the_start_and_only_wei
     both.log.clear()
     updates.push()
     # All ranks sleep when it starts; it took caches too, which sleep before the ranks' parameters come.
-    assert both.log == ["sleep", "replace", "sleep", "wake param", "wake", "send 0", "receive 0"]
+    assert both.log == [
+        "sleep",
+        "replace engine-1: WorkerDied: its process died",
+        "sleep",
+        "wake param",
+        "wake",
+        "send 0",
+        "receive 0",
+    ]

@@ -466,7 +466,8 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
     served: list[bool] = []
 
     def ensure() -> None:
-        assert sorted(fleet.replace_dead()) == ["engine-0", "engine-1"]
+        assert sorted(fleet.died) == ["engine-0", "engine-1"]
+        fleet.replace(fleet.died)
         served.append(fleet.serves(0))
         fleet._fared(dict.fromkeys(range(2), Received(version=1, bytes=0)))
 
@@ -554,7 +555,9 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
     kill(fleet, 1)
     assert same(draw(fleet, REQUEST), answered) and fleet.dead
     assert not fleet.serves(1)
-    assert list(fleet.replace_dead()) == ["engine-1"] and not fleet.dead and not fleet.serves(1)
+    assert list(fleet.died) == ["engine-1"]
+    fleet.replace(fleet.died)
+    assert not fleet.dead and not fleet.serves(1)
     fleet.lost_weights(["engine-0"])
     assert not fleet.serves(0)
     assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
@@ -570,7 +573,8 @@ def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet
         push(fleet, version, tmp_path)
         kill(fleet, 0)
         assert len(draw(fleet, REQUEST)) == len(REQUEST) and fleet.dead
-        assert list(fleet.replace_dead()) == ["engine-0"]
+        assert list(fleet.died) == ["engine-0"]
+        fleet.replace(fleet.died)
         if not version:
             fleet.step_completed()
     push(fleet, 2, tmp_path)

@@ -87,7 +87,7 @@ class Engines:
     def update(self, source: Source, version: int) -> None:
         """As the run does it."""
         with source.updating(version):
-            self.fleet.replace_dead()
+            self.fleet.replace(self.fleet.died)
             self.take_weights(version)
 
     def die(self) -> None:

@@ -743,7 +743,7 @@ def test_requests_that_come_just_as_the_last_replica_has_died_wait_for_another(
 
     def ensure() -> None:
         monkeypatch.setattr(fleet, "_require_allowed", usual)
-        fleet.replace_dead()
+        fleet.replace(fleet.died)
         engines.take_weights(0)
 
     assert fleet.serve(fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
@@ -756,7 +756,7 @@ def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engine
 
     def ensure() -> None:
         nothing: Any = None
-        fleet.replace_dead()
+        fleet.replace(fleet.died)
         receiving = fleet.receive(nothing, 1, nothing)
         assert list(fleet.received(receiving, 0.0)) == ["engine-0"]
         for _ in range(9):
