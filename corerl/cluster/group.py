@@ -50,7 +50,7 @@ class Watching:
     # Gets a sentence on who is late, and where, when a call has taken `seconds` (0: never), then twice as long, etc.
     notify: Callable[[str], None] | None = None
     seconds: float = 0.0
-    # Seconds after which a process that does not say where it is, though it once did, is ended; 0: never.
+    # Seconds after which a process that has started and does not say where it is any more is ended; 0: never.
     silence: float = 0.0
     # Called once per answer, with the member's name; if set, the processes record what they do in their calls.
     on_answer: Callable[[str, Pending, Outcome], None] | None = None
@@ -63,7 +63,7 @@ class Pulse:
     actor: Any
     ref: Any = None  # of the question, until it is answered
     missed: int = 0  # looks since it was asked that found no answer
-    heard: bool = False  # it has answered before: it has started
+    heard: bool = False  # it has answered before, and has started: imports and loading may hold Python's GIL for long
 
     def look(self) -> bool:
         """Ask, if nothing is asked, and look for the answer; returns whether too many looks have found none. They are
@@ -72,8 +72,8 @@ class Pulse:
             self.ref, self.missed = self.actor.status.options(concurrency_group=STATUS).remote(), 0
         elif ray.wait([self.ref], timeout=0)[0]:
             with contextlib.suppress(RayError):  # it has ended, which its calls tell
-                ray.get(self.ref)
-                self.heard = True
+                status: Status = ray.get(self.ref)
+                self.heard = not status.phase
             self.ref = None
         else:
             self.missed += 1

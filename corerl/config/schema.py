@@ -174,9 +174,9 @@ class ClusterConfig:
         validator=[at_least(0), finite],
     )
     health_timeout: float = option(
-        "seconds after which a rank or an engine that no longer answers when it is asked, beside its work, whether it "
-        "is there, is taken for frozen and ended: an engine is replaced, a rank ends the run with an error that names "
-        "it; 0 waits for ever",
+        "seconds after which a rank or an engine that has started and no longer answers when it is asked, beside its "
+        "work, whether it is there, is taken for frozen and ended: an engine is replaced, a rank ends the run with an "
+        "error that names it; 0 waits for ever",
         default=120.0,
         validator=[at_least(0), finite],
     )

@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -
 
 
 def test_a_rank_that_freezes_in_train_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
-    command = fail(tmp_path, *fault("train", "freeze", step=1), f"cluster.health_timeout={paced(4.0)}")
+    command = fail(tmp_path, *fault("train", "freeze", step=1), f"cluster.health_timeout={paced(6.0)}")
     (line,) = command.err.splitlines()
     assert line.startswith("corerl: error: actor rank 1: its process had not said for ")
     assert "(cluster.health_timeout) where it is in train at optimizer step 2, and was ended: it was frozen" in line
