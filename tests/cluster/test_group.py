@@ -81,7 +81,7 @@ def wait_until_gone(pids: Sequence[int]) -> list[int]:
 
 
 def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_long_is_not(start: Start) -> None:
-    silence = paced(2.0)
+    silence = paced(4.0)
     group = start(2, threads=2, watching=Watching(silence=silence))
     group.wait(group.construct([(0,), (1,)]))
     pids = group.call("pid")
