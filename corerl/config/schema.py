@@ -576,7 +576,7 @@ class EpisodesConfig:
 
     options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
     concurrency: int = option(
-        "episodes played in parallel; each takes two threads and two open files in the driver",
+        "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
         default=256,
         validator=between(1, MOST),
     )

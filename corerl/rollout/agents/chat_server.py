@@ -104,7 +104,7 @@ class ChatServer:
     def ask(self, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Waits for the answer,
         so raises RuntimeError in a coroutine."""
-        if asyncio._get_running_loop() is not None:
+        if _in_coroutine():
             raise RuntimeError(
                 "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
                 "asyncio.to_thread(episode.chat, ...)`, or an async client"
@@ -171,6 +171,14 @@ class ChatServer:
 
 
 _NOBODY = "no running episode has this URL; send requests to an episode's base_url + '/chat/completions'"
+
+
+def _in_coroutine() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _refusal(refused: Refused, refusing: Refusing | None) -> _Reply:
