@@ -22,6 +22,7 @@ from ray.exceptions import (
 )
 
 from corerl.cluster.services import logs
+from corerl.cluster.watchdog import Status, described
 from corerl.errors import WorkerDied
 from corerl.messages import shorten
 
@@ -69,6 +70,14 @@ def silent(name: str, method: str, seconds: float) -> WorkerDied:
         f"{name}: its process had not said for {seconds:g} s (cluster.health_timeout) where it is in {method}, and was "
         "ended: it was frozen, as by a debugger, SIGSTOP or a machine that swaps, or native code held Python's GIL all "
         "that time; raise cluster.health_timeout if that is as it should be"
+    )
+
+
+def overdue(name: str, method: str, seconds: float, status: Status | None) -> WorkerDied:
+    """The error of a process that was ended because its start took too long."""
+    return WorkerDied(
+        f"{name}: its process had not started after {seconds:g} s of {method} (cluster.start_timeout), and was ended: "
+        f"{described(name, status)}; raise cluster.start_timeout if it may take that long"
     )
 
 

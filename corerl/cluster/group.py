@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import define, field, frozen
+from attrs import field, frozen
 from ray.exceptions import RayError
 
-from corerl.cluster.deaths import LONGEST, death, silent
+from corerl.cluster.deaths import LONGEST, death, overdue, silent
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import STATUS, Outcome, spawn
+from corerl.cluster.pulse import Bounds, Pulse
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
 from corerl.messages import last_line, shorten
@@ -22,8 +24,6 @@ from corerl.messages import last_line, shorten
 # After a first failure the others get this long to fail too, to tell the cause from its consequences: a rank whose
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
-
-LOOKS = 8  # for an answer of a process, within `Watching.silence`
 
 CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
 
@@ -50,34 +50,9 @@ class Watching:
     # Gets a sentence on who is late, and where, when a call has taken `seconds` (0: never), then twice as long, etc.
     notify: Callable[[str], None] | None = None
     seconds: float = 0.0
-    # Seconds after which a process that has started and does not say where it is any more is ended; 0: never.
-    silence: float = 0.0
+    bounds: Bounds = field(factory=Bounds)  # after which processes are ended
     # Called once per answer, with the member's name; if set, the processes record what they do in their calls.
     on_answer: Callable[[str, Pending, Outcome], None] | None = None
-
-
-@define(kw_only=True, eq=False)
-class Pulse:
-    """Whether one process still says, when it is asked, that it is there."""
-
-    actor: Any
-    ref: Any = None  # of the question, until it is answered
-    missed: int = 0  # looks since it was asked that found no answer
-    heard: bool = False  # it has answered before, and has started: imports and loading may hold Python's GIL for long
-
-    def look(self) -> bool:
-        """Ask, if nothing is asked, and look for the answer; returns whether too many looks have found none. They are
-        counted, not timed: while this process is stopped, none is missed."""
-        if self.ref is None:
-            self.ref, self.missed = self.actor.status.options(concurrency_group=STATUS).remote(), 0
-        elif ray.wait([self.ref], timeout=0)[0]:
-            with contextlib.suppress(RayError):  # it has ended, which its calls tell
-                status: Status = ray.get(self.ref)
-                self.heard = not status.phase
-            self.ref = None
-        else:
-            self.missed += 1
-        return self.heard and self.missed >= LOOKS
 
 
 class RayGroup:
@@ -109,10 +84,10 @@ class RayGroup:
         self._alive = True
         self._cause = ""  # the error that has ended the group, in a line
         self._answered = 0.0  # time.monotonic() when all members had answered the last awaited call
-        self._silent: set[Any] = set()  # actors that were ended because they did not answer
+        self._pulses = [Pulse(actor=actor) for actor in self._actors]
         self._ended = threading.Event()
         self._feeling = threading.Lock()  # held while the pulse is felt: not once the group has ended, and Ray may have
-        if self._watching.silence > 0:
+        if self._watching.bounds.period < math.inf:
             threading.Thread(target=self._feel_pulse, name="pulse", daemon=True).start()
 
     def __len__(self) -> int:
@@ -230,8 +205,10 @@ class RayGroup:
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
         """Start a new process in place of a dead one and construct its object; returns when it is ready. Raises the
         error if that fails, without ending other members."""
-        ray.kill(self._actors[member], no_restart=True)  # in case it only seemed dead
-        self._actors[member] = self._spawn(member)
+        with self._feeling:
+            ray.kill(self._actors[member], no_restart=True)  # in case it only seemed dead
+            self._actors[member] = self._spawn(member)
+            self._pulses[member] = Pulse(actor=self._actors[member])
         asked = time.time()
         ref = self._actors[member].construct.remote(*arguments)
         answer = self.answers(Pending("start", (member,), (ref,), asked=asked))[member]
@@ -293,19 +270,21 @@ class RayGroup:
         return max(0.0, watch.due - watch.seconds)
 
     def _feel_pulse(self) -> None:
-        """Look all the time whether the processes are there, and end those that have become silent: whoever waits for
+        """Look all the time whether the processes are there and get on, and end those that do not: whoever waits for
         them gets an error that names them. In a thread of its own."""
-        pulses: dict[int, Pulse] = {}
-        while not self._ended.wait(self._watching.silence / LOOKS):
+        bounds = self._watching.bounds
+        while not self._ended.wait(bounds.period):
             with self._feeling:
                 if self._ended.is_set():
                     return
-                for member, actor in enumerate(self._actors):
-                    if member not in pulses or pulses[member].actor is not actor:
-                        pulses[member] = Pulse(actor=actor)
-                    if actor not in self._silent and pulses[member].look():
-                        self._silent.add(actor)
-                        ray.kill(actor, no_restart=True)
+                pulses = {member: pulse for member, pulse in enumerate(self._pulses) if pulse.ended is None}
+                for pulse in pulses.values():
+                    pulse.look()
+                for member in bounds.silent(pulses):
+                    pulses[member].end(functools.partial(silent, seconds=bounds.silence))
+                for member in bounds.overdue(pulses):
+                    status = pulses[member].status
+                    pulses[member].end(functools.partial(overdue, seconds=bounds.start, status=status))
 
     def _statuses(self, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
         """Each member's status; None if it does not answer `within` seconds."""
@@ -323,14 +302,15 @@ class RayGroup:
         name, method = self.names[member], pending.method
         try:
             outcome: Outcome = ray.get(ref)
+            self._pulses[member].started |= not outcome.phase
             if self._watching.on_answer is not None and member not in pending.told:
                 pending.told.add(member)
                 self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayError as error:
             if (died := death(name, method, error)) is not None:
-                if self._actors[member] in self._silent:
-                    died = silent(name, method, self._watching.silence)
+                if (ended := self._pulses[member].ended) is not None:
+                    died = ended(name, method)
                 return Outcome(error=died, ended=0.0)
             # The result cannot be pickled there, or not be unpickled here.
             lost = CorerlError(

@@ -44,6 +44,7 @@ class Outcome:
     ended: float = 0.0  # time.time() in the process that ran it, like `started`
     started: float = 0.0
     method: str = ""
+    phase: str = ""  # of startup that the process was in after the call; "" once it has started
     # If the process is traced:
     lane: int = 0  # above 0 for calls that run beside others in the process
     spans: tuple[Span, ...] = ()
@@ -105,7 +106,7 @@ class Process:
         self.failure = failure
         self.recorder = Recorder() if traced else None
         self.held: Any = None
-        self._beginning = ""  # import, then start, until the object exists
+        self._beginning = "process"  # import, then start, until the object exists
         self._working: dict[int, str] = {}  # thread -> Ray's id of its call, or its method; oldest call first
 
     def listen(self) -> Outcome:
@@ -147,17 +148,20 @@ class Process:
         """Where the current call is; answered in a thread of its own."""
         frame = frame_of(next(iter(list(self._working)), 0))
         place, waits, stack = stand(frame) if frame is not None else ("", False, 0)
-        phase = self._beginning if self.held is None else getattr(self.held, "phase", "")
         collectives = self.held.collectives() if hasattr(self.held, "collectives") else {}
         counts = self.held.counts() if hasattr(self.held, "counts") else {}
         return Status(
-            phase=phase,
+            phase=self._phase,
             place=place,
             waits=waits,
             collectives=collectives,
             stack=stack,
             counts={call: counts[thread] for thread, call in list(self._working.items()) if thread in counts},
         )
+
+    @property
+    def _phase(self) -> str:
+        return self._beginning if self.held is None else getattr(self.held, "phase", "")
 
     def _outcome(self, method: str, work: Any) -> Outcome:
         # Asked outside Ray, as in tests, it would start one.
@@ -174,7 +178,7 @@ class Process:
             del self._working[threading.get_ident()]
             ended = time.time()
             record = self.recorder.end(ended) if self.recorder is not None else None
-        outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method)
+        outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method, phase=self._phase)
         if record is None:
             return outcome
         return evolve(outcome, lane=record.lane, spans=tuple(record.spans), waits=tuple(record.waits))

@@ -115,7 +115,7 @@ def sentence(
     culprits = late(statuses)
     waiting = [member for member in statuses if member not in culprits] if culprits else []
     shown = culprits or sorted(statuses)
-    parts = [_describe(names[member], statuses[member], (counts or {}).get(member)) for member in shown[:DESCRIBED]]
+    parts = [described(names[member], statuses[member], (counts or {}).get(member)) for member in shown[:DESCRIBED]]
     if len(shown) > DESCRIBED:
         parts.append(f"{len(shown) - DESCRIBED} more, not listed")
     if waiting:
@@ -143,7 +143,8 @@ def listed(names: Sequence[str]) -> str:
     return f"{heads.pop()}s {', '.join('-'.join(map(str, each)) for each in ranges)}"
 
 
-def _describe(name: str, status: Status | None, count: tuple[int, int] | None) -> str:
+def described(name: str, status: Status | None, count: tuple[int, int] | None = None) -> str:
+    """Where a process is, in a clause."""
     if status is None:
         return f"{name} does not report where it is: it has not started yet, or native code is holding Python's GIL"
     place = f" ({status.place})" if status.place else ""

@@ -180,6 +180,12 @@ class ClusterConfig:
         default=120.0,
         validator=[at_least(0), finite],
     )
+    start_timeout: float = option(
+        "seconds of work after which a rank or an engine that has not started yet (imports, building, loading) is "
+        "ended, as above; of ranks that wait for each other the one that they wait for; 0 waits for ever",
+        default=3600.0,
+        validator=[at_least(0), finite],
+    )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,

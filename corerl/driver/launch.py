@@ -17,6 +17,7 @@ from corerl.cluster import services
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome
+from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
@@ -302,7 +303,7 @@ def _start_processes(
     watching = Watching(
         notify=progress.notice,
         seconds=plan.cluster.watchdog,
-        silence=plan.cluster.health_timeout,
+        bounds=Bounds(silence=plan.cluster.health_timeout, start=plan.cluster.start_timeout),
         on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}

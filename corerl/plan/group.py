@@ -34,6 +34,7 @@ class GroupPlan:
     address: str  # of a running Ray cluster; empty starts one
     watchdog: float  # seconds, as `cluster.watchdog`
     health_timeout: float  # likewise
+    start_timeout: float  # likewise
     notices: tuple[str, ...]  # a line each
 
 
@@ -98,6 +99,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         address=config.cluster.address,
         watchdog=config.cluster.watchdog,
         health_timeout=config.cluster.health_timeout,
+        start_timeout=config.cluster.start_timeout,
         notices=(
             *ignored_tables(config),
             *([f"{table}.path: {unused}"] if unused else []),

@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from corerl.calls import Calls, Future
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
+from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
@@ -92,7 +93,8 @@ class TrainGroup:
             ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as slots,
         ):
-            watching = Watching(notify=notify, seconds=plan.watchdog, silence=plan.health_timeout)
+            bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
+            watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
             group = cls.launch(plan.role, slots[role], watching=watching)
             try:
                 group.init().result()

@@ -101,15 +101,15 @@ class Worker:
         self.sender: WeightSender | None = None
         self._address: Address | None = None
         self._owns_process_group = False
-        self._joining = False
+        self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
 
     # ---- for the watchdog, during a verb ----------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """The rank's startup phase; "" before and after."""
-        return "process group" if self._joining else self.backend.phase
+        """The rank's startup phase; "" after `init`."""
+        return self.backend.phase or self._starting
 
     def collectives(self) -> dict[str, int]:
         return collectives_begun()
@@ -126,10 +126,12 @@ class Worker:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
         `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
         the ranks' keys begin with, nobody answers to one of them."""
-        self._joining = True
+        self._starting = "process group"
         self._join(host, port, listening, token)
-        self._joining = False
-        return self.host.init(config=self.config, context=self.context)
+        self._starting = "init"
+        result = self.host.init(config=self.config, context=self.context)
+        self._starting = ""
+        return result
 
     def shutdown(self, reason: str) -> None:
         try:

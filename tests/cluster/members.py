@@ -41,6 +41,25 @@ class Leaves:
         raise SystemExit(self.code)
 
 
+class Loads:
+    """Has started once `init` has ended, and meanwhile nothing else runs in its process."""
+
+    def __init__(self, index: int) -> None:
+        self.phase = "start"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def init(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(20_000_000))  # holds the GIL
+        self.phase = ""
+
+    def sleep(self) -> None:
+        time.sleep(FOREVER)
+
+
 class Member:
     def __init__(self, index: int) -> None:
         self.index = index

@@ -20,7 +20,7 @@ class Rank:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.phase = ""
+        self.phase = "start"
 
     def node(self) -> str:
         """The id of the Ray node that it is on."""

@@ -22,6 +22,7 @@ from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.process import Outcome, fair_threads
+from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.variables import READ_AT_START
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
@@ -80,19 +81,38 @@ def wait_until_gone(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
-def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_long_is_not(start: Start) -> None:
-    silence = paced(4.0)
-    group = start(2, threads=2, watching=Watching(silence=silence))
+def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_or_loads_long_is_not(start: Start) -> None:
+    silence = paced(2.0)
+    group = start(2, "tests.cluster.members:Loads", watching=Watching(bounds=Bounds(silence=silence)))
     group.wait(group.construct([(0,), (1,)]))
     pids = group.call("pid")
+    group.wait(group.start_each("init", [(1.25 * silence,), (0.0,)]))
     sleeping = group.start("sleep")
-    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGSTOP)  # at once, though it was never heard of since it has started
     with pytest.raises(WorkerDied) as raised:
         group.wait(sleeping)
     assert raised.value.message.startswith(
         f"actor rank 1: its process had not said for {silence:g} s (cluster.health_timeout) where it is in sleep, and"
     )
     assert group.ended and wait_until_gone(pids) == []
+
+
+def test_a_rank_that_does_not_get_on_with_its_start_is_ended_and_named_and_not_one_that_waits_for_it(
+    start: Start, tmp_path: Path
+) -> None:
+    bound = paced(4.0)
+    group = start(2, "tests.cluster.ranks:Rank", watching=Watching(bounds=Bounds(start=bound)))
+    host, port, listening = group.listen(0)
+    group.wait(group.construct([(0, 2), (1, 2)]))
+    os.mkfifo(tmp_path / "gate")  # which nobody opens
+    with pytest.raises(WorkerDied) as raised:
+        group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, str(tmp_path / "gate"))]))
+    assert re.fullmatch(
+        rf"actor rank 1: its process had not started after {bound:g} s of init \(cluster\.start_timeout\), and was "
+        r"ended: actor rank 1 is in 'model build' \(cluster/ranks\.py:\d+ in hold\); raise cluster\.start_timeout if it "
+        "may take that long",
+        raised.value.message,
+    )
 
 
 def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
