@@ -46,6 +46,8 @@ class FaultyBackend(FsdpBackend):
                 raise ValueError("a fault\nthat was asked for")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "wait":
                 while not (Path(self.context.run_dir) / "go").exists():
                     time.sleep(0.01)

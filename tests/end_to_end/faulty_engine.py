@@ -1,12 +1,12 @@
-"""The engine on transformers, but for a replica whose process is killed as often as it is told to: while it samples,
-then in the middle of an update, and so on in turns."""
+"""The engine on transformers, but for a replica whose process is killed, or freezes, as often as it is told to: while
+it samples, then in the middle of an update, and so on in turns."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, frozen
@@ -24,6 +24,7 @@ NAME = "tests.end_to_end.faulty_engine:SPEC"
 class FaultyConfig(TransformersConfig):
     directory: str = option("where each death leaves a file", default="")
     deaths: int = option("in all", default=2)
+    how: Literal["kill", "freeze"] = option("the signal: SIGKILL or SIGSTOP", default="kill")
     after: int = option("requests that it answers before the first one", default=2)
 
 
@@ -49,7 +50,7 @@ class FaultyEngine(TransformersEngine):
         deaths = len(list(marks.glob("death-*")))
         if self.index == 1 and deaths < self._options.deaths and deaths % 2 == turn:
             (marks / f"death-{deaths}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL if self._options.how == "kill" else signal.SIGSTOP)
 
 
 SPEC = evolve(TRANSFORMERS, implementation="tests.end_to_end.faulty_engine:FaultyEngine", config=FaultyConfig)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.end_to_end.command import Command, numbers, write_small
 from tests.end_to_end.faulty_engine import NAME
+from tests.machine import paced
 
 SMALL = ["backend.name=plain", "roles.actor.ranks=1", "run.steps=3", "rollout.replicas=2", "eval.every=0"]
 
@@ -27,18 +28,26 @@ def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
     return command
 
 
-def test_an_engine_that_dies_while_it_samples_and_again_in_the_update_after_it_changes_nothing(tmp_path: Path) -> None:
-    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
-    for directory, deaths, transport in ((disturbed, 2, "collective"), (undisturbed, 0, "auto")):
-        directory.mkdir()
+def test_an_engine_that_dies_or_freezes_while_it_samples_and_again_in_the_update_after_it_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    collective = "weights.transport=collective"
+    freezes = [f'engines."{NAME}".how=freeze', f"cluster.health_timeout={paced(6.0)}"]
+    silent = f"its process had not said for {paced(6.0):g} s (cluster.health_timeout) where it is in {{}}"
+    for name, deaths, settings, happens in (
+        ("undisturbed", 0, ["weights.transport=auto"], ""),
+        ("killed", 2, [collective], "its process died during {}"),
+        ("frozen", 2, [collective, *freezes], silent),
+    ):
+        (tmp_path / name).mkdir()
         # Ranks and engines take turns in memory, so that the new one's weights come in the middle of a turn.
-        settings = ["cluster.offload=always", f"weights.transport={transport}"]
-        command = run(directory, deaths, *settings, "extensions=[{name='jsonl'},{name='console'}]")
+        settings += ["cluster.offload=always", "extensions=[{name='jsonl'},{name='console'}]"]
+        command = run(tmp_path / name, deaths, *settings)
         assert command.process.returncode == 0, command.err
-        told = [f"engine-1 is replaced: engine-1: its process died during {verb}" for verb in ("generate", "receive")]
-        assert [line in command.out for line in told] == [bool(deaths)] * 2
-    assert numbers(disturbed / "run") == numbers(undisturbed / "run")
-    assert len(numbers(disturbed / "run")) == 3
+        told = [f"engine-1 is replaced: engine-1: {happens.format(verb)}" for verb in ("generate", "receive")]
+        assert [line in command.out for line in told] == [bool(deaths)] * 2, command.out
+        assert numbers(tmp_path / name / "run") == numbers(tmp_path / "undisturbed" / "run")
+        assert len(numbers(tmp_path / name / "run")) == 3
 
 
 def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_name(tmp_path: Path) -> None:

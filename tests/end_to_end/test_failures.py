@@ -11,6 +11,7 @@ from corerl.checkpoint.commit import latest
 from tests.driver.forgetful import forgetting, model_with
 from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
 from tests.end_to_end.faulty import NAME, fault
+from tests.machine import paced
 
 # A checkpoint after every step, complete before the next: what a failure must not cost.
 SAVED = ["checkpoint.every=1", "checkpoint.background=false"]
@@ -49,6 +50,14 @@ def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -
     command = fail(tmp_path, *fault("train", "kill", step=1))
     (line,) = command.err.splitlines()
     assert line.startswith("corerl: error: actor rank 1: its process died during train at optimizer step 2 (")
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
+
+
+def test_a_rank_that_freezes_in_train_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
+    command = fail(tmp_path, *fault("train", "freeze", step=1), f"cluster.health_timeout={paced(6.0)}")
+    (line,) = command.err.splitlines()
+    assert line.startswith("corerl: error: actor rank 1: its process had not said for ")
+    assert "(cluster.health_timeout) where it is in train at optimizer step 2, and was ended: it was frozen" in line
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
