@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from corerl.engines.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
+CALL = 0.1  # seconds between two messages of a process that it has written outcomes
 TURN = 1.0  # seconds after which a process leaves to others the part of its chunk that it has not started
 GRACE = 2.0  # seconds beyond a time limit before a process is killed
 START = 120.0  # seconds for a process to start and import the reward
@@ -77,9 +78,9 @@ class InDriver:
 
 class RewardPool:
     """Processes that import the reward by name; they start immediately, and construction does not wait for them. If the
-    reward raises, times out or dies on a sample, only that sample fails. Each outcome is sent as it comes, so that the
-    sample at which a process is lost is known: the first one without. Of an async reward it is one of several, which
-    are scored again, one by one."""
+    reward raises, times out or dies on a sample, only that sample fails. Each outcome is written as it comes, so that
+    the sample at which a process is lost is known: the first one without. Of an async reward it is one of several,
+    which are scored again, one by one."""
 
     def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
         self._told = told
@@ -176,7 +177,9 @@ class _Process:
         # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, config))
+        # Outcomes have a pipe of their own, at which nobody waits: to be woken by each costs more than the reward.
+        self._outcomes, written = context.Pipe(duplex=False)
+        self.process = context.Process(target=_serve, args=(theirs, written, config))
         # A Ctrl-C is for the driver: until the process has left its group, it hears none.
         heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -184,6 +187,7 @@ class _Process:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, heard)
         theirs.close()  # now held by the process alone: the connection closes when it ends
+        written.close()
         self._reward = reward
         self._limit = config.timeout
         self._chunk: Sequence[int] = ()
@@ -221,24 +225,25 @@ class _Process:
         """The outcomes that have come, by row, and the rows that it leaves to others; none if it has just started.
         Raises _Lost if it ended or its time is up, RewardError if that happened before it had started, ConfigError if
         it cannot import the reward."""
-        found: dict[int, Outcome] = {}
-        left: Sequence[int] = ()
+        done = gone = False
         try:
             while self.connection.poll():
-                told: tuple[int, Outcome] | ConfigError | None = self.connection.recv()
+                told: bool | ConfigError = self.connection.recv()
                 if isinstance(told, ConfigError):
                     raise told
-                if told is None:
-                    left = [row for row in self.rows if row not in found]
-                    self._chunk, self.rows, self.until = (), [], math.inf
-                    return found, left
-                found[self._chunk[told[0]]] = told[1]
+                done = told
         except (EOFError, OSError):
-            if not found:
-                self.process.join(GRACE)  # let it exit, to learn its exit code
-                raise self._lost() from None
+            gone = True
+        found = self._written()
+        if done:
+            left: Sequence[int] = [row for row in self.rows if row not in found]
+            self._chunk, self.rows, self.until = (), [], math.inf
+            return found, left
         if found:
-            self._since = time.monotonic()
+            left = ()
+        elif gone:
+            self.process.join(GRACE)  # let it exit, to learn its exit code
+            raise self._lost()
         elif self._reward.waits or len(self.rows) < 2:
             raise self._lost()
         else:
@@ -247,6 +252,15 @@ class _Process:
         if not self._reward.waits:
             self.until = self._since + self._patience
         return found, left
+
+    def _written(self) -> dict[int, Outcome]:
+        """The outcomes that it has written since this was asked last, by row."""
+        found: dict[int, Outcome] = {}
+        with contextlib.suppress(EOFError, OSError):  # it has ended
+            while self._outcomes.poll():
+                place, found_there, self._since = self._outcomes.recv()
+                found[self._chunk[place]] = found_there
+        return found
 
     def _lost(self) -> Exception:
         exitcode = self.process.exitcode
@@ -269,6 +283,7 @@ class _Process:
         """Of a process that was killed: wait for it."""
         self.process.join()
         self.connection.close()
+        self._outcomes.close()
         self._chunk, self.until, self.ended = (), math.inf, True
 
 
@@ -308,12 +323,14 @@ class _TimeUp(BaseException):
     """The sample's time is up. Not an Exception, so that the reward does not catch it as one of its own."""
 
 
-def _serve(connection: Connection, config: RewardConfig) -> None:
-    """Answer each list of samples with their outcomes, each with its place in the list, then with None, also if it has
-    left some to others. The first message is None once the reward is imported, or the ConfigError that prevents it."""
+def _serve(connection: Connection, outcomes: Connection, config: RewardConfig) -> None:
+    """Write to `outcomes` those of each list of samples, each with its place in the list and the time.monotonic() of
+    its end. Say False now and then where some are written, and True at the list's end, also if some are left to others.
+    The first message is True once the reward is imported, or the ConfigError that prevents it."""
     # A child left running by a reward would hold it open, and the end of this process would not be noticed.
-    os.set_inheritable(connection.fileno(), False)
-    os.register_at_fork(after_in_child=connection.close)
+    for each in (connection, outcomes):
+        os.set_inheritable(each.fileno(), False)
+        os.register_at_fork(after_in_child=each.close)
     # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
     os.setpgrp()
     hearing = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which forgets one that came before
@@ -327,9 +344,14 @@ def _serve(connection: Connection, config: RewardConfig) -> None:
         return
     with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
         while True:
-            connection.send(None)
-            for place, outcome in _scored(reward, connection.recv(), config.timeout):
-                connection.send((place, outcome))
+            connection.send(True)
+            samples, called = connection.recv(), time.monotonic()
+            for place, outcome in _scored(reward, samples, config.timeout):
+                now = time.monotonic()
+                outcomes.send((place, outcome, now))
+                if now - called > CALL:
+                    called = now
+                    connection.send(False)
 
 
 def _end_with_driver() -> None:
