@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from corerl.ops.flash import FULL, flash_attention
 from corerl.ops.padding import Rectangles, rectangles
 from corerl.ops.transfer import upload
 from corerl.types import IntArray
@@ -24,9 +24,9 @@ ALIGNED = 8  # kernels for half precision want head sizes that are multiples of 
 class PackedSequences:
     """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer."""
 
-    # `tokens` and `longest` are stored rather than computed from `bounds`: a compiled layer takes them as inputs.
     tokens: int  # T
     longest: int  # tokens of the longest sequence
+    longest_on_host: Tensor  # the same, [] int64: a layer would be compiled anew for each number
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     bounds: IntArray  # the same on the host
     continuations: Tensor  # [T - S] int64 on the device: indices of all but the first token of each sequence
@@ -44,9 +44,11 @@ class PackedSequences:
         lengths = np.diff(bounds)
         continues = np.ones(int(bounds[-1]), dtype=np.bool_)
         continues[bounds[:-1][lengths > 0]] = False
+        longest = int(lengths.max(initial=0))
         return cls(
             tokens=int(bounds[-1]),
-            longest=int(lengths.max(initial=0)),
+            longest=longest,
+            longest_on_host=torch.tensor(longest),
             cu_seqlens=upload(bounds.astype(np.int32), device),
             bounds=bounds,
             continuations=upload(np.flatnonzero(continues), device),
@@ -89,16 +91,16 @@ def packed_attention(
     Half precision on CUDA with heads of up to 256 runs one kernel over the packed tokens; everything else, as softcaps
     and sinks, runs on padded rectangles. With a softcap all scores of a rectangle exist at once.
     """
-    if not len(q) == len(k) == len(v) == packing.tokens:
+    if not torch.compiler.is_compiling() and not len(q) == len(k) == len(v) == packing.tokens:
         raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, but their packing has {packing.tokens}")
     if softcap is not None and sinks is not None:
         raise ValueError("softcap and sinks are both given, expected at most one: no published model has both")
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if window is not None and window >= packing.longest:
-        window = None
     fits = q.is_meta or (one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD)
     if fits and softcap is None and sinks is None:
         return _packed_kernel(q, k, v, packing, scale, window)
+    if window is not None and window >= packing.longest:
+        window = None
     if sinks is None:
         return _padded(q, k, v, packing, partial(_attend, scale=scale, window=window, softcap=softcap))
     # The further key is one in a further dim of all heads, in which each query has the score that its head gives it.
@@ -117,21 +119,11 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def _packed_kernel(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators, which needs a device
-
-    # Causal attention: so many tokens to the left, -1 for all, and 0 to the right.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if k.shape[1] != q.shape[1]:
-        if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11's kernel does not group heads
-            options["enable_gqa"] = True
-        else:
-            k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    cu, longest = packing.cu_seqlens, packing.longest
     # The kernel wants one head size for q, k and v. Zero padding changes no score and is cut off.
     size, width = -ALIGNED * (max(q.shape[2], v.shape[2]) // -ALIGNED), v.shape[2]
     q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
-    assert isinstance(out, Tensor)  # a pair only if the softmax normalizer is requested
+    seen = FULL if window is None else window
+    out, _ = flash_attention(q, k, v, packing.cu_seqlens, packing.longest_on_host, scale, seen)
     return out if width == size else out[..., :width]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -20,9 +19,9 @@ from corerl.models import (
     materialize,
     move_buffers,
     recompute_layers,
-    register_packed_attention,
 )
 from corerl.ops import one_kernel
+from corerl_fsdp.compiled import compile_forward
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
 
@@ -74,15 +73,6 @@ def build_policy(
     policy.load_state_dict({}, strict=False)
     move_buffers(policy, device)
     return policy
-
-
-def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
-    """Compile the layers' forward, once for all layers and micro-batch lengths. Without `attention`, attention is left
-    out, since each packing would be compiled anew; a layer is then four pieces instead of one."""
-    if not attention:
-        register_packed_attention(compiled=False)
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def shard(
