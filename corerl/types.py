@@ -246,6 +246,15 @@ class InitResult:
 
 
 @frozen(kw_only=True)
+class Compilation:
+    """A graph that `torch.compile` has made."""
+
+    what: str  # the function, and the file that it is in
+    seconds: float  # of the forward and the backward pass
+    why: str = ""  # what the earlier graphs of the function did not allow; "" of its first one
+
+
+@frozen(kw_only=True)
 class TrainResult:
     """One optimizer step, on a rank or over all ranks of a group."""
 
@@ -253,6 +262,7 @@ class TrainResult:
     metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
     grad_norm: float  # before clipping, over the whole model
     tokens: int  # that went through the model on this rank
+    compilations: tuple[Compilation, ...] = ()  # since the last step, on the rank with the most; core fills it in
 
 
 @frozen(kw_only=True)

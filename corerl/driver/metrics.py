@@ -59,6 +59,13 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
     return metrics
 
 
+def compilations(results: Mapping[str, Sequence[TrainResult]]) -> dict[str, float]:
+    """How many graphs the ranks compiled in this rollout step, over all roles."""
+    if not results:
+        return {}
+    return {"perf/compilations": float(sum(len(each.compilations) for steps in results.values() for each in steps))}
+
+
 def _over_steps(parts: Sequence[Metric]) -> float:
     match parts[0].reduction:
         case Reduction.MAX:

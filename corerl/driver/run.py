@@ -23,6 +23,7 @@ from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
 from corerl.driver.metrics import (
+    compilations,
     first_step_mismatch,
     recomputed_mismatch,
     rollout_metrics,
@@ -59,6 +60,8 @@ from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
+
+LONG = 1.0  # seconds of a compilation that are worth a line
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
@@ -339,8 +342,10 @@ class Run:
         if self.updates is not None:
             self.updates.fleet.step_completed()
         metrics |= self.residency.metrics()
+        metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._warn(scored, batch)
+        self._warn_of_compilations(scored.step, results)
         self._step_started = now
         self.progress.tell(
             StepFinished(step=scored.step, metrics=metrics, shown=scored.shown(), samples=scored.samples())
@@ -363,6 +368,15 @@ class Run:
                 f"band from correction_floor={algorithm.correction_floor:g} to "
                 f"correction_cap={algorithm.correction_cap:g}"
             )
+
+    def _warn_of_compilations(self, step: int, results: Mapping[str, Sequence[TrainResult]]) -> None:
+        """Tell of time that was lost because a graph did not fit what came."""
+        for name, steps in results.items():
+            anew = [each for result in steps for each in result.compilations if each.why and each.seconds > LONG]
+            for each in anew:
+                self.progress.notice(
+                    f"step {step}: a rank of the {name} compiled {each.what} anew, in {each.seconds:.0f} s: {each.why}"
+                )
 
     def _warn_of_unseen(self, batch: SampleBatch) -> None:
         """Tell once that the reward misses tokens that the policy samples."""

@@ -36,12 +36,12 @@ def flash_attention(
 
 
 @torch.library.custom_op(
-    f"{NAME}_backward",
+    f"{NAME}flash_attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor longest,"
     " float scale, int window) -> (Tensor, Tensor, Tensor)",
 )
-def _backward(
+def flash_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -70,7 +70,7 @@ def _(
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@_backward.register_fake
+@flash_attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -82,7 +82,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None
+    return *flash_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None
 
 
 flash_attention.register_autograd(_gradients, setup_context=_keep)

@@ -195,6 +195,7 @@ class TrainGroup:
             applied=results[0].applied,
             metrics=merge_metrics(result.metrics for result in results),
             grad_norm=results[0].grad_norm,
+            compilations=max((result.compilations for result in results), key=len),
             tokens=sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs),
         )
 

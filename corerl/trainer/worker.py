@@ -27,6 +27,7 @@ from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.requirements import require_met
 from corerl.trainer.collectives import collectives_begun
+from corerl.trainer.compilations import Compilations
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -103,6 +104,7 @@ class Worker:
         self._owns_process_group = False
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
+        self._compilations = Compilations()
 
     # ---- for the watchdog, during a verb ----------------------------------------------------------------------------
 
@@ -151,7 +153,8 @@ class Worker:
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay("train")
         with self._timed(self._pack(samples, plan, columns=columns), rest="optimizer") as batch:
-            return self.host.train(batch=batch, loss=loss, step=step)
+            result = self.host.train(batch=batch, loss=loss, step=step)
+        return evolve(result, compilations=self._compilations.take())
 
     def forward(
         self,

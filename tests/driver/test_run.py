@@ -29,7 +29,7 @@ from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sources.synchronous import Synchronous
-from corerl.types import Metric, Output, SampleBatch, TrainResult
+from corerl.types import Compilation, Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
     EXPERTS,
@@ -146,6 +146,22 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
     run.actor.optimizer_step = 1
     run.report(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
+
+
+def test_compilations_are_counted_and_a_long_one_for_what_no_graph_allowed_is_told(
+    make_run: Callable[..., Run],
+) -> None:
+    ears = Ears()
+    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
+    run.actor.optimizer_step = 3
+    first = Compilation(what="forward in modeling.py", seconds=20.0)
+    short, long = (evolve(first, seconds=seconds, why="5120 <= size") for seconds in (0.4, 11.6))
+    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5)
+    steps = [evolve(result, compilations=made) for made in ((first,), (), (short, long))]
+    run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
+    assert ears.steps[0].metrics["perf/compilations"] == 3.0
+    line = "step 4: a rank of the actor compiled forward in modeling.py anew, in 12 s: 5120 <= size"
+    assert [each for each in told(ears) if "compiled" in each] == [line]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from corerl.errors import ContractError, CorerlError, HookFailed, SaveFailed, Wo
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
+    Compilation,
     FloatArray,
     ForwardResult,
     InitResult,
@@ -56,6 +57,7 @@ def planned(config: Config) -> RolePlan:
 
 PLAN = planned(config_for())
 LOSS = LossSpec(name="clipped")
+COMPILED = Compilation(what="forward in modeling.py", seconds=2.0)
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 LOGPROBS = (Output.LOGPROBS,)
@@ -235,11 +237,14 @@ def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
 def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
     results = [
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
-        TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
+        TrainResult(
+            applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20, compilations=(COMPILED,)
+        ),
     ]
     both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
+    assert both.compilations == (COMPILED,)
 
 
 def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLayout]:

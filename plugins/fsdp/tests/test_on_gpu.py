@@ -20,7 +20,10 @@ from corerl.testing.inprocess import InProcessSender
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, TrainResult
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.processes,  # Triton's, to find CUDA
+]
 
 # Rounding alone may differ: AdamW on the host is another program, and some sums on a GPU have no fixed order.
 RELATIVE = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
