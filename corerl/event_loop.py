@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Collection, Coroutine
@@ -12,7 +13,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+IDLE = "idle"  # the name of a thread that waits for a call of `in_thread`
+IDLE_SECONDS = 60.0  # after which it ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
+
+
+_idle: list[queue.SimpleQueue[tuple[str, Callable[[], None]]]] = []  # of threads with nothing to do, where they wait
 
 
 class EventLoop:
@@ -85,11 +91,35 @@ async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:
-    """Call `function` in a daemon thread of its own: one that never returns keeps neither the program nor others from
-    ending. If the awaiting task is cancelled, the call goes on, and its result is dropped."""
+    """Call `function` in a daemon thread that has nothing else to do: one that never returns keeps neither the program
+    nor others from ending. If the awaiting task is cancelled, the call goes on, and its result is dropped."""
     done: Future[T] = Future()
-    threading.Thread(target=_into, args=(done, function), name=name, daemon=True).start()
+    call = functools.partial(_into, done, function)
+    try:
+        _idle.pop().put((name, call))
+    except IndexError:
+        threading.Thread(target=_serve, args=(name, call), daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+def _serve(name: str, call: Callable[[], None]) -> None:
+    """Call that, then whatever comes, until nothing has for a while; a thread for each call would cost a millisecond to
+    start."""
+    thread, calls = threading.current_thread(), queue.SimpleQueue[tuple[str, Callable[[], None]]]()
+    while True:
+        thread.name = name
+        call()
+        del call  # and what it holds
+        thread.name = IDLE
+        _idle.append(calls)
+        try:
+            name, call = calls.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            try:
+                _idle.remove(calls)
+                return
+            except ValueError:  # a call is on its way
+                name, call = calls.get()
 
 
 def _into(done: Future[T], function: Callable[[], T], *, interruptible: bool = False) -> None:

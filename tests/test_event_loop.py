@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from corerl import event_loop
 from corerl.event_loop import EventLoop, in_thread
 
 LIMIT = 60.0  # seconds, against hangs
@@ -87,6 +88,22 @@ def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
     with pytest.raises(SystemExit, match="^bad argument$"):
         loop.begin(exits()).result(LIMIT)
     assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
+
+
+def test_a_thread_takes_one_call_after_another_and_ends_when_none_comes(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop, "_idle", [])
+    monkeypatch.setattr(event_loop, "IDLE_SECONDS", 0.2)
+
+    async def threads() -> list[threading.Thread]:
+        return [await in_thread(threading.current_thread, name="mine") for _ in range(3)]
+
+    first, *others = loop.run(threads())
+    assert others == [first] * 2
+    first.join(LIMIT)
+    assert not first.is_alive() and event_loop._idle == []
+    assert loop.run(threads())[0] is not first
 
 
 def test_closing_cancels_what_runs_and_does_not_wait_for_threads_that_hang() -> None:

@@ -1,10 +1,11 @@
 """The engine on transformers, but for a replica whose process is killed, or freezes, as often as it is told to: while
-it samples, then in the middle of an update, and so on in turns."""
+it samples, then in the middle of an update, and so on in turns; or in its first two starts."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from corerl.engines.specs import TRANSFORMERS, TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.weights.manifest import Bucket
 
+FOREVER = 600.0
 NAME = "tests.end_to_end.faulty_engine:SPEC"
 
 
@@ -25,11 +27,19 @@ class FaultyConfig(TransformersConfig):
     directory: str = option("where each death leaves a file", default="")
     deaths: int = option("in all", default=2)
     how: Literal["kill", "freeze"] = option("the signal: SIGKILL or SIGSTOP", default="kill")
+    starts: bool = option("its first process is killed as it starts, and the second one hangs there", default=False)
     after: int = option("requests that it answers before the first one", default=2)
 
 
 class FaultyEngine(TransformersEngine):
     def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None:
+        started = Path(options.directory, f"start-{context.index}")
+        if options.starts and context.index == 1 and not started.with_name("hung").exists():
+            if started.exists():
+                started.with_name("hung").touch()
+                time.sleep(FOREVER)
+            started.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         super().__init__(model, options, context)
         self.index = context.index
         self.requests = 0

@@ -24,7 +24,7 @@ def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
     with command:
         command.finish()
         command.assert_nothing_is_left()
-    assert len(list(marks.iterdir())) == min(deaths, 2)
+    assert len(list(marks.glob("death-*"))) == min(deaths, 2)
     return command
 
 
@@ -48,6 +48,16 @@ def test_an_engine_that_dies_or_freezes_while_it_samples_and_again_in_the_update
         assert [line in command.out for line in told] == [bool(deaths)] * 2, command.out
         assert numbers(tmp_path / name / "run") == numbers(tmp_path / "undisturbed" / "run")
         assert len(numbers(tmp_path / name / "run")) == 3
+
+
+def test_an_engine_that_dies_as_it_starts_and_whose_successor_hangs_there_is_replaced_twice(tmp_path: Path) -> None:
+    bound = paced(20.0)
+    settings = [f'engines."{NAME}".starts=true', f"cluster.start_timeout={bound}", "rollout.restarts=2"]
+    command = run(tmp_path, 0, *settings, "extensions=[{name='jsonl'},{name='console'}]")
+    assert command.process.returncode == 0, command.err
+    assert "engine-1 is replaced: engine-1: its process died during start (" in command.out
+    assert {each.name for each in (tmp_path / "marks").iterdir()} == {"start-1", "hung"}
+    assert len(numbers(tmp_path / "run")) == 3
 
 
 def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_name(tmp_path: Path) -> None:
