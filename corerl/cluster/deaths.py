@@ -76,8 +76,8 @@ def silent(name: str, method: str, seconds: float) -> WorkerDied:
 def overdue(name: str, method: str, seconds: float, status: Status | None) -> WorkerDied:
     """The error of a process that was ended because its start took too long."""
     return WorkerDied(
-        f"{name}: its process had not started after {seconds:g} s of work in {method} (cluster.start_timeout), and was ended: "
-        f"{described(name, status)}; raise cluster.start_timeout if it may take that long"
+        f"{name}: its process had not started after {seconds:g} s of work in {method} (cluster.start_timeout), and was "
+        f"ended: {described(name, status)}; raise cluster.start_timeout if it may take that long"
     )
 
 
