@@ -109,8 +109,8 @@ def test_a_rank_that_does_not_get_on_with_its_start_is_ended_and_named_and_not_o
         group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, str(tmp_path / "gate"))]))
     assert re.fullmatch(
         rf"actor rank 1: its process had not started after {bound:g} s of work in init \(cluster\.start_timeout\), and "
-        r"was ended: actor rank 1 is in 'model build' \(cluster/ranks\.py:\d+ in hold\); raise cluster\.start_timeout if "
-        "it may take that long",
+        r"was ended: actor rank 1 is in 'model build' \(cluster/ranks\.py:\d+ in hold\); raise cluster\.start_timeout "
+        "if it may take that long",
         raised.value.message,
     )
 
