@@ -14,10 +14,12 @@ killed or stopped server replaced. `ATTENTION` names SGLang's attention; without
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,11 +113,17 @@ def in_generation(run: Watched) -> bool:
 
 
 def in_update(run: Watched) -> bool:
-    """Whether the ranks of a server have been told to take weights, after the second step."""
-    steps = sum("time/step" in line for line in run.lines())
-    return steps >= 2 and any(run.temporary.glob("corerl-sglang-*/asked-*.pickle"))
+    """Whether the ranks of a server have been told to take weights, after the second step. Looks without a pause for a
+    while: an update of a small model takes some milliseconds."""
+    asked, until = f"{run.temporary}/corerl-sglang-*/asked-*.pickle", time.monotonic() + LOOKED_FOR
+    while sum("time/step" in line for line in run.lines()) >= 2 and time.monotonic() < until:
+        if any(any(glob.iglob(asked)) for _ in range(LOOKS)):
+            return True
+    return False
 
 
+LOOKED_FOR = 1.0  # seconds
+LOOKS = 200  # between two readings of the metrics
 SEEN: dict[tuple[str, int], int] = {}  # what a log said when a step had been done, by run and step
 
 
@@ -202,14 +210,17 @@ class Killer:
     def __init__(self, scenario: Scenario) -> None:
         self._when = scenario.kill
         self._signal = scenario.signal
+        self._servers: list[int] = []  # known beforehand: to find them takes longer than an update
         self.killed = 0
 
     def __call__(self, run: Watched) -> None:
-        if self._when is None or self.killed or not self._when(run):
+        if self._when is None or self.killed:
             return
-        for pid in run.servers()[:1]:
-            os.kill(pid, self._signal)
-            self.killed = pid
+        if not self._servers and run.lines():
+            self._servers = run.servers()
+        if self._servers and self._when(run):
+            self.killed = self._servers[0]
+            os.kill(self.killed, self._signal)
 
 
 def found(
