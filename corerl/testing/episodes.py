@@ -54,7 +54,7 @@ class Scripted:
     @property
     def text(self) -> str:
         """What the reward gets where the function returns None: the last answer so far."""
-        return self.state.conversation.text
+        return self.state.root.final.conversation.text
 
     @property
     def asked(self) -> list[list[str]]:
@@ -97,8 +97,7 @@ def scripted(
     requests: list[ChatRequest] = []
 
     async def policy(request: GenerateRequest, _: int) -> Generation:
-        assert state.turn is not None
-        requests.append(state.turn.chat)
+        requests.extend(turn.chat for turn in state.turns if turn.request is request)
         if len(requests) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
         return _drawn(answers[len(requests) - 1], request, tokenizer)

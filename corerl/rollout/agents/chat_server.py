@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MODEL = "policy"  # the model's name in answers; requests may use any name
 API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
+CLOSED = 499  # the status for a client that has gone, which nobody reads
 WAITING = 1024  # connections that may wait: many episodes may start and connect at the same moment
 IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
@@ -200,7 +201,14 @@ def _app(server: ChatServer) -> Starlette:
         return Response(content, status_code=status, media_type=media_type)
 
     async def chat(request: Request) -> Response:
-        return response(*await server.respond(request.path_params["name"], await request.body()))
+        answering = asyncio.create_task(server.respond(request.path_params["name"], await request.body()))
+        gone = asyncio.ensure_future(request.receive())  # all was received: this returns once the connection is closed
+        try:
+            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            return response(*answering.result()) if answering.done() else Response(status_code=CLOSED)
+        finally:
+            answering.cancel()
+            gone.cancel()
 
     async def models(request: Request) -> Response:
         return response(*server.models(request.path_params["name"]))
