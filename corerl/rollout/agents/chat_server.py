@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per conversation."""
+"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per episode."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ChatServer:
             self._socket.close()  # where the loop was closed first
 
     async def respond(self, name: str, body: bytes) -> tuple[int, bytes, str]:
-        """Answer a POST to the chat path of the conversation of this name: HTTP status, content and its media type."""
+        """Answer a POST to the chat path of the episode of this name: HTTP status, content and its media type."""
         reply = await self._reply(name, body)
         if reply.request is None or not reply.request.stream:
             return reply.status, json.dumps(reply.content).encode(), "application/json"
@@ -202,13 +202,18 @@ def _app(server: ChatServer) -> Starlette:
 
     async def chat(request: Request) -> Response:
         answering = asyncio.create_task(server.respond(request.path_params["name"], await request.body()))
-        gone = asyncio.ensure_future(request.receive())  # all was received: this returns once the connection is closed
+        gone = asyncio.create_task(closed(request))
         try:
             await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
             return response(*answering.result()) if answering.done() else Response(status_code=CLOSED)
         finally:
             answering.cancel()
             gone.cancel()
+
+    async def closed(request: Request) -> None:
+        """Return once the client has closed the connection of a request that was received."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
     async def models(request: Request) -> Response:
         return response(*server.models(request.path_params["name"]))

@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Diverges(Refused):
-    """The request does not continue this conversation, in whose words or with whose tools it was not written."""
+    """The request does not continue this conversation: it was written with other tools, or in other words."""
 
 
 def _empty(dtype: type) -> Any:

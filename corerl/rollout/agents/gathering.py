@@ -64,7 +64,7 @@ class Gathering:
         self._waiting = [each for each in self._waiting if not each.answer.done()]  # others were cancelled
         if self._timer is not None:
             self._timer.cancel()
-        if self._waiting and len(self._waiting) >= self._playing:
+        if self._waiting and len({each.number for each in self._waiting}) >= self._playing:
             self._send()
         elif self._waiting:
             loop = asyncio.get_running_loop()

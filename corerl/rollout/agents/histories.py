@@ -140,5 +140,5 @@ class History:
 def _content(messages: Sequence[Message], asked: Asked, chat: ChatRequest) -> int:
     """An int64 that is equal for requests that say the same."""
     said = [messages, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
-    digest = hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

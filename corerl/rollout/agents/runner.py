@@ -205,7 +205,7 @@ class EpisodeRunner:
         """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
-        history, asked, why = self._continued(state.root, chat)
+        history, asked, difference = self._continued(state.root, chat)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.unheard(place)) is not None:
             return turn
@@ -220,7 +220,7 @@ class EpisodeRunner:
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
             return self._no_room(history, tokens)
-        self._require_row(state.root, history, why)
+        self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, begun, chat)
         name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
         answer = asyncio.create_task(self._drawn(state, history, asked, request), name=name)
@@ -228,19 +228,16 @@ class EpisodeRunner:
         history.turns.append(turn)
         return turn
 
-    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, Asked, str]:
+    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, Asked, Difference | None]:
         """The longest history that the request continues, what it adds to it, and why that is no longer one."""
         messages = read_messages(chat.messages)
         known, difference = root.continued(messages)
-        why = difference.text if difference else ""
-        if difference and difference.changed:
-            self._note_changed(difference)
         for history in known:
             try:
-                return history, self._asked(history, messages, chat), why
+                return history, self._asked(history, messages, chat), difference
             except Diverges as diverges:
-                why = why or diverges.message
-        return root, self._asked(root, messages, chat), why
+                difference = difference or Difference(number=0, changed=False, text=diverges.message)
+        return root, self._asked(root, messages, chat), difference
 
     def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> Asked:
         return self._renderer.ask(
@@ -251,24 +248,24 @@ class EpisodeRunner:
             options=chat.template_options,
         )
 
-    def _note_changed(self, difference: Difference) -> None:
-        """Tell once, as few want that: a client that strips answers makes a row of every turn."""
-        if not self._noted_changed:
+    def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
+        """Raise Refused if a request that continues this history would begin one row too many. `difference` is why it
+        continues no other."""
+        if history.conversation.said and all(turn.unheard for turn in history.turns):
+            return
+        if root.begun >= self._most_rows:
+            why = difference.text if difference else "messages: another request goes on from the same ones"
+            raise Refused(
+                f"{why}; this would begin one more row than rollout.episodes.max_rows={self._most_rows}; append "
+                "messages to those of an answer and change none, or raise it",
+                code="too_many_rows",
+            )
+        # Few want this: a client that strips answers makes a row of every turn.
+        if difference and difference.changed and not self._noted_changed:
             self._noted_changed = True
             note(
                 f"an answer came back changed, so the request begins another row of its episode: {difference.text}; to "
                 "go on in the same row, send answers as they came"
-            )
-
-    def _require_row(self, root: History, history: History, why: str) -> None:
-        """Raise Refused if a request that continues this history would begin one row too many."""
-        begins = not history.conversation.said or any(not turn.unheard for turn in history.turns)
-        if begins and root.begun >= self._most_rows:
-            raise Refused(
-                f"{why or 'messages: another request goes on from the same ones'}; this would begin one more row than "
-                f"rollout.episodes.max_rows={self._most_rows}; append messages to those of an answer and change none, "
-                "or raise it",
-                code="too_many_rows",
             )
 
     async def _drawn(
