@@ -49,12 +49,24 @@ class Scripted:
 
     episode: Episode
     state: EpisodeState
+    tokenizer: PreTrainedTokenizerBase
     requests: list[ChatRequest] = field(factory=list)
 
     @property
     def text(self) -> str:
         """What the reward gets where the function returns None: the last answer so far."""
         return self.state.root.final.conversation.text
+
+    @property
+    def rows(self) -> list[list[tuple[str, bool]]]:
+        """What each row of the episode would be so far: its texts with special tokens, and whether they are trained
+        on."""
+        rows = []
+        for row in self.state.root.rows:
+            edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+            parts = zip(np.split(row.tokens, edges), np.split(row.loss_mask, edges), strict=True)
+            rows.append([(str(self.tokenizer.decode(tokens)), bool(mask[0])) for tokens, mask in parts])
+        return rows
 
     @property
     def asked(self) -> list[list[str]]:
@@ -117,7 +129,7 @@ def scripted(
 
     playing = loop.begin(run())
     try:
-        yield Scripted(episode=handed.result(), state=state, requests=requests)
+        yield Scripted(episode=handed.result(), state=state, tokenizer=tokenizer, requests=requests)
     finally:
         over.set()
         playing.result()
