@@ -620,8 +620,8 @@ class RolloutConfig:
         validator=zero_or_several,
     )
     max_tokens: int = option(
-        "maximum new tokens per sample, in an episode all tokens after its first request; a sample cut off there is "
-        "marked truncated",
+        "maximum new tokens per sample, in an episode all tokens of a conversation after its first request; a sample "
+        "cut off there is marked truncated",
         default=256,
         validator=at_least(1),
     )

@@ -30,6 +30,7 @@ from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.agents.episodes import Episode, EpisodeScorer
+from corerl.rollout.evaluation import evaluate
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored, exact_share
@@ -42,6 +43,7 @@ from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small
 from tests.machine import paced
 from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
+from tests.rollout.engines import at_once
 
 ONE = PROMPTS[:1]
 LONG = evolve(PARAMS, max_tokens=40)
@@ -421,6 +423,30 @@ def test_rows_of_an_episode_stay_together_where_samples_are_taken_joined_written
     assert exact_share(rollout) == sum(text == "12" for text in final) / 6
     read = read_rollout(write_rollout(tmp_path, scored))
     assert_equal(read.rollout, rollout)
+
+
+def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
+    def some(episode: Episode) -> None:
+        for begin in ("21>", "5>", "7>")[: 1 + episode.prompt.index % 3]:
+            asking(episode, [], begin)
+
+    prompts = [evolve(PROMPTS[0], index=index, answer="12", source="ab"[index % 2]) for index in range(3)]
+    rollout = play(some, samples=1, prompts=prompts)
+    assert len(rollout.batch) == 6
+
+    class Given:
+        async def sample(self, *_: Any, **__: Any) -> Rollout:
+            return rollout
+
+    reward = at_once(EpisodeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
+    given: Any = Given()
+    found = asyncio.run(evaluate(given, prompts, reward, params=PARAMS, show=2))
+    told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]
+    assert told == pytest.approx([5 / 3, 2, 1])
+    assert [sample.reward for sample in found.samples] == [0, 1, 4] and len(found.shown) == 2
+    assert [sample.response for sample in found.samples] == [
+        rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
+    ]
 
 
 def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_once(
