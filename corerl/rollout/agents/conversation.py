@@ -205,7 +205,8 @@ class Conversation:
     def difference(self, messages: Sequence[Message], *, since: int = 0) -> Difference | None:
         """Where these messages first differ from this conversation's, which they are known to share up to number
         `since`, or that they add none; None if they continue it."""
-        for number, (had, got) in enumerate(zip(self.messages[since:], messages[since:], strict=False), start=since):
+        both = zip(self.messages[since:], messages[since : len(self.messages)], strict=False)
+        for number, (had, got) in enumerate(both, start=since):
             # A client may add fields to an answer, such as tool calls that it parsed itself.
             answer = number in self.answers
             for key in sorted(had if answer else {*had, *got}):
