@@ -1,6 +1,6 @@
 """The data types exchanged between driver, workers, backends and engines, all of them frozen.
 
-Axes: N tokens of a rollout batch, B samples, T tokens of a micro-batch, S sequences of a micro-batch.
+Axes: N tokens of a rollout batch, B samples, E episodes, T tokens of a micro-batch, S sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class SampleBatch:
 
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.
+
+    An episode may be several samples, of equal numbers `rows["episode"]`: they share its reward, and each token that
+    the policy chose is a loss token of one of them.
     """
 
     tokens: IntArray  # [N] prompt and response of each sample, concatenated
@@ -144,6 +147,20 @@ class SampleBatch:
     def sample_of(self) -> IntArray:
         """[N] index of each token's sample."""
         return np.repeat(np.arange(len(self)), self.lengths)
+
+    @property
+    def episodes(self) -> tuple[IntArray, IntArray]:
+        """[E] one sample of each episode, that of its last answer (`rows["final"]`) if it is there, in ascending order;
+        and [B] the episode of each sample, as an index of these. Without `rows["episode"]` every sample is one."""
+        every = np.arange(len(self))
+        if "episode" not in self.rows:
+            return every, every
+        _, episode_of = np.unique(self.rows["episode"], return_inverse=True)
+        others = ~self.rows["final"] if "final" in self.rows else np.zeros(len(self), np.bool_)
+        final_first = np.lexsort((every, others, episode_of))
+        _, first = np.unique(episode_of[final_first], return_index=True)
+        chosen = final_first[first]
+        return np.sort(chosen), np.argsort(np.argsort(chosen))[episode_of]
 
     def take(self, samples: IntArray) -> SampleBatch:
         """Only these samples [n], in this order."""

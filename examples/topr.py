@@ -6,6 +6,7 @@ corerl train examples/quickstart.toml algorithm.name=examples.topr:SPEC algorith
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from attrs import frozen
@@ -20,6 +21,7 @@ from corerl.algorithms import (
     Objective,
     PolicyTokens,
     broadcast,
+    compared,
     group_advantages,
     sample_rewards,
 )
@@ -45,8 +47,8 @@ class TOPR(Algorithm):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
-        compared = group_advantages(each, samples.rows["group"], normalize_std=False)
-        return Advantages(advantages=broadcast(compared, samples))
+        better = compared(each, samples, partial(group_advantages, normalize_std=False))
+        return Advantages(advantages=broadcast(better, samples))
 
     def objectives(self) -> Mapping[str, Objective]:
         return {ACTOR: Objective(loss=LossSpec(name="examples.topr:tapered", params={"taper": self.options.taper}))}

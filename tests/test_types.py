@@ -48,3 +48,17 @@ def test_offsets_are_where_rows_begin_and_the_last_one_ends(lengths: list[int]) 
 
 def test_each_token_knows_its_sample() -> None:
     assert batch(2, 0, 3).sample_of.tolist() == [0, 0, 2, 2, 2]
+
+
+def test_an_episode_is_one_of_its_samples_that_with_its_last_answer_if_it_is_there() -> None:
+    every = batch(2, 1, 1, 3, 1)
+    for found in every.episodes:
+        assert found.tolist() == [0, 1, 2, 3, 4]
+    several = every.with_rows(episode=np.array([7, 2, 7, 2, 5]))
+    chosen, episode_of = several.episodes
+    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 4], [0, 1, 0, 1, 2])
+    final = several.with_rows(final=np.array([False, True, True, False, True]))
+    chosen, episode_of = final.episodes
+    assert (chosen.tolist(), episode_of.tolist()) == ([1, 2, 4], [1, 0, 1, 0, 2])
+    chosen, episode_of = final.take(np.array([4, 3, 0])).episodes  # a user has left out the last answers
+    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 2], [0, 1, 2])

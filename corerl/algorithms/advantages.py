@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from corerl.types import Array, BoolArray, FloatArray, IntArray, SampleBatch
@@ -22,6 +24,8 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
 
         rewards: [B] finite, of any float type
         groups: [B] group numbers, equal for samples of one prompt; any numbers, in any order
+
+    Where an episode may be several samples, pass one of each, `SampleBatch.episodes`, as `compared` does.
     """
     _, group_of = np.unique(groups, return_inverse=True)
     exact = np.asarray(rewards, dtype=np.float64)
@@ -42,10 +46,20 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
 
 
 def sample_rewards(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> FloatArray:
-    """[B] each sample's reward and the sum of its tokens' own, which are [B] and [N]."""
-    sums = np.bincount(samples.sample_of, weights=token_rewards, minlength=len(samples))
-    summed: FloatArray = rewards + sums.astype(np.float32)
+    """[B] each sample's reward and the sum of its tokens' own, of all tokens of its episode; these are [B] and [N]."""
+    episodes, episode_of = samples.episodes
+    sums = np.bincount(episode_of[samples.sample_of], weights=token_rewards, minlength=len(episodes))
+    summed: FloatArray = rewards + sums.astype(np.float32)[episode_of]
     return summed
+
+
+def compared(
+    each: FloatArray, samples: SampleBatch, compare: Callable[[FloatArray, IntArray], FloatArray]
+) -> FloatArray:
+    """[B] what `compare` makes of rewards [E] and groups [E], in which every episode is counted once; `each` [B] is the
+    reward of each sample."""
+    episodes, episode_of = samples.episodes
+    return compare(each[episodes], samples.rows["group"][episodes])[episode_of]
 
 
 def broadcast(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:

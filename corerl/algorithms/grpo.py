@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 from attrs import frozen
 
-from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
+from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
 from corerl.algorithms.base import Advantages, Algorithm, Objective
 from corerl.config.schema import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmSpec
@@ -32,9 +33,8 @@ class GRPO(Algorithm):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
-        groups = samples.rows["group"]
-        compared = group_advantages(each, groups, normalize_std=self.options.normalize_std)
-        return Advantages(advantages=broadcast(compared, samples))
+        better = partial(group_advantages, normalize_std=self.options.normalize_std)
+        return Advantages(advantages=broadcast(compared(each, samples, better), samples))
 
     def objectives(self) -> Mapping[str, Objective]:
         clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}

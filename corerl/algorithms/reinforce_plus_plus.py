@@ -4,11 +4,20 @@ Approach for Aligning Large Language Models"."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from attrs import frozen
 
-from corerl.algorithms.advantages import at_last_token, broadcast, gae, group_advantages, sample_rewards, whiten
+from corerl.algorithms.advantages import (
+    at_last_token,
+    broadcast,
+    compared,
+    gae,
+    group_advantages,
+    sample_rewards,
+    whiten,
+)
 from corerl.algorithms.base import Advantages, Algorithm, Objective
 from corerl.config.schema import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem
@@ -53,8 +62,8 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
-        compared = group_advantages(each, samples.rows["group"], normalize_std=False)
-        return Advantages(advantages=whiten(broadcast(compared, samples), samples.columns["loss_mask"]))
+        better = compared(each, samples, partial(group_advantages, normalize_std=False))
+        return Advantages(advantages=whiten(broadcast(better, samples), samples.columns["loss_mask"]))
 
 
 def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from attrs import frozen
 
-from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
+from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
 from corerl.algorithms.base import Advantages, Algorithm, Objective
 from corerl.config.schema import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmSpec
@@ -35,7 +35,7 @@ class RLOO(Algorithm):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
-        return Advantages(advantages=broadcast(left_one_out(each, samples.rows["group"]), samples))
+        return Advantages(advantages=broadcast(compared(each, samples, left_one_out), samples))
 
     def objectives(self) -> Mapping[str, Objective]:
         clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}

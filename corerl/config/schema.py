@@ -586,6 +586,12 @@ class EpisodesConfig:
         default=256,
         validator=between(1, MOST),
     )
+    max_rows: int = option(
+        "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
+        "conversation of its own or continues the same messages as another; 1 refuses all of these",
+        default=16,
+        validator=between(1, MOST),
+    )
     tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
         "format of the policy's tool calls, which are parsed from its answers: hermes (Qwen 2.5 and 3), llama-json "
         "(Llama 3.1); auto: detected from the chat template; none: left as text",
@@ -620,8 +626,8 @@ class RolloutConfig:
         validator=zero_or_several,
     )
     max_tokens: int = option(
-        "maximum new tokens per sample, in an episode all tokens after its first request; a sample cut off there is "
-        "marked truncated",
+        "maximum new tokens per sample, in an episode all tokens of a conversation after its first request; a sample "
+        "cut off there is marked truncated",
         default=256,
         validator=at_least(1),
     )

@@ -41,10 +41,10 @@ def plan_steps(
     In every epoch each sample belongs to exactly one step, and all samples of a group (`rows["group"]`) to the same
     step. The order in each epoch follows from `seed` alone; give each rollout step another seed.
 
-    Weight of one loss token of sample i, in a step of n samples:
+    Weight of one loss token of sample i, in a step of n episodes, which are samples unless one has several, r:
 
         token-mean       1 / (loss tokens of the step)
-        sequence-mean    1 / (n * loss tokens of i)          samples without a loss token are not counted in n
+        sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
         constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
     """
     if aggregation not in AGGREGATIONS:
@@ -54,6 +54,7 @@ def plan_steps(
     groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
+    _, episode_of = batch.episodes
     steps = []
     for epoch in range(epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(groups))
@@ -61,7 +62,9 @@ def plan_steps(
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
             micro_batches, filler = _share(chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
             scales = np.zeros(len(batch), dtype=np.float32)
-            scales[chosen] = _scales(loss_tokens[chosen], aggregation=aggregation, max_tokens=max_tokens)
+            scales[chosen] = _scales(
+                loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
+            )
             steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales))
     return steps
 
@@ -88,15 +91,17 @@ def _padded(lengths: IntArray, multiple: int) -> IntArray:
     return -(-lengths // multiple) * multiple
 
 
-def _scales(loss_tokens: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
+def _scales(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
     """[n] 1 / denominator for each sample of one step."""
     match aggregation:
         case "token-mean":
             denominator = np.full(len(loss_tokens), loss_tokens.sum())
         case "sequence-mean":
-            denominator = np.count_nonzero(loss_tokens) * loss_tokens
+            samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
+            denominator = np.count_nonzero(samples) * samples[episode_of] * loss_tokens
         case _:
-            denominator = np.full(len(loss_tokens), len(loss_tokens) * max_tokens)
+            # All tokens of a step count the same, however many samples an episode has: that is the point of it.
+            denominator = np.full(len(loss_tokens), len(np.unique(episode_of)) * max_tokens)
     scales = np.zeros(len(loss_tokens), dtype=np.float32)
     scales[denominator > 0] = 1.0 / denominator[denominator > 0]
     return scales

@@ -41,9 +41,11 @@ def compute_advantages(
     kl: float | None = None
     if algorithm.overlong == "penalty":
         lengths, buffer = samples.rows["response_length"], algorithm.overlong_buffer or 0
-        penalty = soft_overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
+        episodes, episode_of = samples.episodes
+        penalty = np.zeros(len(episodes), dtype=np.float32)  # that of an episode's longest sample
+        np.minimum.at(penalty, episode_of, soft_overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer))
         metrics["rollout/overlong_penalty"] = float(penalty.mean(dtype=np.float64))
-        rewards = rewards + penalty
+        rewards = rewards + penalty[episode_of]
     token_rewards = np.zeros(len(mask), dtype=np.float32)
     if "ref_logprobs" in columns:
         divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)

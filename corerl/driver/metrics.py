@@ -18,18 +18,21 @@ from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 def rollout_metrics(scored: Scored) -> dict[str, float]:
     """Metrics of the samples before training."""
     rows = scored.rollout.batch.rows
-    equal, groups = without_spread(scored.rewards, rows["group"])
+    episodes, episode_of = scored.rollout.batch.episodes
+    rewards = scored.rewards[episodes]
+    equal, groups = without_spread(rewards, rows["group"][episodes])
     metrics = {
-        "rollout/reward": float(scored.rewards.mean(dtype=np.float64)),
-        "rollout/reward_std": float(scored.rewards.std(dtype=np.float64)),
+        "rollout/reward": float(rewards.mean(dtype=np.float64)),
+        "rollout/reward_std": float(rewards.std(dtype=np.float64)),
         "rollout/response_length": float(rows["response_length"].mean()),
-        "rollout/truncated": float(rows["truncated"].mean()),
+        "rollout/truncated": float((np.bincount(episode_of, weights=rows["truncated"]) > 0).mean()),
         "rollout/tokens": float(rows["response_length"].sum()),
     }
-    if groups < len(scored.rewards):  # else no sample has another to differ from
+    if groups < len(rewards):  # else no sample has another to differ from
         metrics["rollout/groups_without_spread"] = equal / groups
     if "turns" in rows:
-        metrics["rollout/turns"] = float(rows["turns"].mean())
+        metrics["rollout/turns"] = float(rows["turns"].sum() / len(episodes))
+        metrics["rollout/rows"] = len(episode_of) / len(episodes)
         # The environment's tokens are not sampled ones.
         metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
     metrics |= {f"reward/{name}": value / count for name, (value, count) in scored.parts.items()}

@@ -218,7 +218,7 @@ class Run:
                 batch.kl,
                 target=settings.kl_target,
                 horizon=settings.kl_horizon,
-                samples=len(samples),
+                samples=len(samples.episodes[0]),
             )
         return batch
 
@@ -357,7 +357,8 @@ class Run:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
-        notice = self._equal.update(scored.rewards, scored.rollout.batch.rows["group"])
+        episodes, _ = scored.rollout.batch.episodes
+        notice = self._equal.update(scored.rewards[episodes], scored.rollout.batch.rows["group"][episodes])
         if notice and not self.plan.algorithm.asks_frozen:
             self.progress.notice(notice)
         if batch and batch.metrics.get("correction/weight") == 0.0:

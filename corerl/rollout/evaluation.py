@@ -40,7 +40,8 @@ async def evaluate(
         prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
     )
     scores = await reward.score(rollout)
-    rewards = scores.rewards
+    samples, _ = rollout.batch.episodes  # one for each prompt
+    rewards = scores.rewards[samples]
     metrics = {
         "eval/reward": float(rewards.mean(dtype=np.float64)),
         "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
@@ -56,8 +57,8 @@ async def evaluate(
         metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
     return Evaluation(
         metrics=metrics,
-        shown=shown(rollout, rewards, first_samples(rollout, show)),
-        samples=shown(rollout, rewards),
+        shown=shown(rollout, scores.rewards, first_samples(rollout, show)),
+        samples=shown(rollout, scores.rewards),
         failures=scores.failures,
         first_failure=scores.first,
     )

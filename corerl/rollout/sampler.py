@@ -31,13 +31,16 @@ class Rollout:
 
     The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
     `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
-    `response_length` (both in tokens) and `truncated`. An episode's response is everything after the first prompt,
-    including the environment's tokens, and episodes have the row `turns` too.
+    `response_length` (both in tokens) and `truncated`.
+
+    With episodes, B >= P * G: one has a sample for each of its conversations, with the same `group` and `sample`. The
+    response is everything after the first prompt, including the environment's tokens. There are the rows `episode`
+    (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the episode's) too.
     """
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    # [B] responses, without special tokens unless reward.special_tokens; of an episode, the last answer
+    # [B] responses, without special tokens unless reward.special_tokens; of a conversation, the last answer
     texts: list[str]
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
@@ -57,12 +60,15 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
-        """Concatenate rollouts, renumbering their groups."""
-        firsts = offsets_of([len(part.prompts) for part in parts])
-        group = [part.batch.rows["group"] + first for part, first in zip(parts, firsts, strict=False)]
-        batches = _with_experts([part.batch for part in parts])
+        """Concatenate rollouts, renumbering their groups and episodes."""
+        batch = SampleBatch.concatenate(_with_experts([part.batch for part in parts]))
+        numbers = {"group": [len(part.prompts) for part in parts]}
+        if "episode" in batch.rows:
+            numbers["episode"] = [int(part.batch.rows["episode"].max(initial=-1)) + 1 for part in parts]
+        lengths = [len(part.batch) for part in parts]
+        firsts = {name: np.repeat(offsets_of(counts)[:-1], lengths) for name, counts in numbers.items()}
         return cls(
-            batch=SampleBatch.concatenate(batches).with_rows(group=np.concatenate(group)),
+            batch=batch.with_rows(**{name: batch.rows[name] + first for name, first in firsts.items()}),
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=[text for part in parts for text in part.texts],
             outcomes=[outcome for part in parts for outcome in part.outcomes],

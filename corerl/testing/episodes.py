@@ -49,12 +49,24 @@ class Scripted:
 
     episode: Episode
     state: EpisodeState
+    tokenizer: PreTrainedTokenizerBase
     requests: list[ChatRequest] = field(factory=list)
 
     @property
     def text(self) -> str:
         """What the reward gets where the function returns None: the last answer so far."""
-        return self.state.conversation.text
+        return self.state.root.final.conversation.text
+
+    @property
+    def rows(self) -> list[list[tuple[str, bool]]]:
+        """What each row of the episode would be so far: its texts with special tokens, and whether they are trained
+        on."""
+        rows = []
+        for row in self.state.root.rows:
+            edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+            parts = zip(np.split(row.tokens, edges), np.split(row.loss_mask, edges), strict=True)
+            rows.append([(str(self.tokenizer.decode(tokens)), bool(mask[0])) for tokens, mask in parts])
+        return rows
 
     @property
     def asked(self) -> list[list[str]]:
@@ -97,8 +109,7 @@ def scripted(
     requests: list[ChatRequest] = []
 
     async def policy(request: GenerateRequest, _: int) -> Generation:
-        assert state.turn is not None
-        requests.append(state.turn.chat)
+        requests.extend(turn.chat for turn in state.turns if turn.request is request)
         if len(requests) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
         return _drawn(answers[len(requests) - 1], request, tokenizer)
@@ -118,7 +129,7 @@ def scripted(
 
     playing = loop.begin(run())
     try:
-        yield Scripted(episode=handed.result(), state=state, requests=requests)
+        yield Scripted(episode=handed.result(), state=state, tokenizer=tokenizer, requests=requests)
     finally:
         over.set()
         playing.result()

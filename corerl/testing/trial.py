@@ -165,6 +165,8 @@ class Trial:
                 "response_length": responses,
                 "truncated": responses == MAX_TOKENS,
                 "turns": np.where(responses > 2, 2, 1),
+                "episode": np.arange(samples),
+                "final": np.ones(samples, np.bool_),
             },
         )
         if self.config.algorithm.overlong == "mask":

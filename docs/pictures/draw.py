@@ -593,7 +593,7 @@ def episode() -> Picture:
         y = 20.0 + row * 62
         picture.text(24, y + 20, f"after turn {row + 1}", "name")
         before = len(turns[row - 1].tokens) if row else 0
-        for place, (token, sampled) in enumerate(zip(turn.tokens, turn.loss_mask, strict=True)):
+        for place, (token, sampled) in enumerate(zip(turn.tokens, turn.row().loss_mask, strict=True)):
             cls = ("a" if place < before else "b") if sampled else "prompt"
             x = left + place * size
             picture.box(x, y, size, 30, f"token {cls}", round=0)

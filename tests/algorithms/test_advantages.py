@@ -10,9 +10,11 @@ from corerl.algorithms.advantages import (
     STD_EPS,
     at_last_token,
     broadcast,
+    compared,
     explained_variance,
     gae,
     group_advantages,
+    sample_rewards,
     spread,
     whiten,
 )
@@ -45,6 +47,20 @@ def test_a_group_without_spread_and_a_group_of_one_have_advantages_of_exactly_ze
     rewards = np.array([0.1, 0.1, 0.1, 5.0], dtype=np.float64)  # the mean of three times 0.1 is not 0.1
     got = group_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std)
     assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_of_an_episode_of_several_samples_the_reward_is_compared_once_and_all_of_them_get_what_that_says() -> None:
+    # Episode 0 has samples 0 and 2, of rewards 1 and of 0.5 and -0.25 at their tokens; they are one of two that differ.
+    samples = SampleBatch(
+        tokens=np.arange(4),
+        offsets=np.array([0, 1, 2, 4]),
+        rows={"group": np.zeros(3, np.int64), "episode": np.array([0, 1, 0])},
+    )
+    tokens = np.array([0.5, 0.125, -0.25, 0.0], np.float32)
+    each = sample_rewards(samples, np.array([1.0, 0.0, 1.0], np.float32), tokens)
+    assert each.tolist() == [1.25, 0.125, 1.25]
+    found = compared(each, samples, lambda rewards, groups: group_advantages(rewards, groups, normalize_std=False))
+    assert found.tolist() == [0.5625, -0.5625, 0.5625]
 
 
 def test_broadcast_writes_a_samples_number_at_its_loss_tokens_only() -> None:

@@ -99,6 +99,36 @@ def test_constant_length_weighs_every_token_by_the_longest_answer_allowed() -> N
     assert step.scales.tolist() == pytest.approx([1 / (4 * 16)] * 4)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [1 / 12] * 5),
+        # Two of three episodes have loss tokens, the first one in two of its three samples.
+        ("sequence-mean", [1 / (2 * 2 * 2), 1 / (2 * 2 * 5), 0, 1 / (2 * 5), 0]),
+        ("constant-length", [1 / (3 * 16)] * 5),
+    ],
+)
+def test_an_episode_of_several_samples_is_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
+    batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
+    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
+    assert step.scales.tolist() == pytest.approx(expected)
+
+
+def test_the_samples_of_an_episode_are_in_one_step_and_any_number_is_divided() -> None:
+    rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
+    batch = random_batch(len(rows)).with_rows(episode=rows, group=rows // 3)
+    steps = plan_steps(batch, **{**DEFAULTS, "layout": layout(5), "mini_batches": 3, "aggregation": "sequence-mean"})
+    assert sorted(sample for step in steps for sample in real_samples(step)) == list(range(len(rows)))
+    for step in steps:
+        ours, others = (set(rows[scaled].tolist()) for scaled in (step.scales > 0, step.scales == 0))
+        assert not ours & others and len({len(rank) for rank in step.micro_batches}) == 1
+        weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
+        for episode in ours:  # each weighs the same
+            assert weights[np.isin(batch.sample_of, np.flatnonzero(rows == episode))].sum() == pytest.approx(
+                1 / len(ours), rel=1e-5
+            )
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
 def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation: str) -> None:
     batch = random_batch(40, samples_per_group=4)

@@ -15,7 +15,7 @@ from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.errors import DataError
-from corerl.types import SampleBatch
+from corerl.types import FloatArray, SampleBatch
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 
@@ -134,6 +134,27 @@ def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
     found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
     assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
     assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
+
+
+def test_an_episode_loses_the_reward_of_its_longest_sample() -> None:
+    # Episode 0 has both samples: of its penalties, 0 and -0.5, it has the larger one, which is 0 compared with itself.
+    one = batch().with_rows(episode=np.array([0, 0]))
+    seen: list[float] = []
+
+    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        seen.extend(rewards.tolist())
+        return COMPARED(samples, rewards, token_rewards)
+
+    found = compute_advantages(
+        one,
+        np.ones(2, np.float32),
+        estimate,
+        AlgorithmConfig(overlong="penalty", overlong_buffer=2),
+        kl_coef=0.0,
+        max_tokens=3,
+    )
+    assert seen == [0.5, 0.5] and found.metrics["rollout/overlong_penalty"] == -0.5
+    assert not any(advantages(found))
 
 
 @pytest.mark.parametrize(

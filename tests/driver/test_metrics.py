@@ -91,6 +91,18 @@ def test_of_episodes_the_environments_tokens_are_in_the_response_and_not_sampled
     assert (metrics["rollout/turns"], metrics["rollout/tokens"], metrics["rollout/response_length"]) == (1.5, 3.0, 2.0)
 
 
+def test_an_episode_counts_once_however_many_rows_it_has() -> None:
+    given = scored(None)
+    batch = given.rollout.batch.take(np.array([0, 0, 1])).with_rows(
+        episode=np.array([0, 0, 1]), turns=np.array([2, 1, 1]), truncated=np.array([False, True, True])
+    )
+    three = evolve(given, rollout=evolve(given.rollout, batch=batch), rewards=np.array([1.0, 1.0, 0.5], np.float32))
+    metrics = rollout_metrics(three)
+    told = {name: metrics[f"rollout/{name}"] for name in ("reward", "reward_std", "truncated", "turns", "rows")}
+    assert told == {"reward": 0.75, "reward_std": 0.25, "truncated": 1.0, "turns": 2.0, "rows": 1.5}
+    assert metrics["rollout/response_length"] == pytest.approx((1 + 1 + 3) / 3)
+
+
 def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_of_skipped_steps() -> None:
     steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
     assert train_metrics(steps, lr=0.01) == {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from corerl.algorithms.advantages import broadcast
+from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
 from corerl.algorithms.base import Advantages, ForwardPass, Objective
 from corerl.algorithms.grpo import GRPO, Options
 from corerl.algorithms.grpo import SPEC as PLAIN
@@ -263,6 +263,13 @@ class FirstOfTheBest(GRPO):
         return Advantages(advantages=broadcast(found, samples))
 
 
+class ComparesSamples(GRPO):
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        each = sample_rewards(samples, rewards, token_rewards)
+        better = group_advantages(each, samples.rows["group"], normalize_std=True)
+        return Advantages(advantages=broadcast(better, samples))
+
+
 class TruncatedWeights(OtherLoss):
     name = "truncated_weights"
 
@@ -339,6 +346,9 @@ DETACHES_ENTROPY = faulty(
 )
 SUM_OF_MEANS = faulty("SumOfMeans", "a mean of means", seen_by="A15", saying="the metric 'advantage' of the actor")
 OTHER_RATIO = faulty("OtherRatio", "means another ratio", seen_by="A16", saying="the metric 'ratio' of the actor")
+COMPARES_SAMPLES = faulty(
+    "ComparesSamples", "forgets what an episode is", seen_by="A17", saying="with more samples of an episode"
+)
 TAKES_A_METRIC = faulty("TakesAMetric", "core's metric", seen_by="A16", saying="has the metric 'train/grad_norm'")
 
 FAULTY: dict[str, FaultySpec] = {

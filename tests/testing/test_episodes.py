@@ -35,10 +35,11 @@ def test_a_script_answers_one_request_after_the_other_and_records_them() -> None
 
 
 def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
-    with scripted(PROMPT, ["one", "two"]) as script:
+    rollout = RolloutConfig(max_tokens=99, episodes=EpisodesConfig(max_rows=1))
+    with scripted(PROMPT, ["one", "two"], rollout=rollout) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
-        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer"):
+        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer; this"):
             script.episode.chat(messages)
         changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
         with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
@@ -102,7 +103,7 @@ def talk(episode: Episode) -> list[Any]:
 
 def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_says_the_same() -> None:
     answers = [CALL, "It is five", "It is 5", "x" * 99]
-    rollout = RolloutConfig(max_tokens=150)
+    rollout = RolloutConfig(max_tokens=150, episodes=EpisodesConfig(max_rows=1))
     with scripted(PROMPT, answers, rollout=rollout) as script:
         heard = talk(script.episode)
 
@@ -120,7 +121,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
         seed=0,
         function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
         server=front,
-        config=EpisodesConfig(),
+        config=rollout.episodes,
     )
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
     batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
@@ -129,8 +130,8 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     assert heard == in_run
     outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
     assert outcomes == [
-        *("unsupported_parameter", "unsupported_parameter", "tool_calls", "invalid_request", "length", "length"),
-        *("history_changed", "stop", "length", "length", "context_length_exceeded"),
+        *("unsupported_parameter", "unsupported_parameter", "tool_calls", "invalid_request", "length"),
+        *("too_many_rows", "too_many_rows", "stop", "length", "length", "context_length_exceeded"),
     ]
     # The usage, by hand: the whole conversation so far, and what is new, with its end.
     prompt = tokenizer.apply_chat_template([*script.episode.messages], tools=TOOLS, add_generation_prompt=True)

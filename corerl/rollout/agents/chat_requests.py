@@ -14,8 +14,8 @@ from corerl.rollout.agents.conversation import SHOWN, Message, Refused
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """The parameters of a chat request that may differ from one request to the next. Requests are equal if their
-    answers are: those at the end only say how an answer is written."""
+    """The parameters of a chat request that may differ from one request to the next; those at the end only say how an
+    answer is written."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -23,10 +23,10 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(factory=dict)  # besides the run's own
     max_tokens: int | None = None  # None: as many as the episode has left
     stop: Sequence[str] = ()
-    logprobs: bool = field(default=False, eq=False)
-    token_ids: bool = field(default=False, eq=False)
-    stream: bool = field(default=False, eq=False)
-    stream_usage: bool = field(default=False, eq=False)
+    logprobs: bool = False
+    token_ids: bool = False
+    stream: bool = False
+    stream_usage: bool = False
 
 
 @frozen(kw_only=True)

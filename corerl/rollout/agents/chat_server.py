@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per conversation."""
+"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per episode."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MODEL = "policy"  # the model's name in answers; requests may use any name
 API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
+CLOSED = 499  # the status for a client that has gone, which nobody reads
 WAITING = 1024  # connections that may wait: many episodes may start and connect at the same moment
 IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
@@ -130,7 +131,7 @@ class ChatServer:
             self._socket.close()  # where the loop was closed first
 
     async def respond(self, name: str, body: bytes) -> tuple[int, bytes, str]:
-        """Answer a POST to the chat path of the conversation of this name: HTTP status, content and its media type."""
+        """Answer a POST to the chat path of the episode of this name: HTTP status, content and its media type."""
         reply = await self._reply(name, body)
         if reply.request is None or not reply.request.stream:
             return reply.status, json.dumps(reply.content).encode(), "application/json"
@@ -200,7 +201,19 @@ def _app(server: ChatServer) -> Starlette:
         return Response(content, status_code=status, media_type=media_type)
 
     async def chat(request: Request) -> Response:
-        return response(*await server.respond(request.path_params["name"], await request.body()))
+        answering = asyncio.create_task(server.respond(request.path_params["name"], await request.body()))
+        gone = asyncio.create_task(closed(request))
+        try:
+            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            return response(*answering.result()) if answering.done() else Response(status_code=CLOSED)
+        finally:
+            answering.cancel()
+            gone.cancel()
+
+    async def closed(request: Request) -> None:
+        """Return once the client has closed the connection of a request that was received."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
     async def models(request: Request) -> Response:
         return response(*server.models(request.path_params["name"]))

@@ -1,4 +1,4 @@
-"""Keep a conversation as tokens: each request appends its new messages' tokens; sampled tokens are never re-encoded."""
+"""Keep a conversation as tokens: each request appends its new messages' tokens; what was sampled stays as it is."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Refused(Exception):
         self.message, self.status, self.code = message, status, code
 
 
+class Diverges(Refused):
+    """The request does not continue this conversation: it was written with other tools, or in other words."""
+
+
 def _empty(dtype: type) -> Any:
     return field(factory=lambda: np.zeros(0, dtype=dtype))
 
@@ -52,67 +56,175 @@ class Answer:
 
 
 @frozen(kw_only=True, eq=False)
+class Said:
+    """A request's new tokens, and the answer that was sampled behind them."""
+
+    asked: IntArray  # [n]
+    tokens: IntArray  # [m] of the answer
+    logprobs: FloatArray  # [m]
+    versions: IntArray  # [m]
+    experts: Array | None = None  # [n + m, MoE layers, experts per token] if the engine reports them
+    # Those of earlier tokens that nobody knew until the pass that read these: places [k] in the row, and experts [k].
+    earlier: IntArray = _empty(np.int64)
+    learned: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.asked) + len(self.tokens)
+
+
+@frozen(kw_only=True, eq=False)
+class Row:
+    """A conversation as it is trained on."""
+
+    tokens: IntArray  # [n]
+    loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
+    logprobs: FloatArray  # [n] 0.0 outside the loss mask
+    versions: IntArray  # [n] 0 outside the loss mask
+    routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
+    prompt_length: int  # tokens of the first request
+    turns: int  # answers that this row is trained on
+    text: str  # of the last answer
+    truncated: bool  # rollout.max_tokens cut the last answer, or left no room for another
+    final: bool  # the last answer is the episode's last one
+
+    @classmethod
+    def unanswered(cls, prompt: IntArray) -> Row:
+        """The bare prompt of an episode that was never answered."""
+        nothing = np.zeros(len(prompt))
+        return cls(
+            tokens=prompt,
+            loss_mask=nothing.astype(np.bool_),
+            logprobs=nothing.astype(np.float32),
+            versions=nothing.astype(np.int64),
+            prompt_length=len(prompt),
+            turns=0,
+            text="",
+            truncated=False,
+            final=True,
+        )
+
+
+@frozen(kw_only=True)
+class Difference:
+    """Where messages do not continue a conversation."""
+
+    number: int  # of the message
+    changed: bool  # whether it is an answer of the policy that was changed
+    text: str
+
+
+@frozen(kw_only=True, eq=False)
 class Conversation:
-    """Everything said so far, ending with an answer; initially empty. Immutable: each answer makes a new one."""
+    """All that was said up to an answer; initially empty. Immutable: each answer makes a new one, which shares with
+    this one what was said before."""
 
     messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
     text: str = ""  # of the last answer, including tool calls
     answers: frozenset[int] = frozenset()  # indices of the messages that were sampled
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
     options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
-    prompt_length: int = 0  # tokens of the first request
-    tokens: IntArray = _empty(np.int64)  # [n]
-    loss_mask: BoolArray = _empty(np.bool_)  # [n] True where sampled
-    logprobs: FloatArray = _empty(np.float32)  # [n] 0.0 where not sampled
-    versions: IntArray = _empty(np.int64)  # [n] 0 where not sampled
-    routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
+    said: tuple[Said, ...] = ()
 
-    @classmethod
-    def unanswered(cls, prompt: IntArray) -> Conversation:
-        """The bare prompt of an episode that requested nothing."""
-        nothing = np.zeros(len(prompt))
-        return cls(
-            prompt_length=len(prompt),
-            tokens=prompt,
-            loss_mask=nothing.astype(np.bool_),
-            logprobs=nothing.astype(np.float32),
-            versions=nothing.astype(np.int64),
-        )
+    @property
+    def tokens(self) -> IntArray:
+        """[n]"""
+        return _joined([part for said in self.said for part in (said.asked, said.tokens)], np.int64)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the first request."""
+        return len(self.said[0].asked) if self.said else 0
 
     @property
     def begun(self) -> int:
         """Number of tokens after the first request's."""
-        return len(self.tokens) - self.prompt_length
+        return sum(map(len, self.said)) - self.prompt_length
 
     @property
-    def turns(self) -> int:
-        return len(self.answers)
+    def routed_experts(self) -> Array | None:
+        """[n, MoE layers, experts per token] those a token was sampled with, or else of the pass that first read it."""
+        if not self.said or (last := self.said[-1].experts) is None:
+            return None
+        whole = np.full((sum(map(len, self.said)), *last.shape[1:]), -1, last.dtype)
+        end = 0
+        for said in self.said:
+            begin, end = end, end + len(said)
+            if said.experts is not None:
+                whole[begin:end] = said.experts
+            if said.learned is not None:
+                whole[said.earlier] = said.learned
+        return whole
 
     def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
-        """Append what `asked` adds, then the one row of `generation`. Sampled tokens keep the log-prob, version and
-        experts they were sampled with; experts unknown at that time come from the pass that read the token."""
-        said, new = len(generation.tokens), len(asked.tokens)
-
-        def behind(before: Array, drawn: Array) -> Array:
-            return np.concatenate([before, np.zeros(new, before.dtype), drawn.astype(before.dtype)])
-
-        experts = generation.routed_experts
-        if experts is not None and self.routed_experts is not None:
-            known = np.flatnonzero((self.routed_experts >= 0).all(axis=(1, 2)))
-            experts = experts.copy()
-            experts[known] = self.routed_experts[known]
+        """Append what `asked` adds, then the one row of `generation`."""
+        experts, before = generation.routed_experts, sum(map(len, self.said))
+        earlier: IntArray = np.zeros(0, np.int64)
+        if experts is not None:
+            known = self.routed_experts
+            unknown = np.ones(before, np.bool_) if known is None else (known < 0).any(axis=(1, 2))
+            earlier = np.flatnonzero(unknown)
+        said = Said(
+            asked=asked.tokens,
+            tokens=generation.tokens,
+            logprobs=generation.logprobs,
+            versions=generation.versions,
+            experts=None if experts is None else experts[before:].copy(),  # not a view: those before would stay
+            earlier=earlier,
+            learned=None if experts is None else experts[earlier],
+        )
         return Conversation(
             messages=(*asked.messages, answer.message),
             text=answer.text,
             answers=self.answers | {len(asked.messages)},
             tools=asked.tools,
             options=asked.options,
-            prompt_length=self.prompt_length or new,
-            tokens=np.concatenate([self.tokens, asked.tokens, generation.tokens]),
-            loss_mask=behind(self.loss_mask, np.ones(said)),
-            logprobs=behind(self.logprobs, generation.logprobs),
-            versions=behind(self.versions, generation.versions),
-            routed_experts=experts,
+            said=(*self.said, said),
+        )
+
+    def row(self, *, shared: int = 0, truncated: bool = False, final: bool = True) -> Row:
+        """The row that trains on all answers but the first `shared` ones."""
+        masks, logprobs, versions = [], [], []
+        for number, said in enumerate(self.said):
+            own, asked = number >= shared, np.zeros(len(said.asked))
+            masks += [asked, np.full(len(said.tokens), own)]
+            logprobs += [asked, said.logprobs if own else np.zeros(len(said.tokens))]
+            versions += [asked, said.versions if own else np.zeros(len(said.tokens))]
+        return Row(
+            tokens=self.tokens,
+            loss_mask=_joined(masks, np.bool_),
+            logprobs=_joined(logprobs, np.float32),
+            versions=_joined(versions, np.int64),
+            routed_experts=self.routed_experts,
+            prompt_length=self.prompt_length,
+            turns=len(self.said) - shared,
+            text=self.text,
+            truncated=truncated,
+            final=final,
+        )
+
+    def difference(self, messages: Sequence[Message], *, since: int = 0) -> Difference | None:
+        """Where these messages first differ from this conversation's, which they are known to share up to number
+        `since`, or that they add none; None if they continue it."""
+        both = zip(self.messages[since:], messages[since : len(self.messages)], strict=False)
+        for number, (had, got) in enumerate(both, start=since):
+            # A client may add fields to an answer, such as tool calls that it parsed itself.
+            answer = number in self.answers
+            for key in sorted(had if answer else {*had, *got}):
+                of = meant if answer and key == "tool_calls" else _as_is
+                if of(had.get(key)) != of(got.get(key)):
+                    return Difference(
+                        number=number,
+                        changed=answer and got.get("role") == "assistant",
+                        text=f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, but the episode has "
+                        f"{short_repr(had.get(key), SHOWN)} there",
+                    )
+        if len(messages) > len(self.messages):
+            return None
+        return Difference(
+            number=len(messages),
+            changed=False,
+            text=f"messages: got {len(messages)}, but the episode already has {len(self.messages)}, including its "
+            "last answer",
         )
 
 
@@ -127,18 +239,12 @@ class Asked:
     options: Mapping[str, Any] = field(factory=dict)
 
 
-def continued(
-    conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> tuple[Message, ...]:
-    """The request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
-    Refused if they do not continue the conversation."""
+def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """A request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
+    Refused."""
     read = tuple(_read(number, message) for number, message in enumerate(messages))
     if not read or (read[-1]["role"] == "assistant" and read[-1].get("tool_calls")):
         raise Refused("messages: nothing to answer; the last message must not be a tool call")
-    if conversation.turns:
-        _require_continued(conversation, read)
-        if list(tools) != list(conversation.tools):
-            raise Refused("tools: differ from the tools of the episode's first request; send the same ones")
     return read
 
 
@@ -174,16 +280,18 @@ class Renderer:
         most_calls: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Asked:
-        """What `messages` add to `conversation`. With `most_calls=0` tools are not shown; `options` go before the
-        renderer's own. Raises Refused if they do not continue it or the template rejects them."""
+        """What `messages`, which continue those of `conversation`, add to it. With `most_calls=0` tools are not shown;
+        `options` go before the renderer's own. Raises Diverges if tools or options make it another conversation, and
+        Refused if the template rejects them."""
         if most_calls == 0:
             tools = conversation.tools  # what was shown stays
-        read = continued(conversation, messages, tools)
+        elif conversation.said and list(tools) != list(conversation.tools):
+            raise Diverges("tools: differ from those of the request that began the conversation")
         merged = {**self._options, **self._checked(options or {})}
-        tokens = self._tokens(conversation, read, tools, merged)
-        if not len(tokens) and not conversation.turns:
+        tokens = self._tokens(conversation, messages, tools, merged)
+        if not len(tokens) and not conversation.said:
             raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
-        new = read[len(conversation.messages) :]
+        new = messages[len(conversation.messages) :]
         return Asked(
             messages=(*conversation.messages, *new),
             tools=tuple(tools),
@@ -230,17 +338,12 @@ class Renderer:
         marked = [message for number, message in enumerate(texts) if number not in beginnings]
         before, found, following = self._rendered(marked, tools, options).rpartition(mark)
         if not found:
-            raise Refused(
-                "messages: the chat template omits the last answer, so nothing can follow it; use a tokenizer "
-                "(model.tokenizer) whose template includes it"
-            )
+            raise Diverges("messages: the chat template omits the last answer, so nothing can follow it")
         had = conversation.options
         if options != had and before != self._rendered(marked, tools, had).rpartition(mark)[0]:
-            raise Refused(
+            raise Diverges(
                 f"chat_template_kwargs: got, with the run's own, {short_repr(options, SHOWN)}, but earlier messages "
-                f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now; "
-                "send the same in all requests of an episode",
-                code="history_changed",
+                f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now"
             )
         tokens = behind(self._tokenizer, following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
@@ -301,27 +404,9 @@ def _read(number: int, message: Any) -> Message:
         raise Refused(f"messages[{number}] {error}") from error
 
 
-def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:
-    """Raise Refused at the first message that differs from the conversation's, or if there is no new message."""
-    advice = "an episode is one conversation: append messages, but do not change earlier ones"
-    for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
-        # A client may add fields to an answer, such as tool calls that it parsed itself.
-        answer = number in conversation.answers
-        for key in sorted(had if answer else {*had, *got}):
-            of = meant if answer and key == "tool_calls" else _as_is
-            if of(had.get(key)) != of(got.get(key)):
-                raise Refused(
-                    f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, but the episode has "
-                    f"{short_repr(had.get(key), SHOWN)} there; {advice}",
-                    code="history_changed",
-                )
-    if len(messages) <= len(conversation.messages):
-        raise Refused(
-            f"messages: got {len(messages)}, but the episode already has {len(conversation.messages)}, including its "
-            f"last answer; send all of those and a new one; {advice}",
-            code="history_changed",
-        )
-
-
 def _as_is(value: Any) -> Any:
     return value
+
+
+def _joined(parts: Sequence[Array], dtype: type) -> Any:
+    return np.concatenate([np.zeros(0, dtype), *(part.astype(dtype) for part in parts)])

@@ -130,7 +130,15 @@ class EpisodeScorer:
         self._failed_value = failed_value
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if every sample fails, unless they are only a `part` of a batch."""
+        """Each episode is scored once, by its last answer, and all its samples get that reward. Raises RewardError if
+        every episode fails, unless they are only a `part` of a batch."""
+        episodes, episode_of = rollout.batch.episodes
+        if len(episodes) == len(episode_of):
+            return self._score(rollout, part)
+        scores = self._score(_rows(rollout, episodes), part)
+        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of])
+
+    def _score(self, rollout: Rollout, part: bool) -> Scores:
         outcomes = rollout.outcomes
         unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
         if not len(outcomes) or len(unknown) == len(outcomes):
@@ -153,4 +161,9 @@ class EpisodeScorer:
 
 def _rows(rollout: Rollout, rows: IntArray) -> Rollout:
     """Only the given samples, with the same prompts."""
-    return evolve(rollout, batch=rollout.batch.take(rows), texts=[rollout.texts[row] for row in rows], outcomes=[])
+    return evolve(
+        rollout,
+        batch=rollout.batch.take(rows),
+        texts=[rollout.texts[row] for row in rows],
+        outcomes=[rollout.outcomes[row] for row in rows] if rollout.outcomes else [],
+    )

@@ -21,6 +21,11 @@ class _Waiting:
     request: GenerateRequest
     answer: asyncio.Future[Generation]
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """By which rows are sent: an episode may have several at once."""
+        return self.number, int(self.request.begun[0]), int(self.request.noise_keys[0])
+
 
 class Gathering:
     """Holds requests back until every episode that may ask does so, or none has asked for a while."""
@@ -59,7 +64,7 @@ class Gathering:
         self._waiting = [each for each in self._waiting if not each.answer.done()]  # others were cancelled
         if self._timer is not None:
             self._timer.cancel()
-        if self._waiting and len(self._waiting) >= self._playing:
+        if self._waiting and len({each.number for each in self._waiting}) >= self._playing:
             self._send()
         elif self._waiting:
             loop = asyncio.get_running_loop()
@@ -67,7 +72,7 @@ class Gathering:
 
     def _send(self) -> None:
         alike: dict[SamplingParams, list[_Waiting]] = {}
-        for waiting in sorted(self._waiting, key=lambda each: each.number):
+        for waiting in sorted(self._waiting, key=lambda each: each.place):
             if not waiting.answer.done():
                 alike.setdefault(waiting.request.params, []).append(waiting)
         self._waiting = []

@@ -8,32 +8,34 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.engines.stops import stops_of
+from corerl.messages import note
 from corerl.rollout.agents.chat_requests import ChatRequest
 from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
-from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
+from corerl.rollout.agents.conversation import (
+    Answer,
+    Asked,
+    Difference,
+    Diverges,
+    Message,
+    Refused,
+    Renderer,
+    read_messages,
+)
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
+from corerl.rollout.agents.histories import History, Turn
 from corerl.rollout.agents.tool_calls import format_of
 from corerl.rollout.rewards.base import Failure
 from corerl.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@frozen(kw_only=True, eq=False)
-class Turn:
-    """One chat request of an episode, and what answers it."""
-
-    chat: ChatRequest
-    request: GenerateRequest  # one row
-    answer: asyncio.Task[tuple[Answer, Generation]]
 
 
 @define(kw_only=True, eq=False)
@@ -44,22 +46,24 @@ class EpisodeState:
     prompt: Prompt
     sample: int = 0  # its number among those of its prompt
     key: int  # noise key
-    conversation: Conversation = field(factory=Conversation)
-    truncated: bool = False  # rollout.max_tokens cut it, or left no room
+    root: History = Factory(lambda self: History(key=self.key), takes_self=True)
     outcome: float | Failure | None = None
     ended: bool = False
     # While it is being played:
     base_url: str = ""
     generate: Callable[[GenerateRequest, int], Awaitable[Generation]] | None = None  # for one row, with its number
     failed: asyncio.Future[NoReturn] | None = None  # gets the error of engines that could not answer
-    turn: Turn | None = None  # the one waiting for an answer, or else the last answered one
+    answered: int = 0  # requests so far
     refusal: str = ""  # why its last request was refused, until another one is answered
-    told_full: bool = False  # the function was told that no room is left
 
     @property
     def name(self) -> str:
         """For its threads and tasks, so that a stack trace tells whose they are."""
         return f"prompt {self.prompt.index}, sample {self.sample}"
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for history in self.root for turn in history.turns]
 
 
 class EpisodeRunner:
@@ -78,7 +82,7 @@ class EpisodeRunner:
         template_options: Mapping[str, Any] | None = None,
         special_tokens: bool = False,
     ) -> None:
-        """`longest_prompt`: tokens that an episode's first request may have."""
+        """`longest_prompt`: tokens that the first request of a row may have."""
         self._server = server
         self._tokenizer = tokenizer
         self._renderer = Renderer(
@@ -93,6 +97,8 @@ class EpisodeRunner:
         self._timeout = config.timeout
         self._places = asyncio.Semaphore(config.concurrency)  # taken in the order of asking
         self._longest_prompt = longest_prompt
+        self._most_rows = config.max_rows
+        self._noted_changed = False
         self._stops: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}  # by the texts of a request
 
     async def play(
@@ -151,8 +157,8 @@ class EpisodeRunner:
                 function.cancel()
                 state.failed.cancel()
                 self._server.shut(state.base_url)
-                if state.turn is not None:
-                    state.turn.answer.cancel()
+                for turn in state.turns:
+                    turn.answer.cancel()
                 if gathering is not None:
                     gathering.leaves()
 
@@ -163,21 +169,23 @@ class EpisodeRunner:
         # A client's own error seldom says more than the status.
         if isinstance(outcome, Failure) and state.refusal and state.refusal not in outcome.message:
             outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
-        if not state.conversation.turns and not isinstance(outcome, Failure):
+        if not state.answered and not isinstance(outcome, Failure):
             outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
         return outcome
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
     async def _answer(self, state: EpisodeState, chat: ChatRequest) -> ChatAnswer:
-        turn = _same(state.turn, chat) or self._asked(state, chat)
+        turn = self._turn(state, chat)
         if isinstance(turn, ChatAnswer):
             return turn
+        turn.unheard = False
         try:
             answer, drawn = await asyncio.shield(turn.answer)
         except asyncio.CancelledError:
             if turn.answer.cancelled():
                 raise _over() from None
+            turn.unheard = True  # the client has gone
             raise
         return ChatAnswer(
             text=answer.content,
@@ -193,21 +201,17 @@ class EpisodeRunner:
         """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
-    def _asked(self, state: EpisodeState, chat: ChatRequest) -> Turn | ChatAnswer:
-        """The turn that this request begins, or the answer if the episode has no room for one."""
+    def _turn(self, state: EpisodeState, chat: ChatRequest) -> Turn | ChatAnswer:
+        """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
-        conversation = state.conversation
-        asked = self._renderer.ask(
-            conversation,
-            chat.messages,
-            chat.tools,
-            most_calls=chat.most_calls,
-            options=chat.template_options,
-        )
-        if not conversation.turns and len(asked.tokens) > self._longest_prompt:
+        history, asked, difference = self._continued(state.root, chat)
+        conversation, place = history.conversation, history.place(asked, chat)
+        if (turn := history.unheard(place)) is not None:
+            return turn
+        if not conversation.said and len(asked.tokens) > self._longest_prompt:
             raise Refused(
-                f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
+                f"messages: the first request of a row has {len(asked.tokens)} tokens, but only "
                 f"{self._longest_prompt} fit into rollout.context_length besides rollout.max_tokens="
                 f"{self._params.max_tokens}; shorten it",
                 code="context_length_exceeded",
@@ -215,34 +219,84 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(state, tokens)
-        if state.turn is not None and not state.turn.answer.done():
-            raise Refused("another request of this episode is still being answered; send one at a time")
-        request = self._request(state, tokens, begun, chat)
-        name = f"answer to {state.name}, turn {conversation.turns + 1}"
-        answer = asyncio.create_task(self._drawn(state, asked, request), name=name)
-        state.turn = Turn(chat=chat, request=request, answer=answer)
-        return state.turn
+            return self._no_room(history, tokens)
+        self._require_row(state.root, history, difference)
+        request = self._request(history.key_at(place), tokens, begun, chat)
+        name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
+        answer = asyncio.create_task(self._drawn(state, history, asked, request), name=name)
+        turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
+        history.turns.append(turn)
+        return turn
 
-    async def _drawn(self, state: EpisodeState, asked: Asked, request: GenerateRequest) -> tuple[Answer, Generation]:
-        """Have the turn sampled: it becomes part of the conversation."""
+    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, Asked, Difference | None]:
+        """The longest history that the request continues, what it adds to it, and why that is no longer one."""
+        messages = read_messages(chat.messages)
+        known, difference = root.continued(messages)
+        for history in known:
+            try:
+                return history, self._asked(history, messages, chat), difference
+            except Diverges as diverges:
+                difference = difference or Difference(number=0, changed=False, text=diverges.message)
+        return root, self._asked(root, messages, chat), difference
+
+    def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> Asked:
+        return self._renderer.ask(
+            history.conversation,
+            messages,
+            chat.tools,
+            most_calls=chat.most_calls,
+            options=chat.template_options,
+        )
+
+    def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
+        """Raise Refused if a request that continues this history would begin one row too many. `difference` is why it
+        continues no other."""
+        if history.conversation.said and all(turn.unheard for turn in history.turns):
+            return
+        if root.begun >= self._most_rows:
+            why = difference.text if difference else "messages: another request goes on from the same ones"
+            raise Refused(
+                f"{why}; this would begin one more row than rollout.episodes.max_rows={self._most_rows}; append "
+                "messages to those of an answer and change none, or raise it",
+                code="too_many_rows",
+            )
+        # Few want this: a client that strips answers makes a row of every turn.
+        if difference and difference.changed and not self._noted_changed:
+            self._noted_changed = True
+            note(
+                f"an answer came back changed, so the request begins another row of its episode: {difference.text}; to "
+                "go on in the same row, send answers as they came"
+            )
+
+    async def _drawn(
+        self, state: EpisodeState, history: History, asked: Asked, request: GenerateRequest
+    ) -> tuple[Answer, Generation]:
+        """Have the turn sampled: then its history may be continued."""
         assert state.generate is not None and state.failed is not None
+        (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
             drawn = await state.generate(request, state.number)
         except Refused:
+            history.turns.remove(turn)
             raise
         except Exception as error:  # the run's, not the client's
             if not state.failed.done():
                 state.failed.set_exception(error)
             raise _over() from error
         answer = self._renderer.answer(asked, drawn.tokens, request.params)
-        state.conversation = state.conversation.answered(asked, answer, drawn)
-        state.truncated = bool(drawn.truncated[0]) and state.conversation.begun >= self._params.max_tokens
+        conversation = history.conversation.answered(asked, answer, drawn)
+        turn.after = History(
+            key=int(request.noise_keys[0]),
+            conversation=conversation,
+            truncated=bool(drawn.truncated[0]) and conversation.begun >= self._params.max_tokens,
+            since=turn.since,
+        )
+        state.answered += 1
         state.refusal = ""
         return answer, drawn
 
-    def _request(self, state: EpisodeState, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
-        """The engine request for the next part of the episode's one response."""
+    def _request(self, key: int, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+        """The engine request for the next part of a row's one response."""
         params = self._params
         try:
             ends, texts = self._stops_of(request.stop)
@@ -259,7 +313,7 @@ class EpisodeRunner:
         return GenerateRequest(
             tokens=tokens,
             offsets=np.array([0, len(tokens)]),
-            noise_keys=np.array([state.key]),
+            noise_keys=np.array([key]),
             params=params,
             begun=np.array([begun]),
             answered=np.array([0]),
@@ -273,26 +327,16 @@ class EpisodeRunner:
             self._stops[known] = stops_of(known, self._tokenizer)
         return self._stops[known]
 
-    def _no_room(self, state: EpisodeState, prompt: IntArray) -> ChatAnswer:
+    def _no_room(self, history: History, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function asks once more after it."""
-        if state.told_full:
+        if history.full:
             raise Refused(
-                f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer "
-                "has finish_reason='length'",
+                f"the row has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer has "
+                "finish_reason='length', or begin another with shorter messages",
                 code="context_length_exceeded",
             )
-        state.truncated = state.told_full = True
+        history.full = True
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
-
-
-def _same(turn: Turn | None, chat: ChatRequest) -> Turn | None:
-    """The waiting or last answered turn, if its request is the same: clients resend a request whose answer is late, and
-    sampling it again would give the same answer."""
-    return turn if turn is not None and turn.chat == chat and not _failed(turn.answer) else None
-
-
-def _failed(answer: asyncio.Task[Any]) -> bool:
-    return answer.done() and (answer.cancelled() or answer.exception() is not None)
 
 
 def _over() -> Refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,12 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import Counted
 from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.conversation import Conversation
+from corerl.rollout.agents.conversation import Row
 from corerl.rollout.agents.episodes import EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
 from corerl.rollout.sampler import Generate, Rollout, Sampler, rows_of
-from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
+from corerl.types import Array, Output, SampleBatch, offsets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ class EpisodeSampler(Sampler):
 
     A conversation counts as one long response, in which the environment's tokens stand between the policy's. Noise
     follows the sample token by token, so that neither timing nor batching changes what is sampled.
-    `rollout.max_tokens` bounds everything after the first request, including the environment's tokens.
+    `rollout.max_tokens` bounds everything after the first request, including the environment's tokens. A request that
+    continues no conversation whole begins another row of its sample.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class EpisodeSampler(Sampler):
         told: Counted | None = None,
     ) -> None:
         """Engines answer up to `calls` calls at once: with more than one, no request waits for others to be drawn
-        beside it. `longest_prompt`: tokens that an episode's first request may have. `told` hears how many episodes
+        beside it. `longest_prompt`: tokens that the first request of a row may have. `told` hears how many episodes
         have ended, and how many there are."""
         super().__init__(
             tokenizer=tokenizer,
@@ -108,45 +110,44 @@ def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[Episo
 def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
     """The rollout of these episodes, all of which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
+    rows = [state.root.rows or [Row.unanswered(prompt)] for state, prompt in zip(states, request.by_row(), strict=True)]
+    episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
+    batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
     return Rollout(
-        batch=_batch(states, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
+        batch=batch.with_rows(group=group[episode], sample=sample[episode], episode=episode),
         prompts=tuple(prompts),
-        texts=[state.conversation.text for state in states],
-        outcomes=[state.outcome for state in states],
+        texts=[row.text for each in rows for row in each],
+        outcomes=[state.outcome for state, each in zip(states, rows, strict=True) for _ in each],
     )
 
 
-def _batch(states: Sequence[EpisodeState], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
-    """All conversations as one batch; an episode that requested nothing has only its prompt [L]."""
-    played = [
-        state.conversation if state.conversation.turns else Conversation.unanswered(prompt)
-        for state, prompt in zip(states, prompts, strict=True)
-    ]
-    lengths = np.array([len(each.tokens) for each in played])
+def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
+    lengths = np.array([len(row.tokens) for row in rows])
     columns: dict[str, Array] = {
-        "loss_mask": np.concatenate([each.loss_mask for each in played]),
-        "rollout_logprobs": np.concatenate([each.logprobs for each in played]),
-        "versions": np.concatenate([each.versions for each in played]),
+        "loss_mask": np.concatenate([row.loss_mask for row in rows]),
+        "rollout_logprobs": np.concatenate([row.logprobs for row in rows]),
+        "versions": np.concatenate([row.versions for row in rows]),
     }
-    if (shape := next((each.routed_experts for each in played if each.routed_experts is not None), None)) is not None:
+    if (shape := next((row.routed_experts for row in rows if row.routed_experts is not None), None)) is not None:
         columns[Output.ROUTED_EXPERTS.value] = np.concatenate(
             [
-                np.full((len(each.tokens), *shape.shape[1:]), -1, shape.dtype)
-                if each.routed_experts is None
-                else each.routed_experts
-                for each in played
+                np.full((len(row.tokens), *shape.shape[1:]), -1, shape.dtype)
+                if row.routed_experts is None
+                else row.routed_experts
+                for row in rows
             ]
         )
-    prompt_length = np.array([each.prompt_length for each in played])
+    prompt_length = np.array([row.prompt_length for row in rows])
     return SampleBatch(
-        tokens=np.concatenate([each.tokens for each in played]),
+        tokens=np.concatenate([row.tokens for row in rows]),
         offsets=offsets_of(lengths),
         columns=columns,
         rows={
             "prompt_length": prompt_length,
             "response_length": lengths - prompt_length,
-            "truncated": np.array([state.truncated for state in states], dtype=np.bool_),
-            "turns": np.array([each.turns for each in played]),
+            "truncated": np.array([row.truncated for row in rows], dtype=np.bool_),
+            "turns": np.array([row.turns for row in rows]),
+            "final": np.array([row.final for row in rows], dtype=np.bool_),
         },
         temperature=temperature,
     )

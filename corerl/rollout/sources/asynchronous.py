@@ -68,7 +68,7 @@ class Tally:
     def batch(self, step: int, groups: Sequence[PromptGroup], refill: DynamicSampling | None) -> Scored:
         """Make `groups` the batch of rollout step `step`. Raises RewardError if every sample failed to score."""
         if all(group.failed.all() for group in groups):
-            samples = sum(len(group.failed) for group in groups)
+            samples = sum(len(group.request) for group in groups)
             first = next((group.first_failure for group in groups if group.first_failure), self.first_failure)
             raise RewardError(f"{first}; all {samples} samples failed")
         rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])

@@ -29,7 +29,7 @@ class Scored:
 
     step: int  # rollout step
     rollout: Rollout
-    rewards: FloatArray  # [B]
+    rewards: FloatArray  # [B] the same for all samples of an episode
     exact_match: float | None  # share of samples that equal their answer; None if no prompt has one
     seconds: Mapping[str, float]  # by phase: rollout, reward
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
@@ -42,7 +42,7 @@ class Scored:
         return shown(self.rollout, self.rewards, first_samples(self.rollout, count))
 
     def samples(self) -> tuple[SampleShown, ...]:
-        """[B] all samples as texts."""
+        """All samples as texts, of an episode its last answer."""
         return shown(self.rollout, self.rewards)
 
     def take(self, groups: IntArray) -> Scored:
@@ -194,20 +194,22 @@ class BatchSampler:
 
 def exact_share(rollout: Rollout) -> float | None:
     """The share of samples that equal their prompt's answer, among prompts that have one; None if none has."""
-    prompts = [rollout.prompts[group] for group in rollout.batch.rows["group"]]
-    matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts, strict=True) if prompt.answer]
+    samples, _ = rollout.batch.episodes
+    answered = [(rollout.prompts[rollout.batch.rows["group"][row]], rollout.texts[row]) for row in samples.tolist()]
+    matches = [exact_match(prompt, text) for prompt, text in answered if prompt.answer]
     return sum(matches) / len(matches) if matches else None
 
 
 def first_samples(rollout: Rollout, count: int) -> IntArray:
     """[n] rows of the first sample of each of the first `count` prompts."""
-    return np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
+    samples, _ = rollout.batch.episodes
+    return samples[rollout.batch.rows["sample"][samples] == 0][:count]
 
 
 def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[SampleShown, ...]:
-    """The samples in these rows as texts; by default all. Of a chat, the prompt is all that the model was given, and
-    so has the config's system message too."""
-    rows = np.arange(len(rollout.batch)) if rows is None else rows
+    """The samples in these rows as texts; by default all, of an episode its last answer. Of a chat, the prompt is
+    all that the model was given, and so has the config's system message too."""
+    rows = rollout.batch.episodes[0] if rows is None else rows
     groups = rollout.batch.rows["group"][rows].tolist()
     prompts = {group: rollout.prompts[group] for group in groups}
     texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}

@@ -10,6 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.base import Advantages
+from corerl.algorithms.overlong import without_truncated
 from corerl.testing.marks import algorithm_check as check
 from corerl.testing.tolerances import ADVANTAGES
 from corerl.testing.trial import Trial, copied, loss_inputs, other_numbers
@@ -200,6 +201,26 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(trial: Trial) -> N
         assert not advantages.any(), (
             f"{size} samples of reward {reward:g} each get the advantage {advantages[advantages != 0][0]}, expected "
             "exactly 0; test whether a group's rewards are equal, since their mean is rounded, or set compares=False"
+        )
+
+
+@check("A17", level=1, builds_on=["A09", "A10", "A11"])
+def test_an_episode_counts_once_however_many_samples_it_is(trial: Trial) -> None:
+    samples = trial.samples()
+    mask, rewards, token_rewards = samples.columns["loss_mask"], trial.rewards(samples), trial.token_rewards(samples)
+    wanted = trial.estimate(samples, rewards, token_rewards)
+    # Every third one has two more of the same, of which nothing is trained on.
+    order = np.concatenate([np.arange(len(samples)), *[np.arange(0, len(samples), 3)] * 2])
+    place, _ = rows_at(samples.offsets, order)
+    more = samples.take(order)
+    more = without_truncated(more.with_rows(truncated=np.arange(len(order)) >= len(samples)))
+    found = trial.estimate(more, rewards[order], np.where(more.columns["loss_mask"], token_rewards[place], 0.0))
+    for name, column in columns_of(found).items():
+        expected, given = columns_of(wanted)[name][mask], column[: len(mask)][mask]
+        near = np.isclose(given, expected, rtol=ADVANTAGES.relative, atol=ADVANTAGES.absolute)
+        assert near.all(), (
+            f"with more samples of an episode, {name} change from {expected[~near][0]} to {given[~near][0]}; compare "
+            "rewards through compared(), which counts each of SampleBatch.episodes once"
         )
 
 

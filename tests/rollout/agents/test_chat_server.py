@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import platform
@@ -294,3 +295,25 @@ def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
     with pytest.raises(RuntimeError, match="closed"):
         left.ask(url, {"messages": [USER]})
     left.close()
+
+
+def test_who_answers_is_told_that_the_client_has_gone_and_others_are_answered(front: ChatServer) -> None:
+    begun, gone = threading.Event(), threading.Event()
+
+    async def answering(request: ChatRequest) -> ChatAnswer:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        return await Desk()(request)
+
+    url = front.open(answering)
+    connection = connected(url)
+    connection.request("POST", f"{urlsplit(url).path}/chat/completions", json.dumps({"messages": [USER]}))
+    assert begun.wait(paced(20))
+    assert post(f"{url}/models", None, "GET")[0] == 200 and not gone.is_set()
+    connection.close()
+    assert gone.wait(paced(20))
+    front.shut(url)

@@ -1,5 +1,6 @@
 """Tokens are compared with rows put together by hand, and with the tokenizer and its template called by themselves."""
 
+import re
 import string
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.engines.base import Generation, SamplingParams
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Refused, Renderer
+from corerl.rollout.agents.conversation import (
+    Answer,
+    Asked,
+    Conversation,
+    Diverges,
+    Refused,
+    Renderer,
+    read_messages,
+)
 from corerl.rollout.agents.tool_calls import FORMATS
 from corerl.rollout.encoding import behind
 
@@ -68,11 +77,20 @@ def test_the_row_of_two_turns_is_what_was_sampled_with_the_templates_words_betwe
     lengths = [len(ours.encode(text)[1:]) for text in (asked, "3<eos>", between, "7<eos>")]
     assert conversation.prompt_length == lengths[0]
     sampled = np.repeat([False, True, False, True], lengths)
-    np.testing.assert_array_equal(conversation.loss_mask, sampled)
-    np.testing.assert_array_equal(conversation.versions, np.repeat([0, 4, 0, 5], lengths))
-    np.testing.assert_array_equal(conversation.logprobs, np.where(sampled, -conversation.tokens, 0))
-    assert (conversation.turns, conversation.text) == (2, "7")
+    row = conversation.row()
+    np.testing.assert_array_equal(row.tokens, conversation.tokens)
+    np.testing.assert_array_equal(row.loss_mask, sampled)
+    np.testing.assert_array_equal(row.versions, np.repeat([0, 4, 0, 5], lengths))
+    np.testing.assert_array_equal(row.logprobs, np.where(sampled, -conversation.tokens, 0))
+    assert (row.turns, row.text, row.prompt_length) == (2, "7", lengths[0])
     assert conversation.begun == sum(lengths[1:])
+    # A row beside another one that has the first answer too.
+    second_alone = conversation.row(shared=1)
+    np.testing.assert_array_equal(second_alone.tokens, row.tokens)
+    np.testing.assert_array_equal(second_alone.loss_mask, np.repeat([False, False, False, True], lengths))
+    np.testing.assert_array_equal(second_alone.versions, np.repeat([0, 0, 0, 5], lengths))
+    np.testing.assert_array_equal(second_alone.logprobs, np.where(second_alone.loss_mask, -row.tokens, 0))
+    assert second_alone.turns == 1
 
 
 def test_what_was_sampled_is_never_tokenized_from_its_text() -> None:
@@ -133,7 +151,7 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
     conversation = Conversation().answered(asked, Answer(text="3", content="3"), drawn(ours.encode("3<eos>")[1:]))
     messages = [USER, {"role": "assistant", "content": "3"}, TOOL]
     assert ours.decode(renderer.ask(conversation, messages, [{"name": "stu"}]).tokens) == ";t:45<eos>;a:"
-    with pytest.raises(Refused, match="^tools: differ from the tools of the episode's first request"):
+    with pytest.raises(Diverges, match="^tools: differ from those of the request that began the conversation"):
         renderer.ask(conversation, messages)
 
 
@@ -191,9 +209,11 @@ def test_messages_come_back_as_clients_write_them() -> None:
     back = {**messages[-1], "refusal": None, "tool_calls": [{"id": "1"}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "name": None}
     plain = renderer.ask(conversation, [*messages, TOOL]).tokens
-    np.testing.assert_array_equal(renderer.ask(conversation, [parts, back, TOOL]).tokens, plain)
     empty = [{**message, "tool_calls": []} for message in (*messages, TOOL)]
-    np.testing.assert_array_equal(renderer.ask(conversation, empty).tokens, plain)
+    for written in ([parts, back, TOOL], empty):
+        read = read_messages(written)
+        assert conversation.difference(read) is None
+        np.testing.assert_array_equal(renderer.ask(conversation, read).tokens, plain)
 
 
 # Refuses two calls at once, as Llama 3.1's does, and writes calls out of `tool_calls` in words of its own.
@@ -233,10 +253,12 @@ def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> No
     # An answer of before, in whatever words, is compared with what was told of it.
     renderer.ask(again, [USER, back, *results, {"role": "assistant", "content": "5"}, USER], tools)
 
+    assert conversation.difference([USER, back, *results]) is None
     changed = {**back, "tool_calls": [{**back["tool_calls"][0], "function": {"name": "t", "arguments": "{}"}}]}
     for wrong in (changed, {"role": "assistant", "content": "1"}, {"role": "assistant", "content": CALLS}):
-        with pytest.raises(Refused, match=r"^messages\[1\].(tool_calls|content): got"):
-            renderer.ask(conversation, [USER, wrong, *results], tools)
+        difference = conversation.difference([USER, wrong, *results])
+        assert difference and difference.text.startswith(("messages[1].tool_calls: got", "messages[1].content: got"))
+        assert (difference.number, difference.changed) == (1, True)
 
 
 def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_malformed() -> None:
@@ -267,38 +289,48 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ([], "^messages: nothing to answer"),
+        ([], "messages: nothing to answer"),
         (
             [USER, {"role": "assistant", "content": "0"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
-            "^messages: nothing to answer; the last message must not be a tool call",
+            "messages: nothing to answer; the last message must not be a tool call",
         ),
-        ([USER, {"role": "assistant", "content": "0"}], "^messages: got 2, but the episode already has 2, including"),
-        ([USER], "^messages: got 1, but the episode already has 2, including its last answer; send all of those "),
-        (
-            [{"role": "user", "content": "13"}, TOOL, TOOL],
-            r"^messages\[0\].content: got '13', but the episode has '12",
-        ),
-        ([USER, {"role": "assistant", "content": "1"}, TOOL], r"^messages\[1\].content: got '1', .* has '0' there"),
-        ([USER, {"role": "user", "content": "0"}, TOOL], r"^messages\[1\].role: got 'user', .* has 'assistant'"),
-        ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', but the episode has None"),
         (
             [USER, {"role": "assistant", "content": "0"}, {"content": "4"}],
-            r"^messages\[2\] has no string 'role'; every message needs",
+            "messages[2] has no string 'role'; every message needs",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            r"^messages\[0\] has the content part \{'type': 'image_url'.*, but the model reads only text parts",
+            "messages[0] has the content part {'type': 'image_url'}, but the model reads only text parts",
         ),
-        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\] has no string 'content'; every message needs"),
+        ([{"role": "user", "content": 5}, TOOL], "messages[0] has no string 'content'; every message needs"),
     ],
 )
-def test_a_request_that_does_not_continue_the_conversation_is_refused(
-    messages: list[dict[str, Any]], told: str
-) -> None:
-    renderer = Renderer(tokenizer())
-    conversation = answered(renderer, Conversation(), [USER], [4, 2])
-    with pytest.raises(Refused, match=told):
-        renderer.ask(conversation, messages)
+def test_messages_that_cannot_be_read_are_refused(messages: list[dict[str, Any]], told: str) -> None:
+    with pytest.raises(Refused, match=f"^{re.escape(told)}"):
+        read_messages(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "number", "told"),
+    [
+        ([USER, {"role": "assistant", "content": "0"}], 2, "messages: got 2, but the episode already has 2, including"),
+        ([USER], 1, "messages: got 1, but the episode already has 2, including its last answer"),
+        ([{"role": "user", "content": "13"}, TOOL, TOOL], 0, "messages[0].content: got '13', but the episode has '12"),
+        (
+            [USER, {"role": "assistant", "content": "1"}, TOOL],
+            1,
+            "messages[1].content: got '1', but the episode has '0",
+        ),
+        ([USER, {"role": "user", "content": "0"}, TOOL], 1, "messages[1].role: got 'user', but the episode has 'assis"),
+        ([{**USER, "name": "t"}, TOOL, TOOL], 0, "messages[0].name: got 't', but the episode has None there"),
+    ],
+)
+def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, Any]], number: int, told: str) -> None:
+    conversation = answered(Renderer(tokenizer()), Conversation(), [USER], [4, 2])
+    found = conversation.difference(messages)
+    assert found is not None and found.text.startswith(told) and found.number == number
+    assert found.changed == (messages[1:2] == [{"role": "assistant", "content": "1"}])
+    assert conversation.difference(messages, since=number) == found  # what both share need not be compared again
 
 
 def test_what_the_template_refuses_is_told_with_the_roles() -> None:
@@ -309,7 +341,7 @@ def test_what_the_template_refuses_is_told_with_the_roles() -> None:
         renderer.ask(Conversation(), [USER, TOOL])
     silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
     conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
-    with pytest.raises(Refused, match="the chat template omits the last answer"):
+    with pytest.raises(Diverges, match="the chat template omits the last answer"):
         silent.ask(conversation, [*messages, TOOL])
 
 
@@ -370,7 +402,7 @@ def test_a_request_may_have_arguments_of_the_template_which_go_before_the_runs()
         Renderer(tokenizer(template=None)).ask(Conversation(), messages, options={"brief": True})
 
 
-def test_arguments_of_the_template_that_would_change_earlier_messages_are_refused() -> None:
+def test_arguments_of_the_template_that_would_change_earlier_messages_do_not_continue_them() -> None:
     ours = tokenizer("{% if brief %}9{% endif %}" + TEMPLATE)
     renderer, messages = Renderer(ours), [USER]
     asked = renderer.ask(Conversation(), messages, options={"brief": True})
@@ -380,7 +412,9 @@ def test_arguments_of_the_template_that_would_change_earlier_messages_are_refuse
     assert ours.decode(renderer.ask(conversation, messages, options={"brief": True}).tokens) == ";t:45<eos>;a:"
     assert ours.decode(renderer.ask(conversation, messages, options={"brief": 1}).tokens) == ";t:45<eos>;a:"
     for options in ({}, {"brief": False}):
-        with pytest.raises(Refused, match="^chat_template_kwargs: got, .* earlier messages were written with {'brief'"):
+        with pytest.raises(
+            Diverges, match="^chat_template_kwargs: got, .* earlier messages were written with {'brief'"
+        ):
             renderer.ask(conversation, messages, options=options)
 
 

@@ -76,6 +76,26 @@ def test_they_are_sent_once_all_episodes_ask_in_the_order_of_their_numbers(monke
     asyncio.run(run())
 
 
+def test_an_episode_that_asks_several_times_at_once_is_one_of_those_that_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gathering, "QUIET", LONG)
+    monkeypatch.setattr(gathering, "GATHER", LONG)
+
+    async def run() -> None:
+        engine = Engine()
+        gathered = playing(engine, 2)
+        tasks = [asyncio.ensure_future(gathered.generate(row(key), 1)) for key in (9, 7, 8)]
+        await settled()
+        assert engine.calls == []
+        tasks.append(asyncio.ensure_future(gathered.generate(row(6), 0)))
+        await settled()
+        assert engine.calls == [[6, 7, 8, 9]]  # whichever came first
+        assert [int(task.result().tokens[0]) for task in tasks] == [9, 7, 8, 6]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("limit", ["QUIET", "GATHER"])
 def test_they_are_sent_once_none_has_asked_for_a_while_or_the_first_has_waited_long(
     limit: str, monkeypatch: pytest.MonkeyPatch

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import json
 import string
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,121 +17,25 @@ from attrs import evolve
 
 from corerl.config.schema import EpisodesConfig, ModelConfig
 from corerl.data.prompts import Prompt
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.stops import Stops, until_stop
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
 from corerl.event_loop import EventLoop, in_thread
 from corerl.models.tokenizer import load_tokenizer
-from corerl.ops.noise import hash_key
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Failure, Reward
-from corerl.rollout.sampler import Generate, Rollout, Sampler
+from corerl.rollout.sampler import Rollout, Sampler
 from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 from tests.machine import paced
-
-TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
-PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))
-PROMPTS = [Prompt(index=40, text="21>", answer="12"), Prompt(index=8, text="5>", answer="5", fields={"tool": "77>"})]
-
-
-class Oracle:
-    """A row's next token is a function of its noise and of how many came before: seldom the end."""
-
-    def __init__(self) -> None:
-        self.requests: list[GenerateRequest] = []
-
-    def __call__(self, request: GenerateRequest) -> Generation:
-        self.requests.append(request)
-        rows, stops = [], request.params.stop_tokens
-        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
-            row: list[int] = []
-            while len(row) < left and not (row and row[-1] in stops):
-                draw = hash_key(int(key), int(begun) + len(row)) % 14
-                row.append(draw if draw > 3 else 2)
-            rows.append(row)
-        tokens = np.concatenate([np.array(row) for row in rows])
-        return Generation(
-            tokens=tokens,
-            offsets=np.cumsum([0, *map(len, rows)]),
-            logprobs=-tokens.astype(np.float32),
-            versions=np.full(len(tokens), 3),
-            truncated=np.array([row[-1] not in stops for row in rows]),
-        )
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop("tested")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def front(loop: EventLoop) -> Iterator[ChatServer]:
-    made = ChatServer(loop, temperature=1.0, top_p=1.0)
-    yield made
-    made.close()
-
-
-def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
-    """Engines that answer any number of calls at once, each in a thread."""
-
-    async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return await in_thread(functools.partial(draw, request), name="engine")
-
-    return generate
+from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 
 
 def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
     return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
-
-
-Play = Callable[..., Rollout]
-
-
-@pytest.fixture
-def play(loop: EventLoop, front: ChatServer) -> Play:
-    def sample(
-        function: Callable[..., Any],
-        *,
-        generate: Callable[..., Any] | None = None,
-        samples: int = 4,
-        params: SamplingParams = PARAMS,
-        prompts: Sequence[Prompt] = PROMPTS,
-        calls: int = 1,
-        longest_prompt: int = UNLIMITED,
-        told: Callable[[int, int], None] | None = None,
-        **config: Any,
-    ) -> Rollout:
-        sampler = EpisodeSampler(
-            tokenizer=TOKENIZER,
-            generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
-            seed=7,
-            function=EpisodeFunction(name="mine:play", function=function),
-            server=front,
-            config=EpisodesConfig(**config),
-            calls=calls,
-            longest_prompt=longest_prompt,
-            told=told,
-        )
-        return loop.run(sampler.sample(prompts, rollout_step=5, samples=samples, params=params))
-
-    return sample
-
-
-def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:
-    np.testing.assert_array_equal(one.batch.tokens, other.batch.tokens)
-    np.testing.assert_array_equal(one.batch.offsets, other.batch.offsets)
-    for name, column in other.batch.columns.items():
-        np.testing.assert_array_equal(one.batch.columns[name], column, err_msg=name)
-    for name, row in other.batch.rows.items():
-        if name not in but:
-            np.testing.assert_array_equal(one.batch.rows[name], row, err_msg=name)
-    assert one.texts == other.texts
 
 
 def single(episode: Episode) -> None:
@@ -346,7 +247,8 @@ def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
             raise ValueError("status 400") from None
         return 1.0
 
-    first, second = (each.message for each in play(opaque, samples=1).outcomes if isinstance(each, Failure))
+    outcomes = play(opaque, samples=1, max_rows=1).outcomes
+    first, second = (each.message for each in outcomes if isinstance(each, Failure))
     assert "raised ValueError: of my own" in first and "refused" not in first
     assert "raised ValueError: status 400" in second
     assert "; its last request was refused: messages[0].content: got '0', but the episode has '5>' there" in second
@@ -564,64 +466,6 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: Ev
     assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
     sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
     assert [part.tolist() for part in sampled] == drawn
-
-
-def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
-    errors: list[str] = []
-
-    def hasty(episode: Episode) -> None:
-        def ask(limit: int) -> None:
-            try:
-                episode.chat(episode.messages, max_tokens=limit)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        threads = [threading.Thread(target=ask, args=(limit,)) for limit in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    rollout = play(hasty, samples=1, prompts=PROMPTS[:1])
-    (error,) = errors
-    assert "send one at a time" in error or "the episode already has 2, including its last answer" in error
-    assert rollout.batch.rows["turns"].tolist() == [1]
-
-
-def test_a_request_that_is_sent_again_gets_the_answer_of_the_first(play: Play) -> None:
-    """As clients do by themselves when an answer takes longer than they wait."""
-    asked, release = threading.Event(), threading.Event()
-    calls: list[GenerateRequest] = []
-    told: list[Any] = []
-
-    def slow(request: GenerateRequest) -> Generation:
-        calls.append(request)
-        asked.set()
-        assert release.wait(20)
-        return Oracle()(request)
-
-    def impatient(episode: Episode) -> float:
-        messages = episode.messages
-        with ThreadPoolExecutor(2) as threads:
-            first = threads.submit(episode.chat, messages, max_tokens=3)
-            assert asked.wait(20)
-            again = threads.submit(episode.chat, messages, max_tokens=3)
-            time.sleep(0.2)  # so that it comes while the first waits, or it would be answered all the same
-            release.set()
-            told.extend([first.result(), again.result()])
-        told.append(episode.chat(messages, max_tokens=3))
-        messages += [told[0]["message"], {"role": "tool", "content": "9>"}]
-        told.append(episode.chat(messages))
-        told.append(episode.chat(messages))
-        with pytest.raises(RuntimeError, match="the episode already has 4, including its last answer"):
-            episode.chat(episode.messages, max_tokens=3)  # no longer the last that was asked
-        return 1.0
-
-    rollout = play(impatient, samples=1, prompts=PROMPTS[:1], generate=slow)
-    assert rollout.outcomes == [1.0]
-    assert told[1] == told[2] == told[0] and told[4] == told[3] != told[0]
-    assert rollout.batch.rows["turns"].tolist() == [2] and len(calls) == 2
-    assert_equal(rollout, play(two_turns, samples=1, prompts=PROMPTS[:1]))
 
 
 def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:

@@ -1,0 +1,144 @@
+"""The histories of an episode, a tree: each answer makes one, which any number of later requests may continue."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from attrs import define, field
+
+from corerl.engines.base import GenerateRequest, Generation
+from corerl.ops.noise import hash_key
+from corerl.rollout.agents.chat_requests import ChatRequest
+from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Difference, Message, Row
+
+
+class Place(NamedTuple):
+    """Where a request stands among those that continue the same history. Sorts them, whenever they came."""
+
+    apart: bool  # it came when another one had been answered, or is the repetition of another one: it has its own noise
+    content: int  # what it says
+    repetition: int  # among those that say the same
+
+
+@define(kw_only=True, eq=False)
+class Turn:
+    """One chat request of an episode, and what answers it."""
+
+    chat: ChatRequest
+    place: Place
+    since: int  # answers that the episode had when it came
+    request: GenerateRequest  # one row
+    answer: asyncio.Task[tuple[Answer, Generation]]
+    after: History | None = None  # with the answer, once that has come
+    unheard: bool = False  # its client closed the connection before the answer came, and has not asked again
+
+    @property
+    def history(self) -> History | None:
+        """What may be continued, and is trained on."""
+        return None if self.unheard else self.after
+
+
+@define(kw_only=True, eq=False)
+class History:
+    """A conversation up to an answer, and the requests that continue it. That of an episode's beginning is empty."""
+
+    key: int  # of the noise that goes on
+    conversation: Conversation = field(factory=Conversation)
+    turns: list[Turn] = field(factory=list)  # by arrival
+    full: bool = False  # a request was told that rollout.max_tokens leaves no room for its answer
+    truncated: bool = False  # the last answer was cut by rollout.max_tokens
+    since: int = 0  # answers that the episode had when the request came
+
+    def __iter__(self) -> Iterator[History]:
+        """This history, and all that continue it, in breadth: those of one history by their places."""
+        found = [self]
+        for history in found:
+            turns = sorted(history.turns, key=lambda turn: turn.place)
+            found += [turn.history for turn in turns if turn.history is not None]
+            yield history
+
+    def continued(self, messages: Sequence[Message]) -> tuple[list[History], Difference | None]:
+        """The histories behind this one that messages continue, the longest first; and where they leave one that goes
+        on from the longest."""
+        found, nearest = [self], None
+        for history in found:
+            since = len(history.conversation.messages)
+            for turn in sorted(history.turns, key=lambda turn: turn.place):
+                if turn.history is None:
+                    continue
+                difference = turn.history.conversation.difference(messages, since=since)
+                if difference is None:
+                    found.append(turn.history)
+                elif nearest is None or difference.number > nearest.number:
+                    nearest = difference
+        known = sorted(found, key=lambda history: -len(history.conversation.messages))
+        if nearest is not None and nearest.number < len(known[0].conversation.messages):
+            nearest = None
+        return known[:-1], nearest
+
+    def place(self, asked: Asked, chat: ChatRequest) -> Place:
+        """That of another request which continues this history."""
+        content = _content(asked.messages[len(self.conversation.messages) :], asked, chat)
+        before = [turn for turn in self.turns if turn.place.content == content]
+        others = any(turn.after is not None for turn in self.turns if turn.place.content != content)
+        return Place(apart=bool(before) or others, content=content, repetition=len(before))
+
+    def key_at(self, place: Place) -> int:
+        """Of the noise of the request at this place."""
+        if not place.apart:
+            return self.key
+        return hash_key(self.key, len(self.conversation.said), place.content, place.repetition)
+
+    def unheard(self, place: Place) -> Turn | None:
+        """The turn whose client has gone, if a request of this content is that client's second attempt."""
+        same = (turn for turn in self.turns if turn.unheard and turn.place.content == place.content)
+        return next(same, None)
+
+    @property
+    def leaves(self) -> list[History]:
+        """The histories that none continues, in the order of their places from the root on; [] if nothing was said."""
+        found, stack = [], [self]
+        while stack:
+            history = stack.pop()
+            turns = sorted(history.turns, key=lambda turn: turn.place, reverse=True)
+            after = [turn.history for turn in turns if turn.history is not None]
+            stack += after
+            if not after and history.conversation.said:
+                found.append(history)
+        return found
+
+    @property
+    def final(self) -> History:
+        """That with the answer to the request that came last. Of several that came before any of them was answered, the
+        last by place."""
+        return max(enumerate(self.leaves), key=lambda each: (each[1].since, each[0]), default=(0, self))[1]
+
+    @property
+    def rows(self) -> list[Row]:
+        """One for each leaf, in their order. What several share is trained on in the first of them."""
+        final, before, found = self.final, Conversation(), []
+        for leaf in self.leaves:
+            both = zip(before.said, leaf.conversation.said, strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
+            truncated = leaf.truncated or leaf.full
+            found.append(leaf.conversation.row(shared=shared, truncated=truncated, final=leaf is final))
+            before = leaf.conversation
+        return found
+
+    @property
+    def begun(self) -> int:
+        """How many rows there will be once all requests so far are answered."""
+        rows = sum(max(sum(not turn.unheard for turn in history.turns) - 1, 0) for history in self)
+        return rows + any(not turn.unheard for turn in self.turns)
+
+
+def _content(messages: Sequence[Message], asked: Asked, chat: ChatRequest) -> int:
+    """An int64 that is equal for requests that say the same."""
+    said = [messages, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
+    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
