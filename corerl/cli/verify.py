@@ -20,8 +20,8 @@ def add_parser(subparsers: Any) -> None:
         "names",
         metavar="NAME",
         nargs="*",
-        help="the backend's name, distribution:name, or package.module:SPEC; with --algorithm settings instead, each "
-        "KEY=VALUE, as `corerl train` takes them",
+        help="the backend's name, distribution:name, or package.module:SPEC, then options of it, each "
+        "backends.NAME.KEY=VALUE; with --algorithm only settings, each KEY=VALUE, as `corerl train` takes them",
     )
     parser.add_argument("--algorithm", metavar="NAME", help="check this algorithm; it takes seconds and starts no rank")
     parser.add_argument(
@@ -30,6 +30,13 @@ def add_parser(subparsers: Any) -> None:
         choices=LEVELS,
         help="0 spec only, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; includes all lower "
         "levels; of an algorithm 0 and 1",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="ID",
+        action="append",
+        default=[],
+        help="only this check, such as C15, with all that it builds on; may be given several times",
     )
     parser.add_argument(
         "--expected-failures",
@@ -54,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     # Neither the current directory nor other pytest plugins may influence how the suite runs.
     command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
     command += asked
+    for check in args.check:
+        command += ["--corerl-check", check]
     if find_spec("pytest_timeout") is not None:  # against backends that hang; pool ranks have their own limit
         command += ["-p", "pytest_timeout", "--timeout", str(TIMEOUT_SECONDS)]
     if args.expected_failures:
@@ -77,22 +86,34 @@ def run(args: argparse.Namespace) -> int:
 def _backend(args: argparse.Namespace) -> list[str]:
     """What pytest is told of the backend. Raises CorerlError if there is none of this name."""
     from corerl.cli.trial import require_plugins
+    from corerl.config.load import config_of
     from corerl.errors import UserError
+    from corerl.plan.resolve import resolve_tables
     from corerl.plugin.registry import Kind, load
 
-    if len(args.names) != 1:
-        got = f"got {len(args.names)} names" if args.names else "got none"
+    names = [each for each in args.names if "=" not in each]
+    if len(names) != 1:
+        got = f"got {len(names)} names" if names else "got none"
         raise UserError(f"verify takes the name of one backend, {got}; write corerl verify NAME, or --algorithm NAME")
-    (name,) = args.names
+    (name,), options = names, [each for each in args.names if "=" in each]
     require_plugins([(Kind.BACKENDS, name)])
     load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
+    own = "backends."
+    for option in options:
+        if not option.startswith(own):
+            raise UserError(
+                f"{option}: a backend is verified with options of its own; write {own}NAME.KEY=VALUE, and try models "
+                "and training settings in a run"
+            )
+    resolve_tables(config_of({"backend": {"name": name}, "rollout": {"engine": "fake"}}, options))
     if args.level == 3:
         import torch
 
         if not torch.cuda.is_available():
             raise UserError("level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3")
     level = DEFAULT_LEVEL if args.level is None else args.level
-    return ["--corerl-backend", name, "--corerl-level", str(level)]
+    overrides = [f"--corerl-override={each}" for each in options]
+    return ["--corerl-backend", name, *overrides, "--corerl-level", str(level)]
 
 
 def _algorithm(args: argparse.Namespace) -> list[str]:

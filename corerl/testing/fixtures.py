@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from corerl.config.load import structure
+from corerl.config.load import config_of, structure
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
@@ -30,9 +30,11 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def backend_options() -> Callable[[int], Mapping[str, Any]]:
+def backend_options(request: pytest.FixtureRequest, backend_name: str) -> Callable[[int], Mapping[str, Any]]:
     """The options that the backend is checked with, by level; override this if the defaults do not fit."""
-    return lambda level: {}
+    overrides: Sequence[str] = request.config.getoption("--corerl-override")
+    options = config_of({"backend": {"name": backend_name}}, overrides).backends.get(backend_name, {})
+    return lambda level: options
 
 
 @pytest.fixture

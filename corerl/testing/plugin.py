@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from corerl.messages import one_line
+from corerl.messages import did_you_mean, one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.testing.marks import LEVELS, MARK, Check
@@ -51,7 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--corerl-backend", metavar="NAME", default="", help="name, distribution:name or package.mod:SPEC")
     group.addoption("--corerl-algorithm", metavar="NAME", default="", help="likewise")
     group.addoption(
-        "--corerl-override", metavar="KEY=VALUE", action="append", default=[], help="of the algorithm's config"
+        "--corerl-override",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="of the config: settings for the algorithm, or the backend's own options",
+    )
+    group.addoption(
+        "--corerl-check", metavar="ID", action="append", default=[], help="only this one, with all that it builds on"
     )
     group.addoption("--corerl-level", metavar="N", type=int, help="run checks of levels 0 to N (default: 2)")
     group.addoption(
@@ -115,6 +122,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     known: set[str] = set()
     kept, dropped = [], []
     places: dict[str, list[int]] = {}
+    only = _asked(config.getoption("--corerl-check"), items)
     for item in items:
         mark = item.get_closest_marker(MARK)
         if mark is None:
@@ -122,7 +130,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             continue
         found = _select(item, mark.args[0])
         known.add(found.check.id)
-        if found.level > own.level or found.level in own.skipped_levels:
+        out = found.level > own.level or found.level in own.skipped_levels
+        if out or (only and found.check.id not in only):
             dropped.append(item)
             continue
         item.stash[SELECTED] = found
@@ -140,6 +149,23 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def _asked(ids: Sequence[str], items: Sequence[pytest.Item]) -> set[str]:
+    """The ids of these checks and of all that they build on; empty for all checks."""
+    checks = [mark.args[0] for item in items if (mark := item.get_closest_marker(MARK)) is not None]
+    builds_on: dict[str, set[str]] = {check.id: set() for check in checks}
+    for check in checks:
+        builds_on[check.id].update(check.builds_on)
+    for id_ in ids:
+        if id_ not in builds_on:
+            raise pytest.UsageError(f"there is no check {id_!r}{did_you_mean(id_, builds_on)}")
+    found, left = set[str](), list(ids)
+    while left:
+        if (id_ := left.pop()) not in found:
+            found.add(id_)
+            left += builds_on.get(id_, ())
+    return found
 
 
 def _select(item: pytest.Item, check: Check) -> Selected:

@@ -42,6 +42,34 @@ def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_python")
+def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from attrs import evolve, frozen\n"
+        "from corerl.config.schema import option\n"
+        "from corerl.testing.plain import SPEC as PLAIN\n"
+        "from corerl.testing.plain.backend import PlainBackend\n"
+        "@frozen(kw_only=True)\n"
+        "class Config:\n"
+        "    fails: bool = option('in train', default=False)\n"
+        "class Mine(PlainBackend):\n"
+        "    def train(self, batch, loss, step):\n"
+        "        assert not self.config.options.fails, 'asked to'\n"
+        "        return super().train(batch, loss, step)\n"
+        "SPEC = evolve(PLAIN, implementation='mine:Mine', config=Config)\n"
+    )
+    asked = ["--level", "1", "--check", "C15"]
+    reports = []
+    for options in ([], ["backends.'mine:SPEC'.fails=true"]):
+        report = tmp_path / "report.json"
+        done = verify("mine:SPEC", *options, *asked, "--report", str(report), cwd=tmp_path)
+        assert done.returncode == bool(options), done.stdout + done.stderr
+        reports.append({each["id"]: each["outcome"] for each in json.loads(report.read_text())["checks"]})
+    builds_on = {"C02", "C03", "C04", "C06", "C11", "C12"}
+    assert reports[0] == dict.fromkeys([*builds_on, "C15"], "passed")
+    assert reports[1] == {**reports[0], "C12": "failed", "C15": "blocked"}
+
+
+@pytest.mark.usefixtures("forked_python")
 def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fault_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -93,6 +121,8 @@ def test_expected_failures_are_strict(tmp_path: Path) -> None:
         (["plian"], "unknown backend 'plian'; installed: "),
         ([], "verify takes the name of one backend, got none; write corerl verify NAME, or --algorithm NAME"),
         (["plain", "grpo"], "verify takes the name of one backend, got 2 names; "),
+        (["plain", "train.precision=float32"], "train.precision=float32: a backend is verified with options of its "),
+        (["plain", "backends.plain.speed=2"], "backends.plain.speed: unknown key; "),
         (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
         (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),
         (
