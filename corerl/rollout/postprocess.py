@@ -46,6 +46,9 @@ def _flaw(scored: Scored) -> str:
         )
     if not np.isfinite(scored.rewards).all():
         return "whose rewards are not all finite"
+    episodes, episode_of = batch.episodes
+    if (scored.rewards != scored.rewards[episodes][episode_of]).any():
+        return "in which samples of an episode have different rewards; give each its episode's (`batch.episodes`)"
     if not batch.columns["loss_mask"].any():
         return "without any loss tokens"
     return ""

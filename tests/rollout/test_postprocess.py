@@ -38,6 +38,13 @@ def no_tokens(batch: Scored) -> Scored:
     )
 
 
+def other_rewards_of_a_row(batch: Scored) -> Scored:
+    """Where samples 0 and 1, and 2 and 3, are of one episode each."""
+    samples = batch.rollout.batch
+    rows = {**samples.rows, "episode": np.array([0, 0, 1, 1]), "final": np.array([False, True] * 2)}
+    return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(samples, rows=rows)))
+
+
 def numbers_for_mask(batch: Scored) -> Scored:
     """As np.where(condition, 0, mask) makes of a mask."""
     samples = batch.rollout.batch
@@ -55,6 +62,7 @@ def numbers_for_mask(batch: Scored) -> Scored:
             r"returned ndarray, wanted a corerl.rollout.sources.base.Scored; return the batch",
         ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
+        (other_rewards_of_a_row, r"in which samples of an episode have different rewards; give each its episode's \("),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
         (
             lambda batch: evolve(batch, rewards=list(batch.rewards)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,11 @@ class Conversation:
             options=asked.options,
             said=(*self.said, said),
         )
+
+    def shared(self, other: Conversation) -> int:
+        """How many first answers are those of another conversation."""
+        both = zip(self.said, other.said, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
 
     def row(self, *, shared: int = 0, truncated: bool = False, final: bool = True) -> Row:
         """The row that trains on all answers but the first `shared` ones."""

@@ -22,9 +22,10 @@ class _Waiting:
     answer: asyncio.Future[Generation]
 
     @property
-    def place(self) -> tuple[int, ...]:
+    def place(self) -> tuple[int, int, int, list[int]]:
         """By which rows are sent: an episode may have several at once."""
-        return self.number, int(self.request.begun[0]), int(self.request.noise_keys[0])
+        request = self.request
+        return self.number, int(request.begun[0]), int(request.noise_keys[0]), request.tokens.tolist()
 
 
 class Gathering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -37,6 +36,12 @@ class Turn:
     after: History | None = None  # with the answer, once that has come
     unheard: bool = False  # its client closed the connection before the answer came, and has not asked again
 
+    def asked_again(self, since: int) -> None:
+        """Its client has come back, after so many answers of the episode."""
+        self.since = since
+        if self.after is not None:
+            self.after.since = since
+
     @property
     def history(self) -> History | None:
         """What may be continued, and is trained on."""
@@ -50,7 +55,8 @@ class History:
     key: int  # of the noise that goes on
     conversation: Conversation = field(factory=Conversation)
     turns: list[Turn] = field(factory=list)  # by arrival
-    full: bool = False  # a request was told that rollout.max_tokens leaves no room for its answer
+    # Messages of the request that was told that rollout.max_tokens leaves no room for its answer; 0: none was.
+    full: int = 0
     truncated: bool = False  # the last answer was cut by rollout.max_tokens
     since: int = 0  # answers that the episode had when the request came
 
@@ -76,7 +82,8 @@ class History:
                     found.append(turn.history)
                 elif nearest is None or difference.number > nearest.number:
                     nearest = difference
-        known = sorted(found, key=lambda history: -len(history.conversation.messages))
+        # Of equal ones, such as of repetitions that were answered alike, one that nobody goes on from yet.
+        known = sorted(found, key=lambda history: (-len(history.conversation.messages), history.goes_on))
         if nearest is not None and nearest.number < len(known[0].conversation.messages):
             nearest = None
         return known[:-1], nearest
@@ -85,6 +92,7 @@ class History:
         """That of another request which continues this history."""
         content = _content(asked.messages[len(self.conversation.messages) :], asked, chat)
         before = [turn for turn in self.turns if turn.place.content == content]
+        # What another answer was drawn with may be known by now: for what depends on that, it would be no noise.
         others = any(turn.after is not None for turn in self.turns if turn.place.content != content)
         return Place(apart=bool(before) or others, content=content, repetition=len(before))
 
@@ -98,6 +106,11 @@ class History:
         """The turn whose client has gone, if a request of this content is that client's second attempt."""
         same = (turn for turn in self.turns if turn.unheard and turn.place.content == place.content)
         return next(same, None)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a request continues it."""
+        return any(not turn.unheard for turn in self.turns)
 
     @property
     def leaves(self) -> list[History]:
@@ -120,15 +133,20 @@ class History:
 
     @property
     def rows(self) -> list[Row]:
-        """One for each leaf, in their order. What several share is trained on in the first of them."""
-        final, before, found = self.final, Conversation(), []
-        for leaf in self.leaves:
-            both = zip(before.said, leaf.conversation.said, strict=False)
-            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
-            truncated = leaf.truncated or leaf.full
-            found.append(leaf.conversation.row(shared=shared, truncated=truncated, final=leaf is final))
-            before = leaf.conversation
-        return found
+        """One for each leaf, in their order. What several share is trained on in the first of them that was not cut, as
+        those that were may be left out."""
+        final, leaves, shared = self.final, self.leaves, dict[int, int]()
+        for place in sorted(range(len(leaves)), key=lambda place: (leaves[place].cut, place)):
+            own = leaves[place].conversation
+            shared[place] = max((own.shared(leaves[other].conversation) for other in shared), default=0)
+        return [
+            leaf.conversation.row(shared=shared[place], truncated=leaf.cut, final=leaf is final)
+            for place, leaf in enumerate(leaves)
+        ]
+
+    @property
+    def cut(self) -> bool:
+        return self.truncated or bool(self.full)
 
     @property
     def begun(self) -> int:

@@ -208,6 +208,8 @@ class EpisodeRunner:
         history, asked, difference = self._continued(state.root, chat)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.unheard(place)) is not None:
+            self._require_row(state.root, history, difference)
+            turn.asked_again(state.answered)
             return turn
         if not conversation.said and len(asked.tokens) > self._longest_prompt:
             raise Refused(
@@ -219,7 +221,7 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(history, tokens)
+            return self._no_room(history, asked, tokens)
         self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, begun, chat)
         name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
@@ -327,15 +329,15 @@ class EpisodeRunner:
             self._stops[known] = stops_of(known, self._tokenizer)
         return self._stops[known]
 
-    def _no_room(self, history: History, prompt: IntArray) -> ChatAnswer:
-        """An empty answer, cut before its first token; Refused if the function asks once more after it."""
-        if history.full:
+    def _no_room(self, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
+        """An empty answer, cut before its first token; Refused if the function goes on after it."""
+        if 0 < history.full < len(asked.messages):
             raise Refused(
                 f"the row has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer has "
                 "finish_reason='length', or begin another with shorter messages",
                 code="context_length_exceeded",
             )
-        history.full = True
+        history.full = len(asked.messages)
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 
 

@@ -36,9 +36,9 @@ class Engine:
         )
 
 
-def row(key: int, **params: Any) -> GenerateRequest:
+def row(key: int, token: int = 5, **params: Any) -> GenerateRequest:
     return GenerateRequest(
-        tokens=np.array([5]), offsets=np.array([0, 1]), noise_keys=np.array([key]), params=SamplingParams(**params)
+        tokens=np.array([token]), offsets=np.array([0, 1]), noise_keys=np.array([key]), params=SamplingParams(**params)
     )
 
 
@@ -52,6 +52,23 @@ def playing(engine: Engine, episodes: int) -> Gathering:
     for _ in range(episodes):
         made.joins()
     return made
+
+
+def test_different_rows_of_one_episode_are_sent_in_an_order_of_what_they_ask() -> None:
+    async def order(tokens: list[int]) -> list[list[int]]:
+        sent: list[list[int]] = []
+
+        async def engine(request: GenerateRequest) -> Generation:
+            sent.append(request.tokens.tolist())
+            return await Engine()(request)
+
+        gathering = playing(engine, 2)  # type: ignore[arg-type]
+        asked = [asyncio.create_task(gathering.generate(row(7, token), 0)) for token in tokens]
+        await settled()
+        await asyncio.gather(gathering.generate(row(3), 1), *asked)
+        return sent
+
+    assert asyncio.run(order([9, 6, 8])) == asyncio.run(order([6, 8, 9])) == [[6, 8, 9, 5]]
 
 
 def test_they_are_sent_once_all_episodes_ask_in_the_order_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,68 @@ def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
         assert [bool(row.columns["loss_mask"][:shared].any()) for row in rows] == [True, False, False]
 
 
+class Same(Recorded):
+    """Answers everything alike, as one does that samples greedily."""
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        rows, said = len(request), [9, 2]  # "5"
+        for before, key in zip(request.by_row(), request.noise_keys, strict=True):
+            self.said.append((before.tolist(), said, int(key)))
+        return Generation(
+            tokens=np.array(said * rows),
+            offsets=2 * np.arange(rows + 1),
+            logprobs=-np.array(said * rows, np.float32),
+            versions=np.full(2 * rows, 3),
+            truncated=np.zeros(rows, np.bool_),
+        )
+
+
+def test_repetitions_that_were_answered_alike_go_on_each_in_a_row_of_its_own(play: Play) -> None:
+    def votes(episode: Episode) -> float:
+        for _ in range(5):
+            asking(episode, asking(episode, [], "21>"), "9>")
+        return 1.0
+
+    recorded = Same()
+    rollout = play(votes, generate=recorded, samples=1, prompts=ONE, params=LONG, max_rows=5)
+    assert rollout.outcomes == [1.0] * 5 and texts(rollout) == ["21>[5]9>[5]"] * 5
+    assert_trained_once(rollout, recorded)
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_what_a_row_shares_that_was_cut_is_trained_on_in_one_that_was_not(play: Play, cut_first: bool) -> None:
+    def branching(episode: Episode) -> None:
+        shared = asking(episode, [], "21>")
+        ends: list[dict[str, Any]] = [{"max_tokens": None}, {"max_tokens": 1}]
+        for number, end in enumerate(ends if cut_first else reversed(ends)):
+            asking(episode, shared, f"{number}>", **end)
+
+    recorded = Recorded()
+    prompts = [evolve(PROMPTS[0], index=index) for index in range(20)]
+    rollout = play(branching, generate=recorded, samples=1, prompts=prompts, params=evolve(PARAMS, max_tokens=8))
+    assert_trained_once(rollout, recorded)
+    cut, turns = (rollout.batch.rows[name].reshape(-1, 2) for name in ("truncated", "turns"))
+    some = cut.sum(axis=1) == 1
+    assert 0 < some.sum() < 20
+    assert turns[some][cut[some]].tolist() == [1] * some.sum() and turns[some][~cut[some]].tolist() == [2] * some.sum()
+    assert turns[~some].tolist() == [[2, 1]] * (20 - some.sum())
+
+
+def test_a_row_without_room_is_told_so_to_all_who_ask_and_ends_who_goes_on(play: Play) -> None:
+    reasons: list[str] = []
+
+    def full(episode: Episode) -> None:
+        first = asking(episode, [], "21>")
+        long = [*first, user("0123456789")]
+        reasons.extend(episode.chat(long)["finish_reason"] for _ in range(3))  # as side by side
+        with pytest.raises(RuntimeError, match="has used up its rollout.max_tokens=12; end it when an answer has"):
+            episode.chat([*long, {"role": "assistant", "content": ""}, user("7>")])
+        reasons.append(episode.chat([*first, user("7>")], max_tokens=1)["finish_reason"])
+
+    play(full, samples=1, prompts=ONE)
+    assert reasons == ["length"] * 4
+
+
 def test_an_answer_that_a_client_changes_begins_a_row_and_is_told_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +392,48 @@ class Came:
             assert self.changed.wait_for(lambda: self.came >= end, timeout=paced(20))
 
 
+def ask_and_leave(episode: Episode, asked: threading.Event, message: dict[str, Any]) -> None:
+    """Close the connection once the engine was `asked`."""
+    asked.clear()
+    url = urlsplit(episode.base_url)
+    connection = HTTPConnection(url.netloc, timeout=paced(20))
+    connection.request("POST", f"{url.path}/chat/completions", json.dumps({"messages": [message], "max_tokens": 4}))
+    assert asked.wait(20)
+    connection.close()
+    for _ in range(2):  # once these are answered, the server has seen that
+        other = HTTPConnection(url.netloc, timeout=paced(20))
+        other.request("GET", f"{url.path}/models")
+        assert other.getresponse().status == 200
+        other.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_who_asks_again_when_another_row_has_begun_is_counted_and_was_the_last_to_ask(play: Play, rows: int) -> None:
+    asked, release = threading.Event(), threading.Event()
+    refused: list[str] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        asked.set()
+        assert release.wait(20)
+        return Oracle()(request)
+
+    def impatient(episode: Episode) -> None:
+        ask_and_leave(episode, asked, user("7>"))
+        release.set()
+        asking(episode, [], "21>")
+        try:
+            asking(episode, [], "7>")
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    rollout = play(impatient, samples=1, prompts=ONE, generate=slow, params=LONG, calls=8, max_rows=rows)
+    begun = [text.partition("[")[0] for text in texts(rollout)]
+    last = rollout.batch.rows["final"].tolist()
+    assert (len(refused), sorted(zip(begun, last, strict=True))) == (
+        (0, [("21>", False), ("7>", True)]) if rows == 2 else (1, [("21>", True)])
+    )
+
+
 def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_answer_of_the_first(play: Play) -> None:
     asked, release = threading.Event(), threading.Event()
     recorded = Recorded()
@@ -340,28 +444,14 @@ def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_ans
         return recorded(request)
 
     def impatient(episode: Episode) -> float:
-        url, begin = urlsplit(episode.base_url), [user("21>")]
-
-        def ask_and_leave(body: dict[str, Any]) -> None:
-            asked.clear()
-            connection = HTTPConnection(url.netloc, timeout=paced(20))
-            connection.request("POST", f"{url.path}/chat/completions", json.dumps(body))
-            assert asked.wait(20)
-            connection.close()
-            for _ in range(2):  # once these are answered, the server has seen that
-                other = HTTPConnection(url.netloc, timeout=paced(20))
-                other.request("GET", f"{url.path}/models")
-                assert other.getresponse().status == 200
-                other.close()
-
-        ask_and_leave({"messages": begin, "max_tokens": 4})
+        ask_and_leave(episode, asked, user("21>"))
         with ThreadPoolExecutor(1) as threads:
             again = threads.submit(asking, episode, [], "21>")
             release.set()
             first = again.result()
         second = asking(episode, first, "9>")
         release.clear()
-        ask_and_leave({"messages": [user("5>")]})  # for good: nobody hears the answer
+        ask_and_leave(episode, asked, user("5>"))  # for good: nobody hears the answer
         release.set()
         asking(episode, second, "8>")
         return 1.0
