@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 IDLE = "idle"  # the name of a thread that waits for a call of `in_thread`
-IDLE_SECONDS = 60.0  # after which it ends
+IDLE_SECONDS = 5.0  # after which it ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
 
+from corerl.event_loop import IDLE
 from tests.rollout.engines import LIMIT, Engines
 
 E = TypeVar("E", bound=Engines)
@@ -16,7 +18,7 @@ Use = Callable[[E], E]
 
 @pytest.fixture
 def use() -> Iterator[Use[Engines]]:
-    """Use these engines until the end of the test, at which neither a thread nor a task is left."""
+    """Use these engines until the end of the test, at which no task is left, and no thread that does anything."""
     before = set(threading.enumerate())
     used: list[Engines] = []
 
@@ -27,9 +29,10 @@ def use() -> Iterator[Use[Engines]]:
     yield use
     for engines in used:
         engines.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), thread.name
+    deadline = time.monotonic() + LIMIT
+    while left := [each.name for each in set(threading.enumerate()) - before if each.name != IDLE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.001)
 
 
 @pytest.fixture
