@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from corerl.models.files import look_at
 from corerl.testing.models import tiny_config, tiny_fields
 from tests.forks.client import Forked, forked_for, processes_of
 from tests.forks.once import look_once
+from tests.forks.ray import environment, place_of
+from tests.forks.server import SOCKET
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -68,6 +71,16 @@ def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     process.kill()
     assert process.wait(paced(60.0)) == process.poll() == -signal.SIGKILL
     assert processes_of(process.pid) == {}
+
+
+def test_a_driver_is_forked_with_ray_imported_unless_it_starts_ray_as_users_do(tmp_path: Path) -> None:
+    importlib.import_module("corerl.cluster")  # sets variables of Ray
+    given = environment()
+    assert place_of({name: value for name, value in given.items() if name != "RAY_AUTH_MODE"}) == SOCKET
+    with (tmp_path / "out").open("wb") as out:
+        code = "import sys; print('corerl.driver.launch' in sys.modules, 'ray' in sys.modules)"
+        process = Forked(["driver"], code, environment=given, stdout=out, stderr=out, place=place_of(given))
+    assert (process.wait(paced(60.0)), (tmp_path / "out").read_text()) == (0, "True True\n")
 
 
 def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -57,7 +57,13 @@ PRELOAD = [
 ]
 # A second server has imported Ray, for drivers whose variables of Ray are these.
 RAY = ["corerl.cluster.process", "corerl.cli.main", "corerl.cli.train", "corerl.driver.launch"]
-RAYS = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+RAYS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",  # this and the next as corerl.cluster sets them in any process that imports it
+    "RAY_COLOR_PREFIX": "0",
+}
 PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
 SOCKET, WITH_RAY, PROCESSES = "socket", "socket-with-ray", "processes"
