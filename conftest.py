@@ -78,8 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now would be looked through again and again, and is never garbage."""
+    """What is there by now would be looked through again and again, and is never garbage; what tests import is looked
+    through seldom."""
     gc.freeze()
+    gc.set_threshold(*server.SELDOM)
     gc.enable()
 
 
