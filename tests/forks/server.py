@@ -30,6 +30,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -168,9 +169,13 @@ def warm_up() -> None:
 
 
 def keep() -> None:
-    """What was imported is looked through once: a collection in a forked process would copy every page."""
+    """What was imported is looked through once: a collection in a forked process would copy every page. Nor is it worth
+    the time to take torch's two hundred operator libraries back at the end of each."""
     gc.collect()
     gc.freeze()
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (found := each.peek()) and found[1].__module__.startswith("torch."):
+            each.atexit = False
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
