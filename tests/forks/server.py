@@ -69,6 +69,7 @@ PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
 SOCKET, WITH_RAY, PROCESSES = "socket", "socket-with-ray", "processes"
 LENGTH = struct.Struct("!I")
+SELDOM = (10_000, 20, 100)  # when to look for garbage: in what tests import there is next to none
 DESCRIPTORS = 8  # at most, in a request
 
 
@@ -98,6 +99,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     listening = places.pop(place)
     for other in places.values():
         other.close()
+    gc.set_threshold(*SELDOM)
     gc.enable()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc starts its own anew after a fork
