@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import queue
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -18,7 +19,8 @@ IDLE_SECONDS = 5.0  # after which it ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
 
 
-_idle: list[queue.SimpleQueue[tuple[str, Callable[[], None]]]] = []  # of threads with nothing to do, where they wait
+Call: TypeAlias = tuple[str, Callable[[], Any], "Future[Any]"]  # name, function, and where its result goes
+_idle: list[queue.SimpleQueue[Call]] = []  # of threads with nothing to do, where they wait
 
 
 class EventLoop:
@@ -61,7 +63,13 @@ class EventLoop:
     async def in_caller(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that waits in `run`, or will: where a program's main thread is needed."""
         done: Future[T] = Future()
-        self._calls.put(lambda: _into(done, function, interruptible=True))
+
+        def call() -> None:
+            _called(function, done)()
+            if not done.cancelled() and isinstance(error := done.exception(), KeyboardInterrupt):
+                raise error
+
+        self._calls.put(call)
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
@@ -92,44 +100,44 @@ async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:
     """Call `function` in a daemon thread that has nothing else to do: one that never returns keeps neither the program
-    nor others from ending. If the awaiting task is cancelled, the call goes on, and its result is dropped."""
+    nor others from ending. If the awaiting task is cancelled, the call goes on, and its result is dropped. Later calls
+    may come in the same thread, with a context of their own."""
     done: Future[T] = Future()
-    call = functools.partial(_into, done, function)
+    call = (name, function, done)
     try:
-        _idle.pop().put((name, call))
+        _idle.pop().put(call)
     except IndexError:
-        threading.Thread(target=_serve, args=(name, call), daemon=True).start()
+        calls = queue.SimpleQueue[Call]()
+        calls.put(call)
+        threading.Thread(target=_serve, args=(calls,), daemon=True).start()
     return await asyncio.wrap_future(done)
 
 
-def _serve(name: str, call: Callable[[], None]) -> None:
-    """Call that, then whatever comes, until nothing has for a while; a thread for each call would cost a millisecond to
-    start."""
-    thread, calls = threading.current_thread(), queue.SimpleQueue[tuple[str, Callable[[], None]]]()
+def _serve(calls: queue.SimpleQueue[Call]) -> None:
+    """Answer what comes, until nothing has for a while; a thread for each call would cost a millisecond to start."""
+    thread = threading.current_thread()
     while True:
-        thread.name = name
-        call()
-        del call  # and what it holds
-        thread.name = IDLE
-        _idle.append(calls)
         try:
-            name, call = calls.get(timeout=IDLE_SECONDS)
+            name, function, done = calls.get(timeout=IDLE_SECONDS)
         except queue.Empty:
             try:
                 _idle.remove(calls)
-                return
             except ValueError:  # a call is on its way
-                name, call = calls.get()
+                continue
+            return
+        thread.name = name
+        settle = contextvars.Context().run(_called, function, done)
+        thread.name = IDLE
+        _idle.append(calls)  # first: who hears of the result may call again
+        settle()
+        del function, done, settle  # and what they hold
 
 
-def _into(done: Future[T], function: Callable[[], T], *, interruptible: bool = False) -> None:
+def _called(function: Callable[[], T], done: Future[T]) -> Callable[[], None]:
+    """Call the function; what it returns settles `done`."""
     if not done.set_running_or_notify_cancel():
-        return
+        return lambda: None
     try:
-        result = function()
+        return functools.partial(done.set_result, function())
     except BaseException as error:
-        done.set_exception(error)
-        if interruptible and isinstance(error, KeyboardInterrupt):
-            raise
-    else:
-        done.set_result(result)
+        return functools.partial(done.set_exception, error)

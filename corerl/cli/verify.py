@@ -97,15 +97,16 @@ def _backend(args: argparse.Namespace) -> list[str]:
         raise UserError(f"verify takes the name of one backend, {got}; write corerl verify NAME, or --algorithm NAME")
     (name,), options = names, [each for each in args.names if "=" in each]
     require_plugins([(Kind.BACKENDS, name)])
-    load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
-    own = "backends."
+    loaded = load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
+    alone = {"backend": {"name": name}, "rollout": {"engine": "fake"}}
     for option in options:
-        if not option.startswith(own):
+        config = config_of(alone, [option])
+        if config.backends.keys() != {loaded.name}:
             raise UserError(
-                f"{option}: a backend is verified with options of its own; write {own}NAME.KEY=VALUE, and try models "
-                "and training settings in a run"
+                f"{option}: a backend is verified with options of its own; write backends.{loaded.name}.KEY=VALUE, and "
+                "try models and training settings in a run"
             )
-    resolve_tables(config_of({"backend": {"name": name}, "rollout": {"engine": "fake"}}, options))
+    resolve_tables(config_of(alone, options))
     if args.level == 3:
         import torch
 

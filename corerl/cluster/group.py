@@ -41,6 +41,7 @@ class Pending:
     watch: Watch = field(factory=Watch)
     asked: float = field(factory=time.time)  # time.time() before the calls started
     told: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
+    pulses: tuple[Pulse, ...] = ()  # of the processes that were called, which may be replaced since, as `members`
 
 
 @frozen(kw_only=True)
@@ -105,14 +106,14 @@ class RayGroup:
         self._check_lengths("start", arguments)
         asked = time.time()
         refs = [actor.construct.remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
-        return Pending("start", tuple(range(len(self))), tuple(refs), asked=asked)
+        return self._pending("start", range(len(self)), refs, asked)
 
     def listen(self, member: int) -> tuple[str, int, int]:
         """Open a listening socket in the member's process, as `Process.listen`; returns (host, port, file descriptor
         there)."""
         asked = time.time()
         ref = self._actors[member].listen.remote()
-        address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,), asked=asked))[0]
+        address: tuple[str, int, int] = self.wait(self._pending("listen", [member], [ref], asked))[0]
         return address
 
     def start(self, method: str, *args: Any) -> Pending:
@@ -130,8 +131,8 @@ class RayGroup:
             why = f" ({self._cause})" if self._cause else ""
             raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
         asked = time.time()
-        refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
-        return Pending(method, tuple(arguments), refs, asked=asked)
+        refs = [self._actors[member].call.remote(method, *args) for member, args in arguments.items()]
+        return self._pending(method, arguments, refs, asked)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.wait(self.start(method, *args))
@@ -211,7 +212,7 @@ class RayGroup:
             self._pulses[member] = Pulse(actor=self._actors[member])
         asked = time.time()
         ref = self._actors[member].construct.remote(*arguments)
-        answer = self.answers(Pending("start", (member,), (ref,), asked=asked))[member]
+        answer = self.answers(self._pending("start", [member], [ref], asked))[member]
         if isinstance(answer, CorerlError):
             raise answer
 
@@ -233,6 +234,10 @@ class RayGroup:
             ray.kill(actor, no_restart=True)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _pending(self, method: str, members: Collection[int], refs: Sequence[Any], asked: float) -> Pending:
+        pulses = tuple(self._pulses[member] for member in members)
+        return Pending(method, tuple(members), tuple(refs), asked=asked, pulses=pulses)
 
     def _spawn(self, member: int) -> Any:
         return spawn(
@@ -300,17 +305,18 @@ class RayGroup:
 
     def _outcome(self, ref: Any, member: int, pending: Pending) -> Outcome:
         name, method = self.names[member], pending.method
+        pulse = pending.pulses[pending.members.index(member)]
         try:
             outcome: Outcome = ray.get(ref)
-            self._pulses[member].started |= not outcome.phase
+            pulse.started |= not outcome.phase
             if self._watching.on_answer is not None and member not in pending.told:
                 pending.told.add(member)
                 self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayError as error:
             if (died := death(name, method, error)) is not None:
-                if (ended := self._pulses[member].ended) is not None:
-                    died = ended(name, method)
+                if pulse.ended is not None:
+                    died = pulse.ended(name, method)
                 return Outcome(error=died, ended=0.0)
             # The result cannot be pickled there, or not be unpickled here.
             lost = CorerlError(

@@ -72,10 +72,12 @@ class Bounds:
         return [member for member, pulse in pulses.items() if self._over(pulse.missed, self.silence)]
 
     def overdue(self, pulses: Mapping[int, Pulse]) -> list[int]:
-        """Those that others wait for, if that is clear."""
+        """Not one that only waits for another."""
         found = [member for member, pulse in pulses.items() if self._over(pulse.starting, self.start)]
-        awaited = late({member: pulses[member].status for member in found})
-        return awaited or found
+        awaited = late({member: pulse.status for member, pulse in pulses.items() if not pulse.started})
+        if awaited:
+            return [member for member in found if member in awaited]
+        return [member for member in found if (status := pulses[member].status) is None or not status.waits]
 
     def _over(self, looks: int, seconds: float) -> bool:
         return 0 < seconds <= looks * self.period

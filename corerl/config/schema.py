@@ -181,7 +181,7 @@ class ClusterConfig:
         validator=[at_least(0), finite],
     )
     start_timeout: float = option(
-        "seconds of work after which a rank or an engine that has not started yet (imports, building, loading) is "
+        "seconds after which a rank or an engine that is busy starting (its process, imports, building, loading) is "
         "ended, as above; of ranks that wait for each other the one that they wait for; 0 waits for ever",
         default=3600.0,
         validator=[at_least(0), finite],

@@ -48,7 +48,7 @@ class PackedSequences:
         return cls(
             tokens=int(bounds[-1]),
             longest=longest,
-            longest_on_host=torch.tensor(longest),
+            longest_on_host=torch.tensor(longest, device="cpu"),
             cu_seqlens=upload(bounds.astype(np.int32), device),
             bounds=bounds,
             continuations=upload(np.flatnonzero(continues), device),

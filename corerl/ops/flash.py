@@ -36,7 +36,7 @@ def flash_attention(
 
 
 @torch.library.custom_op(
-    f"{NAME}flash_attention_backward",
+    f"{NAME}_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor longest,"
     " float scale, int window) -> (Tensor, Tensor, Tensor)",

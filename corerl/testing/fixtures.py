@@ -33,8 +33,9 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 def backend_options(request: pytest.FixtureRequest, backend_name: str) -> Callable[[int], Mapping[str, Any]]:
     """The options that the backend is checked with, by level; override this if the defaults do not fit."""
     overrides: Sequence[str] = request.config.getoption("--corerl-override")
-    options = config_of({"backend": {"name": backend_name}}, overrides).backends.get(backend_name, {})
-    return lambda level: options
+    tables = config_of({"backend": {"name": backend_name}}, overrides).backends
+    own = tables.get(load(Kind.BACKENDS, backend_name).name, {})
+    return lambda level: own
 
 
 @pytest.fixture

@@ -137,6 +137,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         item.stash[SELECTED] = found
         places.setdefault(_scope(item), []).append(len(kept))
         kept.append(item)
+    reached = {item.stash[SELECTED].check.id for item in kept if SELECTED in item.stash}
+    if absent := [id_ for id_ in config.getoption("--corerl-check") if id_ not in reached]:
+        levels = f"of levels 0 to {own.level}" + "".join(f", not {skipped}" for skipped in own.skipped_levels)
+        raise pytest.UsageError(f"{absent[0]} is not among the checks {levels}, which are run; ask for another level")
     if unknown := sorted(own.expected.keys() - known) if known else ():
         raise pytest.UsageError(
             f"the expected failures name checks that do not exist: {', '.join(unknown)}; remove them from "

@@ -13,9 +13,12 @@ from corerl.types import Compilation
 
 @define
 class Compilations:
-    """Those since they were asked for last. torch remembers the last 64."""
+    """Those since they were asked for last, first since this was made. torch remembers the last 64."""
 
     _until: int = 0  # microseconds: the end of the last one seen
+
+    def __attrs_post_init__(self) -> None:
+        self.take()
 
     def take(self) -> tuple[Compilation, ...]:
         # Not imported here: it takes a second, and only who compiles has it.

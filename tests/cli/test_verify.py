@@ -43,6 +43,9 @@ def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_python")
 def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_path: Path) -> None:
+    done = verify("plain", "--level", "1", "--check", "C36", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "C36 is not among the checks of levels 0 to 1, which are run; ask for another level" in done.stderr
     (tmp_path / "mine.py").write_text(
         "from attrs import evolve, frozen\n"
         "from corerl.config.schema import option\n"
@@ -122,6 +125,7 @@ def test_expected_failures_are_strict(tmp_path: Path) -> None:
         ([], "verify takes the name of one backend, got none; write corerl verify NAME, or --algorithm NAME"),
         (["plain", "grpo"], "verify takes the name of one backend, got 2 names; "),
         (["plain", "train.precision=float32"], "train.precision=float32: a backend is verified with options of its "),
+        (["plain", "backends.fsdp.shard_size=2"], "backends.fsdp.shard_size=2: a backend is verified with options of "),
         (["plain", "backends.plain.speed=2"], "backends.plain.speed: unknown key; "),
         (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
         (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),

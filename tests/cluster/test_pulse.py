@@ -41,8 +41,15 @@ def test_of_those_that_have_worked_on_their_start_for_too_long_the_awaited_one_i
     bounds = Bounds(silence=16.0, start=48.0)
     pulses = {member: starting(status, 3 * LOOKS) for member, status in enumerate(statuses)}
     assert bounds.overdue(pulses) == ended
-    assert bounds.overdue({**pulses, 9: starting(None, 3 * LOOKS - 1)}) == ended  # that one has time left
     assert evolve(bounds, start=49.0).overdue(pulses) == []
+
+
+def test_one_that_waits_for_another_is_not_ended_before_it_nor_after_it() -> None:
+    bounds = Bounds(silence=16.0, start=48.0)
+    waits = starting(COLLECTIVE, 3 * LOOKS)
+    assert bounds.overdue({0: waits, 1: starting(BUILDING, 3 * LOOKS - 1)}) == []
+    assert bounds.overdue({0: waits, 1: starting(BUILDING, 3 * LOOKS)}) == [1]
+    assert bounds.overdue({0: waits}) == []
 
 
 def test_one_that_answers_without_a_phase_has_started() -> None:

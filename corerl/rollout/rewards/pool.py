@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from corerl.engines.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
+ROOM = 3000  # bytes of outcomes that may wait to be read; a pipe has 64 KiB, or 4 where a user has many
 CALL = 0.1  # seconds between two messages of a process that it has written outcomes
 TURN = 1.0  # seconds after which a process leaves to others the part of its chunk that it has not started
 GRACE = 2.0  # seconds beyond a time limit before a process is killed
@@ -239,7 +241,7 @@ class _Process:
             left: Sequence[int] = [row for row in self.rows if row not in found]
             self._chunk, self.rows, self.until = (), [], math.inf
             return found, left
-        if found:
+        if found or (not gone and time.monotonic() < self.until):  # what was announced may have been read already
             left = ()
         elif gone:
             self.process.join(GRACE)  # let it exit, to learn its exit code
@@ -345,13 +347,18 @@ def _serve(connection: Connection, outcomes: Connection, config: RewardConfig) -
     with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
         while True:
             connection.send(True)
-            samples, called = connection.recv(), time.monotonic()
+            samples, called, unread = connection.recv(), time.monotonic(), 0
             for place, outcome in _scored(reward, samples, config.timeout):
                 now = time.monotonic()
-                outcomes.send((place, outcome, now))
-                if now - called > CALL:
-                    called = now
+                written = pickle.dumps((place, outcome, now))
+                unread += len(written)
+                if unread > ROOM:  # before the pipe is full: then nobody would read it
                     connection.send(False)
+                    called, unread = now, len(written)
+                outcomes.send_bytes(written)
+                if now - called > CALL:
+                    connection.send(False)
+                    called, unread = now, 0
 
 
 def _end_with_driver() -> None:
