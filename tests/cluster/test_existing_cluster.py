@@ -16,7 +16,7 @@ import ray
 
 from corerl.cluster.group import RayGroup
 from corerl.cluster.nodes import interface_of
-from corerl.cluster.objects import share
+from corerl.cluster.objects import put
 from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
@@ -90,9 +90,9 @@ def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_
 
 def test_an_object_store_and_a_disk_that_are_full_are_one_line(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
-        kept = share(np.ones(STORE // 2, dtype=np.uint8))
+        kept = put(np.ones(STORE // 2, dtype=np.uint8))
         with pytest.raises(CorerlError) as caught:
-            share({"tokens": np.ones(STORE, dtype=np.uint8)})
+            put({"tokens": np.ones(STORE, dtype=np.uint8)})
         assert ray.get(kept).sum() == STORE // 2
     assert caught.value.message == (
         "Ray's object store has no room for 100 MiB: the cluster's stores have 200 MiB in total, and the disk they "
