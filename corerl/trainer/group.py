@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -420,32 +421,32 @@ def scatter(
     """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
     sample came back exactly once, with its length and every output, of equal dtype and shape on all ranks."""
     columns: dict[Output, Array] = {}
-    times = np.zeros(len(batch), dtype=np.int64)
+    times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
     for result in results:
         if not len(result.samples):  # not an output rank, or it only got fillers
             continue
-        if any(not 0 <= sample < len(batch) for sample in result.samples):
+        if result.samples.min() < 0 or result.samples.max() >= len(batch):
             raise ContractError(f"{role}: forward returned samples outside its batch of {len(batch)}")
         np.add.at(times, result.samples, 1)
-        lengths = batch.lengths[result.samples]
-        if not np.array_equal(np.diff(result.offsets), lengths):
+        if not np.array_equal(np.diff(result.offsets), all_lengths[result.samples]):
             raise ContractError(f"{role}: forward returned samples whose lengths differ from the batch")
-        starts = np.repeat(batch.offsets[result.samples] - result.offsets[:-1], lengths)
-        where = starts + np.arange(int(result.offsets[-1]))
+        # Sample by sample: an index for every token would take more memory than the columns, and longer.
+        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.samples.tolist()]
+        parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
         for output in outputs:
             values = result.outputs.get(output)
-            if values is None or len(values) != len(where):
+            tokens = int(result.offsets[-1])
+            if values is None or len(values) != tokens:
                 got = "no" if values is None else len(values)
-                raise ContractError(
-                    f"{role}: forward returned {got} {output}, expected {len(where)}: one for each token"
-                )
+                raise ContractError(f"{role}: forward returned {got} {output}, expected {tokens}: one for each token")
             column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
             if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
                 kinds = [f"{each.dtype} {list(each.shape[1:])} per token" for each in (column, values)]
                 raise ContractError(
                     f"{role}: forward returned {output} as {' on one rank and as '.join(kinds)} on another"
                 )
-            column[where] = values
+            for place, part in zip(into, parts, strict=True):
+                column[place] = values[part]
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
         raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected exactly once")
