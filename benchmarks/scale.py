@@ -1,6 +1,6 @@
 """Measure what the driver does in a step of up to 100 million tokens for up to 1,024 ranks, none of which is there.
 
-python -m benchmarks.scale --output benchmarks/results/cpu-scale.md     # needs 12 GB of memory; about ten minutes
+python -m benchmarks.scale --output benchmarks/results/cpu-scale.md     # 9 GiB of memory, ten minutes
 python -m benchmarks.scale --tokens 1e6 --ranks 8 64
 
 Everything that the driver computes is computed: the batch from what engines answer, its texts, metrics and advantages,
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import pickle
 import platform
 import shlex
+import statistics
 import sys
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from benchmarks.empty_backend import empty_result
 from benchmarks.packing import arrays_of, forget_peak, status
@@ -249,6 +251,11 @@ class Count:
         return max(nodes.values())
 
 
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each part, over the rounds."""
+    return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
+
+
 def layouts_of(ranks: int, dp_size: int) -> list[ParallelLayout]:
     """Ranks of one dp rank are neighbors."""
     width = ranks // dp_size
@@ -354,7 +361,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 STEP = f"""
 One step: {MINI_BATCHES} optimizer steps and a forward pass of GRPO, in groups of {GROUP}, prompts of {PROMPT[0]} to
 {PROMPT[1] - 1} tokens and responses of 1 to {RESPONSE:,}. Nodes have {NODE} ranks, and none of them is there: one
-process is called in the place of all, and does nothing with what it is given.
+process is called in the place of all, and does nothing with what it is given. Seconds are medians of the rounds.
 """
 OF_BATCHES = """
 *batch*: prompts and responses joined into one `SampleBatch`. *texts*: responses decoded, by a tokenizer of one token a
@@ -371,9 +378,9 @@ put into the store included.
 """
 
 
-def document(batches: Mapping[int, Mapping[str, float]], rows: Sequence[Row], command: str) -> str:
+def document(batches: Mapping[int, Mapping[str, float]], rows: Sequence[Row], *, command: str, load: float) -> str:
     facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
-    facts |= {"commit": commit(), "command": f"`{command}`"}
+    facts |= {"load average before": f"{load:.1f}", "commit": commit(), "command": f"`{command}`"}
     before = ["## Before ranks come into it", table_of_batches(batches), OF_BATCHES.strip()]
     by_ranks = ["## By number of ranks", table_of_rows(rows), OF_ROWS.strip()]
     parts = ["# The driver's work in a step", _table(["", ""], list(facts.items())), STEP.strip(), *before, *by_ranks]
@@ -384,21 +391,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7, 1e8], help="of a batch (1e6 1e7 1e8)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024], help="(8 64 256 1024)")
+    parser.add_argument("--rounds", type=int, default=3, help="whose median counts, part by part (3)")
     parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     batches: dict[int, Mapping[str, float]] = {}
     rows: list[Row] = []
     with ray_session(address="", cpus=1):
         reader: Any = ray.remote(Reader).remote()
         for tokens in args.tokens:
+            seconds = [make_batch(int(tokens)).seconds for _ in range(args.rounds - 1)]
             batch = make_batch(int(tokens))
-            batches[len(batch.samples.tokens)] = {**batch.seconds, "peak": batch.peak / 2**30}
+            each = medians([*seconds, batch.seconds])
+            batches[len(batch.samples.tokens)] = {**each, "peak": batch.peak / 2**30}
             for ranks in args.ranks:
                 for dp_size in (ranks // NODE, ranks):
-                    rows.append(measure(batch, reader, ranks=ranks, dp_size=dp_size))
+                    found = [measure(batch, reader, ranks=ranks, dp_size=dp_size) for _ in range(args.rounds)]
+                    rows.append(
+                        evolve(
+                            found[-1],
+                            seconds=medians([row.seconds for row in found]),
+                            rank_seconds=statistics.median(row.rank_seconds for row in found),
+                        )
+                    )
                     print(table_of_rows(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
             del batch
-    text = document(batches, rows, shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]]))
+    command = shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]])
+    text = document(batches, rows, command=command, load=load)
     if args.output:
         args.output.write_text(text)
     else:
