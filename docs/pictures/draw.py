@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+import corerl
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.engines.base import Generation, SamplingParams
@@ -621,7 +622,7 @@ def episode() -> Picture:
 
 # ---- the driver's work at scale --------------------------------------------------------------------------------------
 
-RESULTS = HERE.parent.parent / "benchmarks" / "results" / "cpu-scale.md"
+RESULTS = Path(corerl.__file__).parent.parent / "benchmarks" / "results" / "cpu-scale.md"
 
 
 def measured() -> list[dict[str, float]]:
