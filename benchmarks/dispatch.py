@@ -14,7 +14,7 @@ from attrs import evolve
 from benchmarks.empty_backend import empty_result
 from benchmarks.report import ENVIRONMENT, Comparison, Number, Report, finish, in_turns, parser
 from benchmarks.samples import make_batch, plan_one_step
-from corerl.cluster.objects import share
+from corerl.cluster.objects import put
 from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
@@ -22,6 +22,7 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.trainer.group import TrainGroup
+from corerl.trainer.shared import share
 from corerl.types import Step, TrainResult
 
 RANKS = 2
@@ -69,13 +70,15 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         actors: list[Any] = [
             ray.remote(Bare).options(runtime_env=environment, **slot.options()).remote() for slot in slots["bare"]
         ]
-        shared = share(samples)
+        shared, whole = share(samples), put(samples)
+        shares = [step_plan.share(rank) for rank in range(RANKS)]
 
         def ours() -> object:
             return group.train(shared, step_plan, loss, step).result()
 
         def bare() -> object:
-            return ray.get([actor.train.remote(shared, step_plan, loss, step) for actor in actors])
+            pairs = zip(actors, shares, strict=True)
+            return ray.get([actor.train.remote(whole, each, loss, step) for actor, each in pairs])
 
         def nothing() -> object:
             return ray.get([actor.nothing.remote() for actor in actors])

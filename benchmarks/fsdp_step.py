@@ -125,7 +125,7 @@ class Ours:
         self._worker, _ = start(Setup(backend="fsdp", model="", fields=case.model, train=train))
 
     def train(self, batch: SampleBatch, plan: StepPlan, step: Step) -> float:
-        return self._worker.train(batch, plan, LOSS, step).grad_norm
+        return self._worker.train(batch, plan.share(dist.get_rank()), LOSS, step).grad_norm
 
 
 class Bare:
@@ -147,7 +147,7 @@ class Bare:
         raise NotImplementedError
 
     def train(self, batch: SampleBatch, plan: StepPlan, step: Step) -> float:
-        for micro in pack(batch, plan, dist.get_rank(), sequence_multiple=1).micro_batches:
+        for micro in pack(batch, plan.share(dist.get_rank()), sequence_multiple=1).micro_batches:
             logprobs, entropy, columns = self.outputs(micro)
             ratio = (logprobs - columns["old_logprobs"]).exp()
             advantages, weights = columns["advantages"], columns["weights"]

@@ -48,7 +48,7 @@ def measure(*, rounds: int, size: int) -> Report:
         planned = time.perf_counter()
         tokens = 0
         for dp_rank in range(DP_SIZE):
-            for micro in pack(batch, plan, dp_rank, sequence_multiple=1).micro_batches:
+            for micro in pack(batch, plan.share(dp_rank), sequence_multiple=1).micro_batches:
                 tokens += len(micro.tokens) if micro.samples[0] >= 0 else 0
         ended = time.perf_counter()
         assert tokens == len(batch.tokens), (tokens, len(batch.tokens))

@@ -209,7 +209,7 @@ def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: i
     """A dp rank's share of a step, its micro-batches made once."""
     samples = make_batch(work.samples(dp_size), prompt=work.sequence // 8, vocab=work.fields["vocab_size"])
     plan = plan_one_step(samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens)
-    batch = pack(samples, plan, dp_rank, sequence_multiple=sequence_multiple)
+    batch = pack(samples, plan.share(dp_rank), sequence_multiple=sequence_multiple)
     if batch.count != work.micro_batches or work.sequence % sequence_multiple:
         raise ValueError(
             f"{batch.count} micro-batches of sequences padded to {sequence_multiple}; the case wants "

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.calls import Future as Future
     from corerl.calls import wait_all as wait_all
-    from corerl.cluster.objects import share as share
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config
     from corerl.driver.run import Summary as Summary
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from corerl.loop import train as train
     from corerl.plugin.api import hookimpl as hookimpl
     from corerl.trainer.group import TrainGroup as TrainGroup
+    from corerl.trainer.shared import share as share
     from corerl.types import LossSpec as LossSpec
     from corerl.types import Output as Output
     from corerl.types import SampleBatch as SampleBatch

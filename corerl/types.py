@@ -164,12 +164,19 @@ class SampleBatch:
 
     def take(self, samples: IntArray) -> SampleBatch:
         """Only these samples [n], in this order."""
-        tokens, offsets = rows_at(self.offsets, samples)
+        samples = np.arange(len(self))[samples]
+        # Run by run of neighbors: an index for every token would be as large as they, and take several times as long.
+        runs = np.split(samples, np.flatnonzero(np.diff(samples) != 1) + 1) if len(samples) else []
+        spans = [slice(self.offsets[run[0]], self.offsets[run[-1] + 1]) for run in runs]
+
+        def taken(values: Array) -> Array:
+            return np.concatenate([values[span] for span in spans] or [values[:0]])
+
         return evolve(
             self,
-            tokens=self.tokens[tokens],
-            offsets=offsets,
-            columns={name: column[tokens] for name, column in self.columns.items()},
+            tokens=taken(self.tokens),
+            offsets=offsets_of(self.lengths[samples]),
+            columns={name: taken(column) for name, column in self.columns.items()},
             rows={name: row[samples] for name, row in self.rows.items()},
         )
 

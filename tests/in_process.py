@@ -17,11 +17,11 @@ from attrs import frozen
 from corerl.cluster.placement import Placement, Slot
 from corerl.config.load import load_config
 from corerl.config.schema import Config
-from corerl.driver import launch, run
+from corerl.driver import launch
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
 from corerl.loop import train
-from corerl.trainer import group
+from corerl.trainer import group, shared
 from tests.end_to_end.command import write_small
 
 BUILDING = threading.Lock()  # a model: transformers does it with a switch for the whole process
@@ -44,6 +44,7 @@ class Objects:
         self._class = getattr(importlib.import_module(module), name)
         self._objects: list[Any] = []
         self._threads = [ThreadPoolExecutor(threads) for _ in names]
+        self.nodes = ["here" for _ in names]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -129,7 +130,7 @@ def execute_here(config: Config) -> Summary:
         patch.setattr(launch, "reserved", reserved)
         patch.setattr(launch, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
-        patch.setattr(run, "share", lambda value: value)
+        patch.setattr(shared, "put", lambda value: value)
         before = set(threading.enumerate())
         try:
             return train(config)

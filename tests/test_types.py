@@ -24,6 +24,8 @@ def test_samples_are_taken_whole_and_in_the_order_asked_for() -> None:
     assert taken.columns["tenth"] == pytest.approx(taken.tokens / 10)
     assert taken.rows["length"].tolist() == [3, 2, 0]
     assert len(batch(2, 1).take(np.zeros(0, np.int64))) == 0
+    runs = batch(2, 0, 3, 1).take(np.array([3, 0, 1, 2, 2]))  # neighbors, one of them empty, and one that comes twice
+    assert (runs.tokens.tolist(), runs.offsets.tolist()) == ([5, 0, 1, 2, 3, 4, 2, 3, 4], [0, 1, 3, 3, 6, 9])
 
 
 def test_batches_are_joined_end_to_end() -> None:

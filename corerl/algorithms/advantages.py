@@ -47,6 +47,8 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
 
 def sample_rewards(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> FloatArray:
     """[B] each sample's reward and the sum of its tokens' own, of all tokens of its episode; these are [B] and [N]."""
+    if not token_rewards.any():  # as without a KL penalty: the sums take several times the memory of a column
+        return rewards
     episodes, episode_of = samples.episodes
     sums = np.bincount(episode_of[samples.sample_of], weights=token_rewards, minlength=len(episodes))
     summed: FloatArray = rewards + sums.astype(np.float32)[episode_of]

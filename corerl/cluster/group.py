@@ -95,6 +95,11 @@ class RayGroup:
         return len(self.names)
 
     @property
+    def nodes(self) -> list[str]:
+        """Ray's id of each member's machine."""
+        return [slot.node for slot in self._slots]
+
+    @property
     def ended(self) -> bool:
         """Whether the group was killed, by its owner or because a member failed."""
         return not self._alive

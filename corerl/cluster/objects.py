@@ -11,7 +11,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from corerl.errors import CorerlError
 
 
-def share(value: Any) -> Any:
+def put(value: Any) -> Any:
     """Return a reference that process calls accept in place of the value; its arrays are then read without a copy.
 
     If the store is full, Ray moves older objects to disk; raises CorerlError if the disk is full too.

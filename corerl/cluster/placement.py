@@ -29,6 +29,7 @@ class Slot:
     gpus: float
     devices: tuple[int, ...] = ()  # GPUs of all its bundles, by the machine's numbering
     neighbors: int = 1  # bundles on its machine, including its own
+    node: str = ""  # Ray's id of its machine
 
     def options(self) -> dict[str, object]:
         """Keyword arguments for a Ray actor's `.options`."""
@@ -130,8 +131,9 @@ def reserved(placement: Placement, *, timeout: float, release: bool = True) -> I
                     )
                 share = placement.share(place)
                 devices = tuple(numbers[index] for index in taken) if numbers else ()
-                beside = neighbors[nodes[taken[0]]]
-                slots[name].append(Slot(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
+                node = nodes[taken[0]]
+                cpus, beside = bundle["CPU"] * share, neighbors[node]
+                slots[name].append(Slot(group, taken[0], cpus, gpus * share, devices, beside, node))
         yield slots
     finally:
         if release and services.gcs_lives():  # else this would wait until Ray ends this process

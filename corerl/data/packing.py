@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from attrs import frozen
 
-from corerl.data.plan import StepPlan
-from corerl.types import Array, IntArray, MicroBatch, PackedBatch, SampleBatch, offsets_of
+from corerl.data.plan import StepShare
+from corerl.types import Array, MicroBatch, PackedBatch, SampleBatch, offsets_of
 
 
 def pack(
-    batch: SampleBatch, plan: StepPlan, dp_rank: int, *, sequence_multiple: int, columns: Sequence[str] | None = None
+    batch: SampleBatch, share: StepShare, *, sequence_multiple: int, columns: Sequence[str] | None = None
 ) -> PackedBatch:
-    """One dp rank's share of a step. Micro-batches are built when iterated over, which can be repeated.
+    """One dp rank's share of a step. Micro-batches are built when iterated over, which can be repeated. `batch` are the
+    samples that the share's rows count.
 
     Every micro-batch carries `weights` [T], scales[sample] * loss_mask, and `columns` of the batch; None takes all.
     Padding to `sequence_multiple` has token 0 and zeros in every column. A filler has its sample's tokens, with
@@ -26,9 +28,7 @@ def pack(
         raise ValueError(f"the rollout batch has no column {unknown[0]!r}; it has: {', '.join(sorted(batch.columns))}")
     micro_batches = LazyMicroBatches(
         batch=batch,
-        members=plan.micro_batches[dp_rank],
-        filler=plan.filler[dp_rank],
-        scales=plan.scales,
+        share=share,
         sequence_multiple=sequence_multiple,
         columns=names,
     )
@@ -40,23 +40,23 @@ class LazyMicroBatches:
     """Builds each micro-batch when a loop reaches it; every loop starts anew."""
 
     batch: SampleBatch
-    members: tuple[IntArray, ...]  # [M] sample indices
-    filler: tuple[bool, ...]  # [M]
-    scales: Array  # [B]
+    share: StepShare
     sequence_multiple: int
     columns: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.share.filler)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return map(self._build, self.members, self.filler)
+        spans = (slice(begin, end) for begin, end in pairwise(self.share.offsets.tolist()))
+        return map(self._build, spans, self.share.filler.tolist())
 
-    def _build(self, samples: IntArray, filler: bool) -> MicroBatch:
-        lengths = self.batch.lengths[samples]
+    def _build(self, chosen: slice, filler: bool) -> MicroBatch:
+        rows, samples = self.share.rows[chosen], self.share.samples[chosen]
+        lengths = self.batch.offsets[rows + 1] - self.batch.offsets[rows]
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
         cu_seqlens = offsets_of(padded)
-        starts = self.batch.offsets[samples]
+        starts = self.batch.offsets[rows]
         # Slice by slice: an index for every token would double the memory and take several times as long.
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), (padded - lengths).tolist(), strict=True))
 
@@ -72,7 +72,7 @@ class LazyMicroBatches:
         mask = place(self.batch.columns["loss_mask"]) & (not filler)
         if "loss_mask" in columns:
             columns["loss_mask"] = mask
-        columns["weights"] = np.repeat(self.scales[samples], padded) * mask
+        columns["weights"] = np.repeat(self.share.scales[chosen], padded) * mask
         return MicroBatch(
             tokens=place(self.batch.tokens),
             positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),

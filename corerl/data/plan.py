@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
 from attrs import frozen
 
 from corerl.errors import ConfigError, DataError
-from corerl.types import FloatArray, IntArray, ParallelLayout, SampleBatch
+from corerl.types import BoolArray, FloatArray, IntArray, ParallelLayout, SampleBatch, offsets_of
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 
 @frozen(kw_only=True, eq=False)
+class StepShare:
+    """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get beside the samples."""
+
+    rows: IntArray  # [n] of the samples that the ranks are given
+    samples: IntArray  # [n] the same as indices in the rollout batch
+    scales: FloatArray  # [n]
+    offsets: IntArray  # [M + 1] micro-batch m has rows[offsets[m]:offsets[m + 1]]
+    filler: BoolArray  # [M]
+
+
+@frozen(kw_only=True, eq=False)
 class StepPlan:
-    """One pass of chosen samples through the model, as data that every rank gets with the batch's object reference."""
+    """One pass of chosen samples through the model, which the driver cuts into a share for each dp rank."""
 
     micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] sample indices; M is equal for all dp ranks
     filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
     scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
+
+    def rows(self, dp_ranks: Collection[int]) -> IntArray:
+        """[n] the samples that these dp ranks read, fillers included, in ascending order."""
+        read = [members for dp_rank in dp_ranks for members in self.micro_batches[dp_rank]]
+        return np.unique(np.concatenate(read))
+
+    def share(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
+        """The part of a dp rank that is given only the samples `given`, in ascending order; None: all of them."""
+        micro_batches = self.micro_batches[dp_rank]
+        samples = np.concatenate(micro_batches)
+        return StepShare(
+            rows=samples if given is None else np.searchsorted(given, samples),
+            samples=samples,
+            scales=self.scales[samples],
+            offsets=offsets_of([len(members) for members in micro_batches]),
+            filler=np.array(self.filler[dp_rank], dtype=np.bool_),
+        )
 
 
 def plan_steps(

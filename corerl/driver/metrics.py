@@ -10,9 +10,10 @@ import torch
 
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
+from corerl.data.plan import count_loss_tokens
 from corerl.driver.equal_rewards import without_spread
 from corerl.rollout.sources.base import Scored
-from corerl.types import Metric, Reduction, SampleBatch, TrainResult
+from corerl.types import Metric, Reduction, SampleBatch, TrainResult, offsets_of
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:
@@ -99,15 +100,14 @@ def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
     if not len(behind):
         return {}
     shares = np.bincount(behind) / len(behind)
-    sample_of = samples.sample_of[mask]
-    newest, oldest = np.full(len(samples), -1), np.full(len(samples), np.iinfo(np.int64).max)
-    np.maximum.at(newest, sample_of, behind)
-    np.minimum.at(oldest, sample_of, behind)
+    counts = count_loss_tokens(samples)
+    begins = offsets_of(counts)[:-1][counts > 0]
+    continued = np.maximum.reduceat(behind, begins) > np.minimum.reduceat(behind, begins)
     return {
         "rollout/staleness": float(behind.mean(dtype=np.float64)),
         "rollout/staleness_max": float(behind.max()),
         **{f"rollout/staleness_share/{updates}": float(share) for updates, share in enumerate(shares) if share},
-        "rollout/continued": float((newest > oldest).mean()),
+        "rollout/continued": float(np.count_nonzero(continued) / len(samples)),
     }
 
 

@@ -16,6 +16,7 @@ from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan
 from corerl.errors import ConfigError
 from corerl.trainer.group import TrainGroup
+from corerl.trainer.shared import SharedBatch
 from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
@@ -57,9 +58,9 @@ class Role:
         return self.group.plan_steps(samples, seed=self.seed * 1_000_003 + rollout_step)
 
     def start(
-        self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
+        self, shared: SharedBatch, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
     ) -> list[Future[TrainResult]]:
-        """Start these optimizer steps of the batch, which is in the object store as `shared`; returns at once. Steps
+        """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
         without loss tokens are skipped: momentum and decay would move the weights without a gradient."""
         started = []
         for plan in plans:
@@ -71,7 +72,7 @@ class Role:
 
     def start_forward(
         self,
-        shared: Any,
+        shared: SharedBatch,
         samples: SampleBatch,
         outputs: tuple[Output, ...],
         *,

@@ -16,7 +16,6 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.cluster import services
-from corerl.cluster.objects import share
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints
@@ -57,6 +56,7 @@ from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Scored, Source
 from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
+from corerl.trainer.shared import SharedBatch, share
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
@@ -256,7 +256,7 @@ class Run:
             self.snapshots.renew()
 
     def _start_training(
-        self, names: Sequence[str], shared: Any, batch: TrainBatch
+        self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
     ) -> dict[tuple[str, int], Future[TrainResult]]:
         """Start all optimizer steps of these roles; futures by role and number."""
         steps: dict[tuple[str, int], Future[TrainResult]] = {}

@@ -166,9 +166,9 @@ class Sampler:
         """Build the rollout from the answer to `request`."""
         group, sample = rows_of(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
-        stops = np.isin(generation.tokens, request.params.stop_tokens)
+        stops = frozenset(request.params.stop_tokens)
         said = [
-            generation.tokens[begin : end - int(end > begin and stops[end - 1])]
+            generation.tokens[begin : end - int(end > begin and int(generation.tokens[end - 1]) in stops)]
             for begin, end in pairwise(generation.offsets.tolist())
         ]
         return Rollout(batch=batch, prompts=tuple(prompts), texts=self._texts(said, request.params.stop))
@@ -213,8 +213,8 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     prompt_length, response_length = np.diff(request.offsets), np.diff(generation.offsets)
     lengths = prompt_length + response_length
     offsets = offsets_of(lengths)
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    loss_mask = within >= np.repeat(prompt_length, lengths)
+    turns = np.stack([prompt_length, response_length], axis=1).ravel()
+    loss_mask = np.repeat(np.tile([False, True], len(lengths)), turns)  # no integer for every token
     tokens = np.empty(len(loss_mask), dtype=np.int64)
     tokens[~loss_mask] = request.tokens
     tokens[loss_mask] = generation.tokens

@@ -14,7 +14,6 @@ import numpy as np
 from attrs import evolve, frozen
 
 from corerl.cluster.group import RayGroup
-from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
@@ -32,6 +31,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
 from corerl.trainer.group import TrainGroup
+from corerl.trainer.shared import share
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address
 

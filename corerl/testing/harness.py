@@ -201,7 +201,7 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
         max_tokens=32,
         seed=0,
     )
-    return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
+    return pack(samples, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
 
 
 def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
@@ -216,7 +216,7 @@ def forward(
     """`outputs` of this rank's share of the samples; by default log-probs and entropy, or a critic's values."""
     layout = padded_layout(worker, setup)
     plan = plan_forward(samples, layout, tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
-    batch = pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
+    batch = pack(samples, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
     return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, weights=weights)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +28,7 @@ from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
+from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     Array,
     ForwardResult,
@@ -167,14 +170,17 @@ class TrainGroup:
     def dp_size(self) -> int:
         return self.layouts[0].dp_size
 
-    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
-        """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `samples` is a
-        SampleBatch or a reference to one in the object store; `plan` assigns its samples to dp ranks and micro-batches.
+    def train(
+        self, samples: SampleBatch | SharedBatch, plan: StepPlan, loss: LossSpec, step: Step
+    ) -> Future[TrainResult]:
+        """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
+        samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm."""
         self._require_trained("train")
         self._require_step("train", step)
-        pending = self._start("train", samples, plan, loss, step)
+        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
+        pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step)
         # For the error of a rank that dies in this step and cannot report it itself.
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
         return self._calls.add(pending, self._merged)
@@ -222,17 +228,18 @@ class TrainGroup:
         samples: SampleBatch,
         outputs: Output | Sequence[Output],
         *,
-        shared: Any = None,
+        shared: SharedBatch | None = None,
         weights: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
         """Pass the samples through the model without gradients, under the snapshot `weights` ("": the weights as they
-        are); returns columns [N, ...] aligned with their tokens. `shared` refers to the samples in the object store, if
-        they are there. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
+        are); returns columns [N, ...] aligned with their tokens. `shared` is `corerl.share(samples)` if other calls
+        read them too. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
         plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
-        given = samples if shared is None else shared
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        pending = self._start("forward", given, plan, wanted, weights, replay)
+        columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
+        given = SharedBatch(samples) if shared is None else shared
+        pending = self._start_reading("forward", given, columns, plan, wanted, weights, replay)
         return self._calls.add(pending, lambda results: scatter(results, wanted, samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -336,6 +343,22 @@ class TrainGroup:
         """Start a method of the workers that returns nothing."""
         return self._calls.add(self._start(method, *args), _nothing)
 
+    def _start_reading(
+        self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any
+    ) -> Pending:
+        """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
+        the plan. A single node reads one copy of all samples, which is put once for every step."""
+        if self.processes.ended:
+            self._calls.raise_unheard()
+        places = [(node, layout.dp_rank) for node, layout in zip(self.processes.nodes, self.layouts, strict=True)]
+        read: dict[str, set[int]] = defaultdict(set)
+        for node, dp_rank in places:
+            read[node].add(dp_rank)
+        rows = {node: plan.rows(dp_ranks) if len(read) > 1 else None for node, dp_ranks in read.items()}
+        pieces = {node: shared.piece(rows[node], columns) for node in read}
+        shares = {(node, dp_rank): plan.share(dp_rank, rows[node]) for node, dp_rank in places}
+        return self.processes.start_each(method, [(pieces[place[0]], shares[place], *args) for place in places])
+
     def _start(self, method: str, *args: Any) -> Pending:
         if self.processes.ended:
             self._calls.raise_unheard()
@@ -398,32 +421,32 @@ def scatter(
     """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
     sample came back exactly once, with its length and every output, of equal dtype and shape on all ranks."""
     columns: dict[Output, Array] = {}
-    times = np.zeros(len(batch), dtype=np.int64)
+    times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
     for result in results:
         if not len(result.samples):  # not an output rank, or it only got fillers
             continue
-        if any(not 0 <= sample < len(batch) for sample in result.samples):
+        if result.samples.min() < 0 or result.samples.max() >= len(batch):
             raise ContractError(f"{role}: forward returned samples outside its batch of {len(batch)}")
         np.add.at(times, result.samples, 1)
-        lengths = batch.lengths[result.samples]
-        if not np.array_equal(np.diff(result.offsets), lengths):
+        if not np.array_equal(np.diff(result.offsets), all_lengths[result.samples]):
             raise ContractError(f"{role}: forward returned samples whose lengths differ from the batch")
-        starts = np.repeat(batch.offsets[result.samples] - result.offsets[:-1], lengths)
-        where = starts + np.arange(int(result.offsets[-1]))
+        # Sample by sample: an index for every token would take more memory than the columns, and longer.
+        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.samples.tolist()]
+        parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
         for output in outputs:
             values = result.outputs.get(output)
-            if values is None or len(values) != len(where):
+            tokens = int(result.offsets[-1])
+            if values is None or len(values) != tokens:
                 got = "no" if values is None else len(values)
-                raise ContractError(
-                    f"{role}: forward returned {got} {output}, expected {len(where)}: one for each token"
-                )
+                raise ContractError(f"{role}: forward returned {got} {output}, expected {tokens}: one for each token")
             column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
             if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
                 kinds = [f"{each.dtype} {list(each.shape[1:])} per token" for each in (column, values)]
                 raise ContractError(
                     f"{role}: forward returned {output} as {' on one rank and as '.join(kinds)} on another"
                 )
-            column[where] = values
+            for place, part in zip(into, parts, strict=True):
+                column[place] = values[part]
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
         raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected exactly once")

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from corerl.backend import Backend
 from corerl.config.load import structure
 from corerl.data.packing import pack
-from corerl.data.plan import StepPlan
+from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
@@ -147,19 +147,19 @@ class Worker:
 
     # ---- verbs ------------------------------------------------------------------------------------------------------
 
-    def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
-        """Pack this rank's share of the rollout batch, which is read in place, and take one optimizer step on it."""
+    def train(self, samples: SampleBatch, share: StepShare, loss: LossSpec, step: Step) -> TrainResult:
+        """Pack this rank's share of the samples, which are read in place, and take one optimizer step on it."""
         columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay("train")
-        with self._timed(self._pack(samples, plan, columns=columns), rest="optimizer") as batch:
+        with self._timed(self._pack(samples, share, columns=columns), rest="optimizer") as batch:
             result = self.host.train(batch=batch, loss=loss, step=step)
         return evolve(result, compilations=self._compilations.take())
 
     def forward(
         self,
         samples: SampleBatch,
-        plan: StepPlan,
+        share: StepShare,
         outputs: tuple[Output, ...],
         weights: str = "",
         replay: bool = False,
@@ -167,7 +167,7 @@ class Worker:
         if replay or Output.ROUTED_EXPERTS in outputs:
             self._require_replay("forward")
         columns = (Output.ROUTED_EXPERTS.value,) if replay else ()
-        with self._timed(self._pack(samples, plan, columns=columns), rest="results") as batch:
+        with self._timed(self._pack(samples, share, columns=columns), rest="results") as batch:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
@@ -239,9 +239,8 @@ class Worker:
     def _require_replay(self, verb: str) -> None:
         self.backend.require(Capability.ROUTING_REPLAY, f"{verb} with {Output.ROUTED_EXPERTS.value!r}")
 
-    def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str]) -> PackedBatch:
-        layout = self.backend.layout
-        return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple, columns=columns)
+    def _pack(self, samples: SampleBatch, share: StepShare, columns: Sequence[str]) -> PackedBatch:
+        return pack(samples, share, sequence_multiple=self.backend.layout.sequence_multiple, columns=columns)
 
     @contextlib.contextmanager
     def _timed(self, batch: PackedBatch, *, rest: str) -> Iterator[PackedBatch]:

@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+import corerl
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.engines.base import Generation, SamplingParams
@@ -78,6 +79,11 @@ class Picture:
         """An arrow along a path of SVG."""
         cls, head = ("weights", "blue") if weights else ("way", "head")
         self.parts.append(f'  <path class="{cls}" d="{path}" marker-end="url(#{head})"/>')
+
+    def curve(self, points: Sequence[tuple[float, float]], *, weights: bool = False) -> None:
+        """A line through these points."""
+        path = " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        self.parts.append(f'  <path class="{"weights" if weights else "way"}" d="M{path}"/>')
 
     def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
         self.parts.append(f'  <path class="line" d="M{x:g} {y:g} L{to_x:g} {to_y:g}"/>')
@@ -614,6 +620,80 @@ def episode() -> Picture:
     return picture
 
 
+# ---- the driver's work at scale --------------------------------------------------------------------------------------
+
+RESULTS = Path(corerl.__file__).parent.parent / "benchmarks" / "results" / "cpu-scale.md"
+
+
+def measured() -> list[dict[str, float]]:
+    """The rows of the table by ranks, by column."""
+    lines = RESULTS.read_text().partition("## By number of ranks")[2].strip().splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [
+        {name: float(cell.replace(",", "").removesuffix(" M")) for name, cell in zip(head, row, strict=True)}
+        for row in rows
+    ]
+
+
+def curves(picture: Picture, left: float, title: str, across: Sequence[str], down: Sequence[str]) -> None:
+    """The frame of a plot in which both axes are logarithmic: a vertical line for each tick `across`, at equal
+    distances, and a horizontal one for each power of ten `down`."""
+    picture.text(left, 28, title, "name")
+    for column, label in enumerate(across):
+        x = left + 50 + column * 290 / (len(across) - 1)
+        picture.line(x, 50, x, 250)
+        picture.text(x, 270, label, "small middle")
+    for row, label in enumerate(down):
+        y = 50 + row * 200 / (len(down) - 1)
+        picture.line(left + 50, y, left + 340, y)
+        picture.text(left + 42, y + 4, label, "small end")
+
+
+def scale() -> Picture:
+    rows = measured()
+    picture = Picture(
+        920,
+        290,
+        title="The driver's work in a step, and what a node pulls",
+        description="Left: seconds of the driver against tokens, for 8 to 1,024 ranks. Right: megabytes that a node "
+        "pulls against ranks, with 100 million tokens: each node's own samples, and the whole batch.",
+    )
+    one_dp_rank = [row for row in rows if row["dp"] * 8 == row["ranks"]]
+    curves(
+        picture,
+        24,
+        "seconds, by tokens and ranks",
+        ["1 M", "10 M", "100 M tokens"],
+        ["100 s", "10 s", "1 s", "0.1 s", "0.01 s"],
+    )
+    label = 0.0
+    for place, ranks in enumerate((1024, 256, 64, 8)):
+        points = [
+            (74 + 145 * np.log10(row["tokens"]), 50 + 50 * (2 - np.log10(row["all, s"])))
+            for row in one_dp_rank
+            if row["ranks"] == ranks
+        ]
+        picture.curve(points)
+        label = points[-1][1] if not place else label + 14  # lines may end close to each other
+        picture.text(370, label, f"{ranks:,} ranks")
+    most = max(row["tokens"] for row in rows)
+    large = [row for row in one_dp_rank if row["tokens"] == most]
+    curves(
+        picture,
+        480,
+        "MB that a node pulls of 100 M tokens, by ranks",
+        ["8", "", "32", "", "128", "", "512", "1,024"],
+        ["10,000", "1,000", "100", "10"],
+    )
+    for column, words in (("a node pulls, MB", "its own"), ("of whole batches, MB", "whole batches")):
+        points = [
+            (530 + 290 * np.log2(row["ranks"] / 8) / 7, 50 + 200 / 3 * (4 - np.log10(row[column]))) for row in large
+        ]
+        picture.curve(points, weights=column == "a node pulls, MB")
+        picture.text(points[1][0] + 20, points[1][1] - 8, words)
+    return picture
+
+
 PICTURES = {
     "sampling.svg": sampling,
     "data.svg": data,
@@ -622,6 +702,7 @@ PICTURES = {
     "placements.svg": placements,
     "megatron.svg": megatron,
     "episode.svg": episode,
+    "scale.svg": scale,
 }
 
 if __name__ == "__main__":

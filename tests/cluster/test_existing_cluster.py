@@ -13,16 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from attrs import evolve
 
 from corerl.cluster.group import RayGroup
 from corerl.cluster.nodes import interface_of
-from corerl.cluster.objects import share
+from corerl.cluster.objects import put
 from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
+from corerl.plan.roles import plan_role
+from corerl.trainer import shared
+from corerl.trainer.group import TrainGroup
+from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
 from tests.cluster.nodes import cluster, session
 from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
+from tests.trainer.configs import config_for
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +60,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
             )
             nodes = group.call("node")
             assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # neighbors in rank are neighbors in the machine
+            assert group.nodes == nodes
             assert group.call("train", "") == [10.0] * 4
             known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             assert group.call("hosts") == [[known[node], RAYS_OWN] for node in nodes]
@@ -66,6 +73,35 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
         while ray.available_resources().get("CPU") != there:
             assert time.monotonic() < deadline, ray.available_resources()
             time.sleep(0.1)
+
+
+def test_samples_go_to_the_node_of_the_ranks_that_read_them(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[SampleBatch] = []
+    monkeypatch.setattr(shared, "put", lambda piece: pieces.append(piece) or put(piece))
+    lengths = [5, 2, 7, 3, 1, 4, 6, 2]
+    batch = SampleBatch(
+        tokens=np.arange(30),
+        offsets=offsets_of(lengths),
+        columns={"loss_mask": np.ones(30, np.bool_)},
+        rows={"group": np.arange(8)},
+    )
+    config = config_for(ranks=4, options={"optimizer_steps": [0] * 4})
+    plan = evolve(
+        plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=""), environment={"OMP_NUM_THREADS": "1"}
+    )
+    with ray_session(address=address, cpus=4.0), reserved(arrange({"actor": 4}), timeout=paced(60.0)) as slots:
+        group = TrainGroup.launch(plan, slots["actor"])
+        group.init().result()
+        logprobs = group.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS]
+        assert logprobs.tolist() == batch.tokens.tolist()  # which are their own numbers
+        passed, pieces[:] = sorted(token for piece in pieces for token in piece.tokens.tolist()), []
+        assert passed == batch.tokens.tolist()
+        (step,) = group.plan_steps(batch, seed=0)
+        first = Step(optimizer_step=0, rollout_step=0, lr=0.25)
+        trained = group.train(batch, step, LossSpec(name="clipped"), first).result()
+        assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
+        assert [len(piece) for piece in pieces] == [len(step.rows(dp_ranks)) for dp_ranks in ((0, 1), (2, 3))]
+        group.processes.kill()
 
 
 def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
@@ -90,9 +126,9 @@ def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_
 
 def test_an_object_store_and_a_disk_that_are_full_are_one_line(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
-        kept = share(np.ones(STORE // 2, dtype=np.uint8))
+        kept = put(np.ones(STORE // 2, dtype=np.uint8))
         with pytest.raises(CorerlError) as caught:
-            share({"tokens": np.ones(STORE, dtype=np.uint8)})
+            put({"tokens": np.ones(STORE, dtype=np.uint8)})
         assert ray.get(kept).sum() == STORE // 2
     assert caught.value.message == (
         "Ray's object store has no room for 100 MiB: the cluster's stores have 200 MiB in total, and the disk they "

@@ -19,7 +19,7 @@ from ray.exceptions import OutOfMemoryError
 
 from corerl.cluster import group as group_module
 from corerl.cluster.group import Pending, RayGroup, Watching
-from corerl.cluster.objects import share
+from corerl.cluster.objects import put
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.pulse import Bounds
@@ -124,7 +124,7 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     assert group.wait(group.start_each("answer", [("a",), ("b",), ("c",)])) == [(0, "a"), (1, "b"), (2, "c")]
     assert group.wait(group.start_some("answer", {2: ("x",), 0: ("y",)})) == [(2, "x"), (0, "y")]
     # What was shared is read where it lies: nobody may write into it.
-    assert group.call("total", share(np.arange(100_000, dtype=np.float64))) == [(4999950000.0, False)] * 3
+    assert group.call("total", put(np.arange(100_000, dtype=np.float64))) == [(4999950000.0, False)] * 3
     host, port, descriptor = group.listen(1)
     assert (host, descriptor > 2) == ("127.0.0.1", True)  # there is no other node
     assert group.call("listens_at", port)[1] == "127.0.0.1"

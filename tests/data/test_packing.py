@@ -34,7 +34,7 @@ def plan() -> StepPlan:
 
 
 def test_sequences_are_laid_end_to_end_with_positions_of_their_own() -> None:
-    packed = pack(three_samples(), plan(), 0, sequence_multiple=1)
+    packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
     first, _ = packed.micro_batches
     assert packed.count == 2
     assert packed.temperature == 0.7
@@ -50,7 +50,7 @@ def test_sequences_are_laid_end_to_end_with_positions_of_their_own() -> None:
 
 
 def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
-    first, _ = pack(three_samples(), plan(), 0, sequence_multiple=4).micro_batches
+    first, _ = pack(three_samples(), plan().share(0), sequence_multiple=4).micro_batches
     assert first.tokens.tolist() == [31, 32, 33, 34, 11, 12, 13, 0]
     assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     assert first.cu_seqlens.tolist() == [0, 4, 8]
@@ -61,7 +61,7 @@ def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
 
 
 def test_a_filler_keeps_its_tokens_and_counts_for_nothing() -> None:
-    _, filler = pack(three_samples(), plan(), 0, sequence_multiple=1).micro_batches
+    _, filler = pack(three_samples(), plan().share(0), sequence_multiple=1).micro_batches
     assert filler.tokens.tolist() == [21, 22]
     assert filler.samples.tolist() == [-1]
     assert filler.columns["weights"].tolist() == [0.0, 0.0]
@@ -69,19 +69,19 @@ def test_a_filler_keeps_its_tokens_and_counts_for_nothing() -> None:
 
 
 def test_a_rank_gets_its_own_share() -> None:
-    real, filler = pack(three_samples(), plan(), 1, sequence_multiple=1).micro_batches
+    real, filler = pack(three_samples(), plan().share(1), sequence_multiple=1).micro_batches
     assert (real.samples.tolist(), filler.samples.tolist()) == ([1], [-1])
     assert real.columns["weights"].tolist() == [0.0, 0.5]
 
 
 def test_only_the_columns_that_are_asked_for_travel_with_the_weights() -> None:
-    first, _ = pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("advantages",)).micro_batches
+    first, _ = pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
-        pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("values",))
+        pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("values",))
 
 
 def test_micro_batches_can_be_gone_through_again() -> None:
-    packed = pack(three_samples(), plan(), 0, sequence_multiple=1)
+    packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
     once, again = ([m.tokens.tolist() for m in packed.micro_batches] for _ in range(2))
     assert once == again == [[31, 32, 33, 34, 11, 12, 13], [21, 22]]

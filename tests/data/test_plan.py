@@ -256,3 +256,18 @@ def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
 def test_a_batch_without_samples_is_refused() -> None:
     with pytest.raises(DataError, match="the rollout batch has no samples"):
         plan_forward(batch_of([]), layout(1), tokens_per_micro_batch=8)
+
+
+def test_a_share_is_a_dp_ranks_part_of_the_plan_counted_in_the_samples_that_it_is_given() -> None:
+    plan = StepPlan(
+        micro_batches=((np.array([4, 1]), np.array([7])), (np.array([2]), np.array([1])), (np.array([9]),) * 2),
+        filler=((False, False), (False, True), (False, True)),
+        scales=np.arange(10, dtype=np.float32),
+    )
+    assert (plan.rows([1]).tolist(), plan.rows({0, 1}).tolist()) == ([1, 2], [1, 2, 4, 7])
+    whole, cut = plan.share(0), plan.share(0, plan.rows({0, 1}))
+    assert (whole.rows.tolist(), cut.rows.tolist()) == ([4, 1, 7], [2, 0, 3])
+    for share in (whole, cut):
+        assert (share.samples.tolist(), share.scales.tolist()) == ([4, 1, 7], [4.0, 1.0, 7.0])
+        assert (share.offsets.tolist(), share.filler.tolist()) == ([0, 2, 3], [False, False])
+    assert plan.share(1).filler.tolist() == [False, True]

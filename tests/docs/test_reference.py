@@ -19,7 +19,16 @@ from corerl.plugin.registry import Kind, load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PICTURES = ("data.svg", "sampling.svg", "residency.svg", "sources.svg", "placements.svg", "megatron.svg", "episode.svg")
+PICTURES = (
+    "data.svg",
+    "sampling.svg",
+    "residency.svg",
+    "sources.svg",
+    "placements.svg",
+    "megatron.svg",
+    "episode.svg",
+    "scale.svg",
+)
 
 
 def module_at(path: Path) -> ModuleType:

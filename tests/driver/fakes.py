@@ -32,6 +32,7 @@ from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
 from corerl.trainer.group import TrainGroup
+from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     LossSpec,
     MemoryKind,
@@ -148,7 +149,7 @@ class Group:
 
     plan_steps: Any = TrainGroup.plan_steps
 
-    def train(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
+    def train(self, shared: SharedBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)
 
         def wait() -> TrainResult:

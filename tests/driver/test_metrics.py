@@ -169,6 +169,8 @@ def test_staleness_counts_updates_from_each_loss_tokens_version_to_the_weights_t
         "rollout/staleness_share/3": 0.5,
         "rollout/continued": 0.5,
     }
+    second = batch.with_columns(versions=versions, loss_mask=batch.columns["loss_mask"] & (batch.sample_of == 1))
+    assert staleness_metrics(second, 5)["rollout/continued"] == 0.5  # the first has no version now
     none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
     assert staleness_metrics(none, 5) == {}
 

@@ -59,7 +59,6 @@ TRAIN = {
 
 @pytest.fixture
 def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    monkeypatch.setattr(driver, "share", lambda value: value)  # no object store
     monkeypatch.setattr(driver, "require_there", lambda run_dir: None)  # no directory
 
     def make(

@@ -15,14 +15,16 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.cluster.group import Pending
-from corerl.cluster.objects import share
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
+from corerl.data.packing import pack
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.errors import ContractError, CorerlError, HookFailed, SaveFailed, WorkerDied
 from corerl.plan.roles import RolePlan, plan_role
+from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup, scatter
+from corerl.trainer.shared import share
 from corerl.types import (
     Compilation,
     FloatArray,
@@ -72,6 +74,7 @@ class Answers:
         self.answers = answers
         self.calls: list[tuple[Any, ...]] = []
         self.killed = False
+        self.nodes = ["here"] * len(self)
 
     def __len__(self) -> int:
         return len(self.answers["init"])
@@ -126,6 +129,17 @@ def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[Trai
     group.init().result()
     processes.calls.clear()
     return group, processes
+
+
+@pytest.fixture
+def given_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put into an object store."""
+    monkeypatch.setattr(shared, "put", lambda value: value)
+
+
+def trained_by(group: TrainGroup) -> TrainResult:
+    batch = batch_of(5, 2, 7, 3, 1)
+    return group.train(batch, training_plan(batch, group.dp_size), LOSS, STEP).result()
 
 
 def disagreement(*results: InitResult) -> str:
@@ -200,25 +214,28 @@ def test_layouts_that_do_not_fit_together_are_an_error(second: ParallelLayout, s
     assert message == f"actor: {said}; correct InitResult.layout"
 
 
+@pytest.mark.usefixtures("given_by_value")
 def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[result, evolve(result, grad_norm=7.0)])
     with pytest.raises(ContractError, match=r"^actor: ranks disagree on the gradient norm: \[1.0, 7.0\]; "):
-        group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+        trained_by(group)
     assert processes.killed
 
 
+@pytest.mark.usefixtures("given_by_value")
 def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -> None:
     skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
-    found = group_with(train=[skipped, skipped])[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+    found = trained_by(group_with(train=[skipped, skipped])[0])
     assert not found.applied and math.isnan(found.grad_norm)
 
 
+@pytest.mark.usefixtures("given_by_value")
 def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
     with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step, but the others did not$"):
-        group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+        trained_by(group)
     assert processes.killed
 
 
@@ -234,6 +251,7 @@ def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
 # ---- how ranks' answers become one -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("given_by_value")
 def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
     results = [
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
@@ -241,7 +259,7 @@ def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
             applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20, compilations=(COMPILED,)
         ),
     ]
-    both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+    both = trained_by(group_with(train=results)[0])
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
     assert both.compilations == (COMPILED,)
@@ -263,6 +281,7 @@ SHARED = {
 }
 
 
+@pytest.mark.usefixtures("given_by_value")
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
 def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
     tokens = [100, 200]  # of each dp rank's samples; whoever shares them has seen them all
@@ -276,7 +295,7 @@ def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[Pa
         return evolve(result, **changes)
 
     results = [trained(rank) for rank in range(4)]
-    found = group_with(*layouts, train=results)[0].train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+    found = trained_by(group_with(*layouts, train=results)[0])
     dp_size = layouts[0].dp_size
     assert found.tokens == sum(tokens[:dp_size])
     assert found.metrics == {
@@ -289,11 +308,12 @@ def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[Pa
             others = [trained(rank, **(change if rank == silent else {})) for rank in range(4)]
             group, processes = group_with(*layouts, train=others)
             with pytest.raises(ContractError):
-                group.train(None, PLAN, LOSS, STEP).result()  # type: ignore[arg-type]
+                trained_by(group)
             assert processes.killed
 
 
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.usefixtures("given_by_value")
 def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layouts: list[ParallelLayout]) -> None:
     batch = batch_of(3, 1, 4, 2)
     shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
@@ -306,6 +326,55 @@ def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layout
     group, _ = group_with(*layouts, forward=results)
     with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
         group.forward(batch, LOGPROBS).result()
+
+
+# ---- what each node is given -----------------------------------------------------------------------------------------
+
+
+def read_by(given: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:
+    """What a rank makes of its arguments: the samples, tokens and weights of each micro-batch."""
+    samples, share_of_plan, *_ = given
+    return [
+        (micro.samples.tolist(), micro.tokens.tolist(), micro.columns["weights"].tolist())
+        for micro in pack(samples, share_of_plan, sequence_multiple=2).micro_batches
+    ]
+
+
+@pytest.mark.usefixtures("given_by_value")
+@pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize("nodes", [list("aaaa"), list("aabb"), list("abab"), list("abcd")], ids="".join)
+def test_a_node_is_given_the_samples_of_its_own_dp_ranks_and_ranks_pack_what_they_would_of_all(
+    layouts: list[ParallelLayout], nodes: list[str]
+) -> None:
+    batch = batch_of(5, 2, 7, 3, 1, 4, 6, 2).with_columns(ones=np.ones(30, np.float32))
+    dp_size = layouts[0].dp_size
+    group, processes = group_with(*layouts, train=[TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)] * 4)
+    processes.nodes = nodes
+    both, plan = share(batch), training_plan(batch, dp_size)
+    group.train(both, plan, LOSS, STEP).result()
+    group.train(both, plan, LOSS, STEP).result()
+    (_, *first), (_, *second) = processes.calls
+    for at, node, given, again in zip(layouts, nodes, first, second, strict=True):
+        assert read_by(given) == read_by((batch, plan.share(at.dp_rank)))
+        assert again[0] is given[0]  # put once
+        beside = {other.dp_rank for other, where in zip(layouts, nodes, strict=True) if where == node}
+        wanted = range(8) if len(set(nodes)) == 1 else plan.rows(beside).tolist()
+        assert given[0].offsets.tolist() == batch.take(np.array(wanted)).offsets.tolist()
+        assert given[2:] == (LOSS, STEP)
+    # Nodes with the same dp ranks are given the same object, and a rank no other rank's share of the plan.
+    read = {frozenset(at.dp_rank for at, where in zip(layouts, nodes, strict=True) if where == node) for node in nodes}
+    assert len({id(given[0]) for given in first}) == len(read)
+
+
+@pytest.mark.usefixtures("given_by_value")
+def test_a_forward_pass_is_given_no_column_that_it_does_not_read() -> None:
+    batch = batch_of(3, 1, 4, 2)
+    batch = batch.with_columns(advantages=np.ones(10, np.float32), routed_experts=np.zeros((10, 1, 1), np.int16))
+    for replay, columns in ((False, {"loss_mask"}), (True, {"loss_mask", "routed_experts"})):
+        group, processes = group_with(forward=[result_of(batch, 2, 0), result_of(batch, 3, 1)])
+        group.forward(batch, LOGPROBS, replay=replay).result()
+        ((_, (given, *_), _),) = processes.calls
+        assert (given.columns.keys(), given.tokens.tolist()) == (columns, batch.tokens.tolist())
 
 
 def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:
@@ -571,10 +640,10 @@ def launched(slots: list[Slot], **options: Any) -> TrainGroup:
     return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), slots)
 
 
-def training_plan(batch: SampleBatch) -> StepPlan:
+def training_plan(batch: SampleBatch, dp_size: int = 2) -> StepPlan:
     (plan,) = plan_steps(
         batch,
-        ParallelLayout.data_parallel(rank=0, world_size=2),
+        ParallelLayout.data_parallel(rank=0, world_size=dp_size),
         tokens_per_micro_batch=8,
         aggregation="token-mean",
         max_tokens=8,
@@ -617,20 +686,20 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     assert (init.optimizer_step, init.layout.dp_size) == (3, 2)
     assert [each.dp_rank for each in group.layouts] == [0, 1]
 
-    shared = share(batch)
+    both = share(batch)
     plan = training_plan(batch)
-    trained = group.train(shared, plan, LOSS, STEP).result()
+    trained = group.train(both, plan, LOSS, STEP).result()
     assert trained.applied
     assert trained.grad_norm == 0.25
     assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
     assert trained.metrics["tokens"].total == trained.tokens
     assert trained.tokens >= 18  # fillers cost tokens too
 
-    assert group.forward(batch, LOGPROBS, shared=shared).result()[Output.LOGPROBS].tolist() == list(range(18))
+    assert group.forward(batch, LOGPROBS, shared=both).result()[Output.LOGPROBS].tolist() == list(range(18))
     group.snapshot("reference").load("500").result()
     group.snapshot("old").create().result()
     for weights, offset in (("reference", 500), ("old", 1000), ("", 0)):
-        columns = group.forward(batch, LOGPROBS, shared=shared, weights=weights).result()
+        columns = group.forward(batch, LOGPROBS, shared=both, weights=weights).result()
         assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
 
     assert group.manifest().result() == MANIFEST
@@ -643,10 +712,10 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     group.clear_memory().result()
 
     def steps(*numbers: int) -> list[Future[TrainResult]]:
-        return [group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
+        return [group.train(both, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
 
     async def awaited() -> list[Any]:
-        return await asyncio.gather(*steps(3, 4), group.forward(batch, LOGPROBS, shared=shared))
+        return await asyncio.gather(*steps(3, 4), group.forward(batch, LOGPROBS, shared=both))
 
     cancelled(group.clear_memory())  # which does not end the group
     *results, columns = asyncio.run(awaited())

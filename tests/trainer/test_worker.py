@@ -31,7 +31,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.plan import StepShare, plan_forward, plan_steps
 from corerl.engines.receiving import Receiving
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
@@ -103,7 +103,7 @@ def worker(assignment: Assignment) -> Iterator[Worker]:
     worker.shutdown("finished")
 
 
-def training_plan(batch: SampleBatch) -> StepPlan:
+def training_share(batch: SampleBatch) -> StepShare:
     (plan,) = plan_steps(
         batch,
         ParallelLayout.data_parallel(rank=0, world_size=1),
@@ -112,13 +112,13 @@ def training_plan(batch: SampleBatch) -> StepPlan:
         max_tokens=32,
         seed=0,
     )
-    return plan
+    return plan.share(0)
 
 
 def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArray:
     """[N] in the batch's order."""
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
-    result = worker.forward(batch, plan, (Output.LOGPROBS,), weights)
+    result = worker.forward(batch, plan.share(0), (Output.LOGPROBS,), weights)
     column = np.zeros(len(batch.tokens), dtype=np.float32)
     for sample, values in zip(
         result.samples, np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1]), strict=True
@@ -128,7 +128,7 @@ def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArra
 
 
 def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
-    return worker.train(batch, training_plan(batch), LOSS, evolve(STEP, optimizer_step=number))
+    return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
 
 
 def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
@@ -161,8 +161,8 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     for verb in (
-        lambda: worker.forward(batch, plan, (Output.ROUTED_EXPERTS,)),
-        lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),
+        lambda: worker.forward(batch, plan.share(0), (Output.ROUTED_EXPERTS,)),
+        lambda: worker.forward(told, plan.share(0), (Output.LOGPROBS,), replay=True),
         lambda: train(worker, told),
     ):
         with pytest.raises(Unsupported, match="with 'routed_experts' requires 'routing-replay', which the backend"):
@@ -183,7 +183,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     for samples in (batch, told):
         worker = Worker(assignment)
         worker.init("127.0.0.1", 0)
-        results.append(worker.train(samples, training_plan(samples), loss, STEP))
+        results.append(worker.train(samples, training_share(samples), loss, STEP))
         worker.shutdown("finished")
     assert results[0] == results[1]
 
@@ -216,7 +216,7 @@ def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_
     backend: Any = traced.backend
     monkeypatch.setattr(backend, "outputs", logged(backend.outputs, "forward", shown))
     monkeypatch.setattr(backend.optimizer, "step", logged(backend.optimizer.step, "step", shown))
-    count = len(training_plan(batch).micro_batches[0])
+    count = len(training_share(batch).filler)
     assert count > 1
     assert train(traced, batch) == train(worker, batch)
     one = ["> micro-batch", "forward", "< micro-batch"]

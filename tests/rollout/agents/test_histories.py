@@ -574,7 +574,7 @@ def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_
         found.samples, layout, tokens_per_micro_batch=24, aggregation="token-mean", max_tokens=40, seed=0
     )
     for dp_rank in range(2):
-        for micro in pack(found.samples, plan, dp_rank, sequence_multiple=1).micro_batches:
+        for micro in pack(found.samples, plan.share(dp_rank), sequence_multiple=1).micro_batches:
             rows = np.split(micro.tokens, micro.cu_seqlens[1:-1])
             columns = {name: torch.from_numpy(column) for name, column in micro.columns.items()}
             logprobs = torch.cat([logprobs_of(model, row) for row in rows])

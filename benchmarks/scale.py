@@ -1,0 +1,428 @@
+"""Measure what the driver does in a step of up to 100 million tokens for up to 1,024 ranks, none of which is there.
+
+python -m benchmarks.scale --output benchmarks/results/cpu-scale.md     # 9 GiB of memory, ten minutes
+python -m benchmarks.scale --tokens 1e6 --ranks 8 64
+
+Everything that the driver computes is computed: the batch from what engines answer, its texts, metrics and advantages,
+the plans, and all calls of a forward pass and of four optimizer steps, with their samples in Ray's object store. The
+calls of all ranks go to one process, which opens what each is given and does nothing with it. Ranks are 8 to a node:
+one dp rank ("dp = R / 8"), or 8 of them ("dp = R").
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from attrs import define, evolve, field, frozen
+
+from benchmarks.empty_backend import empty_result
+from benchmarks.packing import arrays_of, forget_peak, status
+from benchmarks.report import commit, machine
+from corerl.algorithms.base import Estimate
+from corerl.cluster.group import Pending
+from corerl.cluster.runtime import ray_session
+from corerl.config.schema import BackendChoice, Config, TrainConfig
+from corerl.data.packing import pack
+from corerl.data.prompts import Prompt
+from corerl.driver.advantages import compute_advantages
+from corerl.driver.metrics import recomputed_mismatch, rollout_metrics, staleness_metrics
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.models.tokenizer import character_tokenizer
+from corerl.plan.algorithm import plan_algorithm
+from corerl.plan.resolve import resolve_tables
+from corerl.plan.roles import plan_role
+from corerl.rollout.sampler import Rollout, Sampler, assemble
+from corerl.rollout.sources.base import Scored
+from corerl.trainer.group import TrainGroup
+from corerl.trainer.shared import share
+from corerl.types import ForwardResult, Output, ParallelLayout, SampleBatch, Step, offsets_of
+
+T = TypeVar("T")
+
+GROUP = 8  # samples of a prompt
+PROMPT = (64, 257)  # tokens, from and to
+RESPONSE = 8192  # tokens at most; all lengths are equally likely
+NODE = 8  # ranks
+MINI_BATCHES = 4
+CONFIG = resolve_tables(
+    Config(
+        backend=BackendChoice(name="benchmarks.empty_backend:SPEC"),
+        backends={"benchmarks.empty_backend:SPEC": {}},
+        train=TrainConfig(mini_batches=MINI_BATCHES, tokens_per_micro_batch=16384),
+        extensions=(),
+    )
+)
+ALGORITHM = plan_algorithm(CONFIG)
+
+
+@frozen
+class Clock:
+    """Seconds by part, in the order in which they were first measured."""
+
+    seconds: dict[str, float] = field(factory=dict)
+
+    def time(self, part: str, work: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        result = work()
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+        return result
+
+
+@frozen(kw_only=True)
+class Batch:
+    """What the driver has done before ranks come into it."""
+
+    samples: SampleBatch
+    seconds: Mapping[str, float]
+    peak: float  # bytes of this process, as it made the batch of the engines' answers
+
+
+@frozen(kw_only=True)
+class Row:
+    """A step of one batch for one number of ranks."""
+
+    tokens: int
+    ranks: int
+    dp_size: int
+    seconds: Mapping[str, float]  # of the driver
+    rank_seconds: float  # of dp rank 0, to pack its micro-batches of all five passes
+    put: int  # bytes
+    pulled: int  # bytes, by the node that pulls most
+    whole: int  # bytes that each node would pull of two whole batches: for the forward pass, and for the steps
+    calls: int  # bytes of the arguments of all calls
+    peak: int  # bytes of the driver's process, with what it put into the store
+
+
+# ---- the batch -------------------------------------------------------------------------------------------------------
+
+
+def answers(tokens: int) -> tuple[list[Prompt], GenerateRequest, Generation]:
+    """Prompts, and what engines answer to them."""
+    rng = np.random.default_rng(0)
+    prompts = max(round(tokens / (sum(PROMPT) / 2 + RESPONSE / 2) / GROUP), 1)
+    asked = np.repeat(rng.integers(*PROMPT, prompts), GROUP)
+    said = rng.integers(1, RESPONSE + 1, prompts * GROUP)
+    request = GenerateRequest(
+        tokens=rng.integers(3, 29, asked.sum()),
+        offsets=offsets_of(asked),
+        noise_keys=np.arange(len(asked)),
+        params=SamplingParams(max_tokens=RESPONSE, stop_tokens=(2,)),
+    )
+    generation = Generation(
+        tokens=rng.integers(3, 29, said.sum()),
+        offsets=offsets_of(said),
+        logprobs=-rng.random(said.sum(), dtype=np.float32),
+        versions=np.ones(said.sum(), dtype=np.int64),
+        truncated=said == RESPONSE,
+    )
+    return [Prompt(index=index, text="?", answer="") for index in range(prompts)], request, generation
+
+
+def make_batch(tokens: int) -> Batch:
+    prompts, request, generation = answers(tokens)
+    sampler = Sampler(tokenizer=character_tokenizer("abcdefghijklmnopqrstuvwxyz"), generate=_nobody, seed=0)
+    clock = Clock()
+    gc.collect()
+    forget_peak()
+    clock.time("batch", partial(assemble, request, generation))
+    peak = status("VmHWM")
+    gc.collect()
+    began = time.perf_counter()
+    rollout = sampler.rollout(prompts, request, generation)
+    clock.seconds["texts"] = max(time.perf_counter() - began - clock.seconds["batch"], 0.0)
+    del request, generation
+    rewards = np.random.default_rng(1).integers(0, 2, len(rollout.batch)).astype(np.float32)
+    columns = rollout.batch.columns
+    samples = rollout.batch.with_columns(old_logprobs=columns["rollout_logprobs"])
+    clock.time("metrics", lambda: _metrics(rollout, rewards))
+    clock.time("metrics", lambda: recomputed_mismatch(samples))
+    samples = clock.time("advantages", lambda: _with_advantages(samples, rewards, ALGORITHM.estimate))
+    return Batch(samples=samples, seconds=clock.seconds, peak=peak)
+
+
+def _metrics(rollout: Rollout, rewards: Any) -> None:
+    rollout_metrics(Scored(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
+    staleness_metrics(rollout.batch, 1)
+
+
+def _with_advantages(samples: SampleBatch, rewards: Any, estimate: Estimate) -> SampleBatch:
+    return compute_advantages(samples, rewards, estimate, ALGORITHM.settings, kl_coef=0.0, max_tokens=RESPONSE).samples
+
+
+async def _nobody(*_: Any, **__: Any) -> Generation:
+    raise NotImplementedError("the answers are made up")
+
+
+# ---- the ranks -------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """The process that is called in the place of all ranks."""
+
+    def call(self, method: str, *args: Any) -> None:
+        """The samples are there when this begins."""
+
+
+@define(eq=False)
+class Ranks:
+    """In the place of a RayGroup: keeps what each rank was given last, and answers what a rank would."""
+
+    layouts: Sequence[ParallelLayout]
+    reader: Any
+    given: Sequence[tuple[Any, ...]] = ()
+    calling: float = 0.0  # seconds of the calls themselves
+    answering: float = 0.0  # seconds in which the driver would wait for ranks
+    ended = False
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"node {layout.rank // NODE}" for layout in self.layouts]
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        self.given = arguments
+        began = time.perf_counter()
+        refs = [self.reader.call.remote(method, *each) for each in arguments]
+        self.calling += time.perf_counter() - began
+        return Pending(method, tuple(range(len(refs))), tuple(refs))
+
+    def wait(self, pending: Pending) -> list[Any]:
+        began = time.perf_counter()
+        ray.get(list(pending.refs))
+        if pending.method.startswith("train"):
+            results: list[Any] = [empty_result() for _ in self.layouts]
+        else:
+            results = [self._passed(*each) for each in zip(self.layouts, self.given, strict=True)]
+        self.answering += time.perf_counter() - began
+        return results
+
+    def _passed(self, layout: ParallelLayout, given: tuple[Any, ...]) -> ForwardResult:
+        samples, part = given[:2]
+        real = ~np.repeat(part.filler, np.diff(part.offsets))
+        if not layout.outputs or not real.any():
+            return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
+        offsets = offsets_of(ray.get(samples).lengths[part.rows[real]])
+        column = np.full(offsets[-1], -1.0, dtype=np.float32)
+        return ForwardResult(samples=part.samples[real], offsets=offsets, outputs={Output.LOGPROBS: column})
+
+
+@define(eq=False)
+class Count:
+    """Bytes that a step moves, verb by verb."""
+
+    pieces: dict[Any, int] = field(factory=dict)  # bytes by reference
+    there: set[tuple[str, Any]] = field(factory=set)  # (node, reference) of what was pulled
+    calls: int = 0  # of the arguments
+    packing: float = 0.0  # seconds that dp rank 0 needs for its micro-batches
+
+    def add(self, ranks: Ranks) -> None:
+        """What was just given to the ranks."""
+        for node, (samples, *rest) in zip(ranks.nodes, ranks.given, strict=True):
+            if samples not in self.pieces:
+                self.pieces[samples] = sum(array.nbytes for array in arrays_of(ray.get(samples)))
+            self.there.add((node, samples))
+            self.calls += len(pickle.dumps(rest, protocol=5))
+        samples, part, *_ = ranks.given[0]
+        began = time.perf_counter()
+        for _ in pack(ray.get(samples), part, sequence_multiple=1, columns=ray.get(samples).columns).micro_batches:
+            pass
+        self.packing += time.perf_counter() - began
+
+    @property
+    def pulled(self) -> int:
+        """Bytes, by the node that pulls most."""
+        nodes: Counter[str] = Counter()
+        for node, samples in self.there:
+            nodes[node] += self.pieces[samples]
+        return max(nodes.values())
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each part, over the rounds."""
+    return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
+
+
+def layouts_of(ranks: int, dp_size: int) -> list[ParallelLayout]:
+    """Ranks of one dp rank are neighbors."""
+    width = ranks // dp_size
+    return [
+        ParallelLayout(rank=rank, world_size=ranks, dp_rank=rank // width, dp_size=dp_size, outputs=rank % width == 0)
+        for rank in range(ranks)
+    ]
+
+
+def measure(batch: Batch, reader: Any, *, ranks: int, dp_size: int) -> Row:
+    samples, clock, count = batch.samples, Clock(), Count()
+    processes = Ranks(layouts_of(ranks, dp_size), reader)
+    group = TrainGroup(
+        processes,  # type: ignore[arg-type]  # all that a group asks of its processes
+        plan_role("actor", CONFIG, experts=1, device="cpu", run_dir="", resume=""),
+    )
+    group.layouts = list(processes.layouts)
+    ray.get([reader.call.remote("nothing") for _ in range(20)])  # Ray leases and connects
+    gc.collect()
+    forget_peak()
+
+    passing = clock.time("samples to ranks", lambda: group.forward(samples, Output.LOGPROBS))
+    count.add(processes)
+    found = clock.time("results", passing.result)
+    samples = samples.with_columns(old_logprobs=found[Output.LOGPROBS])
+    plans = clock.time("plans", lambda: group.plan_steps(samples, seed=0))
+    shared, steps = share(samples), []
+    loss = ALGORITHM.objectives["actor"].loss
+    for number, plan in enumerate(plans):
+        step = Step(optimizer_step=number, rollout_step=0, lr=1e-6)
+        steps.append(clock.time("samples to ranks", partial(group.train, shared, plan, loss, step)))
+        count.add(processes)
+    for each in steps:
+        clock.time("results", each.result)
+    clock.seconds["samples to ranks"] -= processes.calling
+    clock.seconds["results"] -= processes.answering
+    clock.seconds["calls"] = processes.calling
+    return Row(
+        tokens=len(samples.tokens),
+        ranks=ranks,
+        dp_size=dp_size,
+        seconds=clock.seconds,
+        rank_seconds=count.packing,
+        put=sum(count.pieces.values()),
+        pulled=count.pulled,
+        whole=2 * sum(array.nbytes for array in arrays_of(samples)),
+        calls=count.calls,
+        peak=status("VmHWM"),
+    )
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+BEFORE = ("batch", "texts", "metrics", "advantages")
+PARTS = ("plans", "samples to ranks", "calls", "results")
+
+
+def table_of_batches(batches: Mapping[int, Mapping[str, float]]) -> str:
+    """Seconds before ranks come into it, by tokens; with the memory in GiB."""
+    head = ["tokens", *(f"{part}, s" for part in BEFORE), "memory, GiB"]
+    return _table(
+        head, [[_millions(n), *(_short(each[part]) for part in (*BEFORE, "peak"))] for n, each in batches.items()]
+    )
+
+
+def table_of_rows(rows: Sequence[Row]) -> str:
+    head = ["tokens", "ranks", "dp", *(f"{part}, s" for part in PARTS), "all, s", "put, GB"]
+    head += ["a node pulls, MB", "of whole batches, MB", "arguments, MB", "a rank packs, s", "memory, GiB"]
+    return _table(
+        head,
+        [
+            [
+                _millions(row.tokens),
+                f"{row.ranks:,}",
+                f"{row.dp_size:,}",
+                *(_short(row.seconds[part]) for part in PARTS),
+                _short(sum(row.seconds.values())),
+                _short(row.put / 1e9),
+                _short(row.pulled / 1e6),
+                _short(row.whole / 1e6),
+                _short(row.calls / 1e6),
+                _short(row.rank_seconds),
+                _short(row.peak / 2**30),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _millions(tokens: int) -> str:
+    return f"{tokens / 1e6:.1f} M"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+STEP = f"""
+One step: {MINI_BATCHES} optimizer steps and a forward pass of GRPO, in groups of {GROUP}, prompts of {PROMPT[0]} to
+{PROMPT[1] - 1} tokens and responses of 1 to {RESPONSE:,}. Nodes have {NODE} ranks, and none of them is there: one
+process is called in the place of all, and does nothing with what it is given. Seconds are medians of the rounds.
+"""
+OF_BATCHES = """
+*batch*: prompts and responses joined into one `SampleBatch`. *texts*: responses decoded, by a tokenizer of one token a
+character. *metrics*: of samples, staleness, and log-probs recomputed. *memory*: the most that the process held as it
+joined the batch, the answers of the engines included.
+"""
+OF_ROWS = """
+*plans*: of the optimizer steps. *samples to ranks*: the plan of the forward pass, cutting the batch into what each node
+reads, and putting that into Ray's object store. *calls*: Ray's submission of all calls. *results*: the log-probs of all
+ranks as one column, and merged metrics. *put*: bytes written to the store. *of whole batches*: what each node pulled
+when a batch was put as a whole, once for the forward pass and once for the steps. *arguments*: of all calls, beside the
+samples. *a rank packs*: micro-batches of all five passes, on one rank. *memory*: the most that the driver held, what it
+put into the store included.
+"""
+
+
+def document(batches: Mapping[int, Mapping[str, float]], rows: Sequence[Row], *, command: str, load: float) -> str:
+    facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
+    facts |= {"load average before": f"{load:.1f}", "commit": commit(), "command": f"`{command}`"}
+    before = ["## Before ranks come into it", table_of_batches(batches), OF_BATCHES.strip()]
+    by_ranks = ["## By number of ranks", table_of_rows(rows), OF_ROWS.strip()]
+    parts = ["# The driver's work in a step", _table(["", ""], list(facts.items())), STEP.strip(), *before, *by_ranks]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7, 1e8], help="of a batch (1e6 1e7 1e8)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024], help="(8 64 256 1024)")
+    parser.add_argument("--rounds", type=int, default=3, help="whose median counts, part by part (3)")
+    parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    batches: dict[int, Mapping[str, float]] = {}
+    rows: list[Row] = []
+    with ray_session(address="", cpus=1):
+        reader: Any = ray.remote(Reader).remote()
+        for tokens in args.tokens:
+            seconds = [make_batch(int(tokens)).seconds for _ in range(args.rounds - 1)]
+            batch = make_batch(int(tokens))
+            each = medians([*seconds, batch.seconds])
+            batches[len(batch.samples.tokens)] = {**each, "peak": batch.peak / 2**30}
+            for ranks in args.ranks:
+                for dp_size in (ranks // NODE, ranks):
+                    found = [measure(batch, reader, ranks=ranks, dp_size=dp_size) for _ in range(args.rounds)]
+                    rows.append(
+                        evolve(
+                            found[-1],
+                            seconds=medians([row.seconds for row in found]),
+                            rank_seconds=statistics.median(row.rank_seconds for row in found),
+                        )
+                    )
+                    print(table_of_rows(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            del batch
+    command = shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]])
+    text = document(batches, rows, command=command, load=load)
+    if args.output:
+        args.output.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
