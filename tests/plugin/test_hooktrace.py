@@ -74,7 +74,9 @@ def test_each_call_is_told_with_who_is_in_it_outermost_first(
         "loss=LossSpec(name='clipped', params={}, outputs=[logprobs]) "
         "step=Step(optimizer_step=12, rollout_step=3, lr=0.1)"
     )
-    trained = "actor rank 1 < train N ms TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8)"
+    trained = (
+        "actor rank 1 < train N ms TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8, compilations=[])"
+    )
     ends = []
     for plugin in ("extension:a", "extension:b", "backend:mine"):
         ends += [f"actor rank 1 > shutdown [{plugin}] reason='finished'", "actor rank 1 < shutdown N ms None"]
