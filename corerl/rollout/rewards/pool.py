@@ -344,7 +344,7 @@ def _serve(connection: Connection, outcomes: Connection, config: RewardConfig) -
     except ConfigError as error:
         connection.send(error)
         return
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the driver is gone
         while True:
             connection.send(True)
             samples, called, unread = connection.recv(), time.monotonic(), 0
