@@ -41,7 +41,7 @@ class Pending:
     watch: Watch = field(factory=Watch)
     asked: float = field(factory=time.time)  # time.time() before the calls started
     told: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
-    pulses: tuple[Pulse, ...] = ()  # of the processes that were called, which may be replaced since, as `members`
+    pulses: Mapping[int, Pulse] = field(factory=dict)  # of the processes that were called; they may be replaced since
 
 
 @frozen(kw_only=True)
@@ -241,7 +241,7 @@ class RayGroup:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _pending(self, method: str, members: Collection[int], refs: Sequence[Any], asked: float) -> Pending:
-        pulses = tuple(self._pulses[member] for member in members)
+        pulses = {member: self._pulses[member] for member in members}
         return Pending(method, tuple(members), tuple(refs), asked=asked, pulses=pulses)
 
     def _spawn(self, member: int) -> Any:
@@ -310,7 +310,7 @@ class RayGroup:
 
     def _outcome(self, ref: Any, member: int, pending: Pending) -> Outcome:
         name, method = self.names[member], pending.method
-        pulse = pending.pulses[pending.members.index(member)]
+        pulse = pending.pulses[member]
         try:
             outcome: Outcome = ray.get(ref)
             pulse.started |= not outcome.phase

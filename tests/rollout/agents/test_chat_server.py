@@ -56,13 +56,6 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop("tested")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def front(loop: EventLoop) -> Iterator[ChatServer]:
     made = ChatServer(loop, temperature=0.7, top_p=1.0)
     yield made
