@@ -301,9 +301,9 @@ class EngineFleet:
 
     @property
     def died(self) -> dict[str, CorerlError]:
-        """The cause of each death, by name, of replicas that are not replaced yet."""
+        """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
-            return {self.names[replica]: error for replica, error in self._dead.items()}
+            return {self.names[replica]: self._dead[replica] for replica in sorted(self._dead)}
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They

@@ -466,7 +466,7 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
     served: list[bool] = []
 
     def ensure() -> None:
-        assert sorted(fleet.died) == ["engine-0", "engine-1"]
+        assert list(fleet.died) == ["engine-0", "engine-1"]
         fleet.replace(fleet.died)
         served.append(fleet.serves(0))
         fleet._fared(dict.fromkeys(range(2), Received(version=1, bytes=0)))
