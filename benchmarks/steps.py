@@ -202,7 +202,7 @@ class Plugin:
         """The gradient's norm before it is clipped."""
         step = Step(optimizer_step=self._steps, rollout_step=self._steps, lr=OPTIMIZER.lr)
         self._steps += 1
-        return self.worker.host.train(batch=batch, loss=loss, step=step).grad_norm
+        return self.worker.train_on(batch=batch, loss=loss, step=step).grad_norm
 
 
 def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: int = 1) -> PackedBatch:

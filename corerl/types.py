@@ -40,6 +40,7 @@ class Reduction(StrEnum):
 
     MEAN = "mean"  # sum(total) / sum(weight)
     SUM = "sum"
+    LOSS = "loss"  # a sum with the loss's token weights, multiplied by the step's `scale` as its gradients are
     MAX = "max"
     MIN = "min"
 
@@ -62,6 +63,10 @@ class Metric:
                 return Metric(min(self.total, other.total), 1.0, self.reduction)
             case _:
                 return Metric(self.total + other.total, self.weight + other.weight, self.reduction)
+
+    def scaled(self, scale: float) -> Metric:
+        """As it is once the gradients have been multiplied by `scale`."""
+        return evolve(self, total=self.total * scale) if self.reduction is Reduction.LOSS else self
 
     @property
     def value(self) -> float:
@@ -227,7 +232,7 @@ class PackedBatch:
 class Step:
     """The position of training. Do not confuse its two counters with each other or with the weights version."""
 
-    optimizer_step: int  # counts calls of `train`, from 0, skipped steps included
+    optimizer_step: int  # counts calls of `optimizer_step`, from 0, skipped steps included
     rollout_step: int  # counts rollout batches, from 0
     lr: float  # of this step, from core's schedule
 
@@ -279,23 +284,47 @@ class Compilation:
 
 
 @frozen(kw_only=True)
-class TrainResult:
-    """One optimizer step, on a rank or over all ranks of a group."""
-
-    applied: bool  # False: the gradient was not finite and nothing changed; equal on all ranks
-    metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
-    grad_norm: float  # before clipping, over the whole model
-    tokens: int  # that went through the model on this rank
-    compilations: tuple[Compilation, ...] = ()  # since the last step, on the rank with the most; core fills it in
-
-
-@frozen(kw_only=True)
 class ForwardResult:
     """Per-token outputs of this rank's samples; empty on non-output ranks."""
 
     samples: IntArray  # [S] indices in the rollout batch, in the order given
     offsets: IntArray  # [S + 1] into each output
     outputs: Mapping[Output, Array]  # each [n, ...]: float32, except experts, which are integers
+
+    @classmethod
+    def empty(cls, wanted: Iterable[Output]) -> ForwardResult:
+        """Of no samples."""
+        nothing = np.zeros(0, np.float32)
+        return cls(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs=dict.fromkeys(wanted, nothing))
+
+
+@frozen(kw_only=True)
+class GradientResult:
+    """What a rank reports of one `forward_backward`."""
+
+    metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
+    tokens: int  # that went through the model on this rank
+    outputs: ForwardResult | None = None  # if any were requested
+
+
+@frozen(kw_only=True)
+class StepResult:
+    """What a rank reports of one `optimizer_step`."""
+
+    applied: bool  # False: the gradient was not finite and nothing changed; equal on all ranks
+    grad_norm: float  # before clipping, over the whole model, of the gradients times `scale`
+    metrics: Mapping[str, Metric] = field(factory=dict)  # of the step itself, such as a loss scale
+
+
+@frozen(kw_only=True)
+class TrainResult:
+    """One optimizer step with all that led to it, on a rank or over all ranks of a group."""
+
+    applied: bool
+    metrics: Mapping[str, Metric]
+    grad_norm: float
+    tokens: int
+    compilations: tuple[Compilation, ...] = ()  # since the last step, on the rank with the most
 
 
 @frozen(kw_only=True)

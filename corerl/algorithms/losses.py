@@ -161,8 +161,8 @@ class PolicyTokens:
             kl = estimator(kl_estimator)(self.logprobs, self.column("ref_logprobs"))
             found["kl"] = mean(kl)
             loss = loss + kl_coef * (self.weights * kl).sum()
-        found["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
-        found["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.SUM)
+        found["loss"] = TensorMetric(loss.detach(), tokens, Reduction.LOSS)
+        found["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.LOSS)
         return LossResult(loss, found)
 
 
@@ -274,7 +274,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
     return LossResult(
         loss,
         {
-            "loss": TensorMetric(loss.detach(), tokens, Reduction.SUM),
+            "loss": TensorMetric(loss.detach(), tokens, Reduction.LOSS),
             "value": mean(values),
             "return": mean(returns),
             "value_error": mean((values - returns).abs()),

@@ -1,7 +1,8 @@
 """The base class of every backend: all hooks of the contract, built on a few primitives that only the backend has.
 
-A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded
-loading, resume, save (also in the background), the weight stream, snapshots, sleep and wake_up; each may be overridden.
+A subclass writes `build`, `forward_backward`, `optimizer_step`, `forward`, `local_state`, `tensors` and `after_load`.
+From these come sharded loading, resume, save (also in the background), the weight stream, snapshots, sleep and wake_up;
+each may be overridden.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -50,7 +52,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -92,7 +94,7 @@ class Backend(BackendBase, ABC):
     config: RoleConfig
     context: Context
     layout: ParallelLayout
-    adam_step = 0  # applied optimizer steps, for Adam's bias correction; `train` adds 1 for each step it applies
+    adam_step = 0  # applied steps, for Adam's bias correction; `optimizer_step` adds 1 for each that it applies
     weights_version = 0  # the version that engines were last sent
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
@@ -115,8 +117,18 @@ class Backend(BackendBase, ABC):
         """
 
     @abstractmethod
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """Take exactly one optimizer step at `step.lr`; skip it on all ranks alike if the gradient is not finite."""
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        """Add the gradients of the micro-batches, of which there is at least one, to those that are there already.
+        Return `outputs` of the same passes, from output ranks. `last` is a hint: no other call comes before
+        `optimizer_step`, which may also come without it. Between two calls there may be a `forward`, an
+        `update_weights`, and a sleep of all kinds but gradients."""
+
+    @abstractmethod
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        """Multiply the gradients by `scale`, clip them, and take exactly one optimizer step at `step.lr`; skip it on
+        all ranks alike if the gradient is not finite. No gradient is left then."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
@@ -415,7 +427,7 @@ class Backend(BackendBase, ABC):
         if others := held.used - held.residual:
             parts += f"; other processes: {others / GIB:.3g} GiB"
         asked, free, _ = str(error).partition(" is free")  # after that come torch's own numbers
-        less = LESS_IN_A_PASS if hook in ("train", "forward") else LESS_MEMORY
+        less = LESS_IN_A_PASS if hook in ("forward_backward", "forward") else LESS_MEMORY
         return f"{type(error).__name__}: {asked}{free}; in use: {parts}; to need less, {less}"
 
     def _require_little(self, held: Held) -> None:

@@ -13,15 +13,15 @@ from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
 from corerl.backend.routing import replayed_experts
 from corerl.models.routing import Routers
-from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch
+from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 
 # (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 
 class StepLosses:
-    """Iterates over the micro-batches' losses and adds up their metrics. Run the backward pass of each loss before
-    asking for the next.
+    """Iterates over the micro-batches' losses, adds up their metrics and keeps the requested outputs. Run the backward
+    pass of each loss before asking for the next; `result` is for the end.
 
     Token weights already hold 1 / denominator of the whole step: the sum over micro-batches and ranks is the step's
     loss, and a library's own averaging must be undone. With `routers`, tokens go through the experts that the batch
@@ -33,25 +33,37 @@ class StepLosses:
         model: Model,
         batch: PackedBatch,
         loss: LossSpec,
+        outputs: tuple[Output, ...],
         *,
         device: torch.device,
         routers: Routers | None = None,
     ) -> None:
-        self.metrics = MetricSum()
-        self.tokens = 0  # tokens passed through the model so far
+        self._metrics = MetricSum()
+        self._tokens = 0  # passed through the model so far
         self._model, self._batch, self._loss, self._device = model, batch, loss, device
+        self._wanted, self._collector = outputs, OutputCollector()
         self._routers = routers
 
     def __iter__(self) -> Iterator[Tensor]:
-        loss_function = resolve_loss(self._loss)
+        loss_function, own = resolve_loss(self._loss), self._loss.outputs
+        computed = tuple(dict.fromkeys((*own, *self._wanted)))
         for micro in self._batch.micro_batches:
             inputs = to_device(micro, self._device)
             with _replayed(self._routers, micro, self._device):  # spans the backward pass, which may recompute layers
-                outputs = _outputs(self._model, inputs, self._batch.temperature, self._loss.outputs)
-                result = loss_function(inputs.loss_inputs(outputs))
+                outputs = _outputs(self._model, inputs, self._batch.temperature, computed)
+                result = loss_function(inputs.loss_inputs({output: outputs[output] for output in own}))
                 yield result.loss
-            self.metrics.add(result.metrics)
-            self.tokens += len(micro.tokens)
+            self._metrics.add(result.metrics)
+            self._tokens += len(micro.tokens)
+            if self._wanted:
+                self._collector.add(micro, {output: outputs[output] for output in self._wanted})
+
+    def result(self) -> GradientResult:
+        return GradientResult(
+            metrics=self._metrics.finish(),
+            tokens=self._tokens,
+            outputs=self._collector.finish(self._wanted) if self._wanted else None,
+        )
 
 
 @torch.no_grad()

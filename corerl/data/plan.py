@@ -12,6 +12,8 @@ from attrs import frozen
 from corerl.errors import ConfigError, DataError
 from corerl.types import BoolArray, FloatArray, IntArray, ParallelLayout, SampleBatch, offsets_of
 
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 
@@ -37,12 +39,18 @@ class StepPlan:
     def rows(self, dp_ranks: Collection[int]) -> IntArray:
         """[n] the samples that these dp ranks read, fillers included, in ascending order."""
         read = [members for dp_rank in dp_ranks for members in self.micro_batches[dp_rank]]
-        return np.unique(np.concatenate(read))
+        return np.unique(np.concatenate([_NONE, *read]))
+
+    @property
+    def members(self) -> IntArray:
+        """[n] the samples that are passed, fillers not counted, in ascending order."""
+        every = zip(sum(self.micro_batches, ()), sum(self.filler, ()), strict=True)
+        return np.unique(np.concatenate([_NONE, *(members for members, filler in every if not filler)]))
 
     def share(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
         """The part of a dp rank that is given only the samples `given`, in ascending order; None: all of them."""
         micro_batches = self.micro_batches[dp_rank]
-        samples = np.concatenate(micro_batches)
+        samples = np.concatenate([_NONE, *micro_batches])
         return StepShare(
             rows=samples if given is None else np.searchsorted(given, samples),
             samples=samples,
@@ -76,10 +84,7 @@ def plan_steps(
         sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
         constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
     """
-    if aggregation not in AGGREGATIONS:
-        raise ConfigError(
-            f"algorithm.aggregation: unknown aggregation {aggregation!r}; use one of {', '.join(AGGREGATIONS)}"
-        )
+    require_aggregation(aggregation)
     groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
@@ -96,6 +101,32 @@ def plan_steps(
             )
             steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales))
     return steps
+
+
+def plan_part(
+    batch: SampleBatch,
+    layout: ParallelLayout,
+    *,
+    tokens_per_micro_batch: int,
+    aggregation: str,
+    max_tokens: int,
+    unit: float = 1.0,
+) -> tuple[StepPlan, float]:
+    """One part of a step whose other parts are elsewhere, and what it adds to the step's denominator. All samples of an
+    episode are in one part. Weights are those of `plan_steps` times the denominator, over `unit`: with the gradients of
+    all parts, `TrainGroup.optimizer_step(step, scale=unit / denominator)` takes its step. A `unit` near the denominator
+    keeps gradients of their usual size, which matters to formats of a small range.
+    """
+    require_aggregation(aggregation)
+    loss_tokens = count_loss_tokens(batch)
+    _, episode_of = batch.episodes
+    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
+    scales = np.zeros(len(batch), dtype=np.float32)
+    scales[own > 0] = 1.0 / (own[own > 0] * unit)
+    micro_batches, filler = _share(
+        np.arange(len(batch)), _padded(batch.lengths, layout.sequence_multiple), layout, budget=tokens_per_micro_batch
+    )
+    return StepPlan(micro_batches=micro_batches, filler=filler, scales=scales), float(count)
 
 
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
@@ -116,24 +147,35 @@ def count_loss_tokens(batch: SampleBatch) -> IntArray:
     return np.array(counts, dtype=np.int64)
 
 
+def require_aggregation(name: str) -> None:
+    if name not in AGGREGATIONS:
+        raise ConfigError(f"algorithm.aggregation: unknown aggregation {name!r}; use one of {', '.join(AGGREGATIONS)}")
+
+
 def _padded(lengths: IntArray, multiple: int) -> IntArray:
     return -(-lengths // multiple) * multiple
 
 
 def _scales(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
     """[n] 1 / denominator for each sample of one step."""
-    match aggregation:
-        case "token-mean":
-            denominator = np.full(len(loss_tokens), loss_tokens.sum())
-        case "sequence-mean":
-            samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
-            denominator = np.count_nonzero(samples) * samples[episode_of] * loss_tokens
-        case _:
-            # All tokens of a step count the same, however many samples an episode has: that is the point of it.
-            denominator = np.full(len(loss_tokens), len(np.unique(episode_of)) * max_tokens)
+    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
+    denominator = count * own
     scales = np.zeros(len(loss_tokens), dtype=np.float32)
     scales[denominator > 0] = 1.0 / denominator[denominator > 0]
     return scales
+
+
+def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> tuple[IntArray, int]:
+    """The denominator of each sample as a product: what is its own [n], and what is counted over the step."""
+    match aggregation:
+        case "token-mean":
+            return np.ones_like(loss_tokens), int(loss_tokens.sum())
+        case "sequence-mean":
+            samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
+            return samples[episode_of] * loss_tokens, int(np.count_nonzero(samples))
+        case _:
+            # All tokens of a step count the same, however many samples an episode has: that is the point of it.
+            return np.full_like(loss_tokens, max_tokens), len(np.unique(episode_of))
 
 
 def _share(

@@ -17,7 +17,7 @@ from corerl.observability.specs import MemoryOptions
 from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
-from corerl.types import Metric, Reduction, Step, TrainResult
+from corerl.types import GradientResult, InitResult, Metric, Reduction, Step, StepResult
 
 MEMORY_DIR = "memory"
 PEAK = "peak_memory_gib"  # the metric: the maximum over ranks
@@ -73,30 +73,39 @@ class MemoryRecorder:
         self._meter: CudaMeter | ResidentMeter | None = None  # None on ranks that are not chosen
         self._cuda = False
         self._file: IO[str] | None = None
+        self._next = 0  # the step that gradients are added for
+        self._peak = self._of_step = 0  # bytes: of the last call, and of this step so far
 
     @hookimpl(wrapper=True)
-    def init(self, config: RoleConfig, context: Context) -> Generator[None, Any, Any]:
+    def init(self, config: RoleConfig, context: Context) -> Generator[None, Any, InitResult]:
         self._name = f"{context.role}-{context.rank}"
         if not self._options.ranks or context.rank in self._options.ranks:
             self._cuda = config.device == "cuda"
             self._meter = CudaMeter() if self._cuda else ResidentMeter()
         if self._cuda and self._options.on_out_of_memory:
             self._record(True)
-        return (yield from self._around("init"))
+        result: InitResult = yield from self._around("init")
+        self._next = result.optimizer_step
+        return result
 
     @hookimpl(wrapper=True)
-    def train(self, step: Step) -> Generator[None, Any, TrainResult]:
-        chosen = self._cuda and step.optimizer_step in self._snapshots
-        if chosen:
+    def forward_backward(self) -> Generator[None, Any, GradientResult]:
+        if self._chosen:
             self._record(True)
-        result: TrainResult = yield from self._around("train", step)
-        if chosen:
-            self._dump(f"train-step-{step.optimizer_step}")
+        result: GradientResult = yield from self._around("forward_backward")
+        self._of_step = max(self._of_step, self._peak)
+        return result
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, step: Step) -> Generator[None, Any, StepResult]:
+        result: StepResult = yield from self._around("optimizer_step", step)
+        if self._chosen:
+            self._dump(f"step-{step.optimizer_step}")
             self._record(self._options.on_out_of_memory)
+        peak, self._of_step, self._next = max(self._of_step, self._peak), 0, step.optimizer_step + 1
         if self._meter is None:
             return result
-        peak = Metric(self._peak / 2**30, 1.0, Reduction.MAX)
-        return evolve(result, metrics={**result.metrics, PEAK: peak})
+        return evolve(result, metrics={**result.metrics, PEAK: Metric(peak / 2**30, 1.0, Reduction.MAX)})
 
     @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:
@@ -127,6 +136,11 @@ class MemoryRecorder:
             self._file = None
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether the allocations of this step are recorded."""
+        return self._cuda and self._next in self._snapshots
 
     def _around(self, hook: str, step: Step | None = None) -> Generator[None, Any, Any]:
         if self._meter is None:

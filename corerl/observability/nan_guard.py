@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +19,26 @@ from corerl.observability.files import beside
 from corerl.observability.specs import NanGuardOptions
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
-from corerl.types import Array, ForwardResult, InitResult, IntArray, Metric, PackedBatch, Reduction, Step, TrainResult
+from corerl.types import (
+    Array,
+    ForwardResult,
+    GradientResult,
+    InitResult,
+    IntArray,
+    Metric,
+    PackedBatch,
+    Reduction,
+    Step,
+    StepResult,
+)
 
 FINDINGS_DIR = "nan-guard"
 FOUND = "nonfinite"  # the metric: number of findings on all ranks
 
 
 class NanGuard:
-    """Wraps `train` and `forward`. It raises only after the backend is done, even for a finding in the inputs: if one
-    rank raised earlier, the others would wait for it in a collective."""
+    """Wraps the halves of a step, and `forward`. Of a step it raises only once that is taken, even for a finding in the
+    inputs: if one rank raised earlier, the others would wait for it in a collective."""
 
     def __init__(self, *, options: NanGuardOptions, run_dir: str) -> None:
         self._options = options
@@ -35,6 +46,7 @@ class NanGuard:
         self._context: Context | None = None
         self._scales_loss = False  # with a loss scale, the backend skips a step now and then on purpose
         self._model: torch.nn.Module | None = None
+        self._found: list[str] = []  # in this step so far
 
     @hookimpl(wrapper=True)
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
@@ -43,24 +55,37 @@ class NanGuard:
         return (yield)
 
     @hookimpl(wrapper=True)
-    def train(self, batch: PackedBatch, step: Step) -> Generator[None, TrainResult, TrainResult]:
-        found = in_columns(batch) if self._options.inputs else []
+    def forward_backward(self, batch: PackedBatch) -> Generator[None, GradientResult, GradientResult]:
+        if self._options.inputs:
+            self._found += in_columns(batch)
         watching = self._watch_for_model() if self._options.parameters and self._model is None else None
         try:
             result = yield
         except BaseException as raised:
             with beside(raised):
-                self._tell(found, step)  # these may be the cause
+                self._tell("forward_backward", self._found)  # these may be the cause
             raise
         finally:
             if watching is not None:
                 watching.remove()
-        found += in_result(result, scales_loss=self._scales_loss)
+        self._found += in_metrics(result.metrics)
+        return result
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, step: Step) -> Generator[None, StepResult, StepResult]:
+        found, self._found = self._found, []
+        try:
+            result = yield
+        except BaseException as raised:
+            with beside(raised):
+                self._tell("optimizer_step", found, step)
+            raise
+        found += [*in_metrics(result.metrics), *in_norm(result, scales_loss=self._scales_loss)]
         if self._model is not None:
             found += in_parameters(self._model)
-        self._tell(found, step)
+        self._tell("optimizer_step", found, step)
         if found and self._options.action == "raise":
-            raise self._error(found, step)
+            raise self._error("optimizer_step", found)
         return evolve(result, metrics={**result.metrics, FOUND: Metric(float(len(found)), 1.0, Reduction.SUM)})
 
     @hookimpl(wrapper=True)
@@ -71,20 +96,20 @@ class NanGuard:
             for output, values in result.outputs.items()
             if (text := _first(values, result.samples, result.offsets))
         ]
-        self._tell(found, None)
+        self._tell("forward", found)
         if found and self._options.action == "raise":
-            raise self._error(found, None)
+            raise self._error("forward", found)
         return result
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _error(self, found: list[str], step: Step | None) -> HookFailed:
+    def _error(self, hook: str, found: list[str]) -> HookFailed:
         more = f"; {len(found) - 1} more in {self._path}" if len(found) > 1 else ""
         failed = HookFailed(f"extension:nan-guard found a non-finite number: {found[0]}{more}")
-        failed.hook, failed.rank = ("train" if step else "forward"), self._rank
+        failed.hook, failed.rank = hook, self._rank
         return failed
 
-    def _tell(self, found: list[str], step: Step | None) -> None:
+    def _tell(self, hook: str, found: list[str], step: Step | None = None) -> None:
         """Write the findings to the rank's file and to standard error."""
         if not found:
             return
@@ -92,7 +117,6 @@ class NanGuard:
         self._directory.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             for text in found:
-                hook = "train" if step else "forward"
                 file.write(json.dumps({"hook": hook, **at, "found": text}) + "\n")
                 print(f"nan-guard: {self._path.stem}: {hook}: {text}", file=sys.stderr)
 
@@ -129,16 +153,18 @@ def in_columns(batch: PackedBatch) -> list[str]:
     return list(found.values())
 
 
-def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
-    """Metrics and gradient norm that are not finite. With `scales_loss`, a skipped step's norm may be: that is how the
-    loss scale is found."""
-    found = [
-        f"metric {name}: {metric.total}" for name, metric in result.metrics.items() if not math.isfinite(metric.total)
-    ]
-    if not math.isfinite(result.grad_norm) and (result.applied or not scales_loss):
-        done = "applied anyway" if result.applied else "skipped"
-        found.append(f"gradient norm: {result.grad_norm}; the step was {done}")
-    return found
+def in_metrics(metrics: Mapping[str, Metric]) -> list[str]:
+    """Metrics that are not finite."""
+    return [f"metric {name}: {metric.total}" for name, metric in metrics.items() if not math.isfinite(metric.total)]
+
+
+def in_norm(result: StepResult, *, scales_loss: bool) -> list[str]:
+    """A gradient norm that is not finite. With `scales_loss`, that of a skipped step may be: so the loss scale is
+    found."""
+    if math.isfinite(result.grad_norm) or (scales_loss and not result.applied):
+        return []
+    done = "applied anyway" if result.applied else "skipped"
+    return [f"gradient norm: {result.grad_norm}; the step was {done}"]
 
 
 def in_parameters(model: torch.nn.Module) -> list[str]:

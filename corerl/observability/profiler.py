@@ -14,13 +14,13 @@ from corerl.observability.specs import ProfilerOptions
 from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
-from corerl.types import InitResult, Step, TrainResult
+from corerl.types import GradientResult, InitResult, Step, StepResult
 
 PROFILE_DIR = "profile"
 
 
 class Profiler:
-    """Wraps `train`. A profiler exists only during a chosen step, so nothing holds its memory afterwards."""
+    """Wraps the halves of a step. A profiler exists only in a chosen one, so nothing holds its memory afterwards."""
 
     def __init__(self, *, options: ProfilerOptions, run_dir: str) -> None:
         self._options = options
@@ -29,6 +29,8 @@ class Profiler:
         self._name = ""  # of the files: role-rank
         self._activities = [ProfilerActivity.CPU]
         self._on = False
+        self._next = 0  # the step that gradients are added for
+        self._profiler: profile | None = None
 
     @hookimpl(wrapper=True)
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
@@ -37,23 +39,37 @@ class Profiler:
         if config.device == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
         result = yield
+        self._next = result.optimizer_step
         if self._on:
             self._directory.mkdir(parents=True, exist_ok=True)
         return result
 
     @hookimpl(wrapper=True)
-    def train(self, step: Step) -> Generator[None, TrainResult, TrainResult]:
-        if not self._on or step.optimizer_step not in self._steps:
+    def forward_backward(self) -> Generator[None, GradientResult, GradientResult]:
+        if self._on and self._next in self._steps and self._profiler is None:
+            self._profiler = self._started()
+        try:
             return (yield)
-        profiler = self._started()
+        except BaseException:
+            self._stopped()
+            raise
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, step: Step) -> Generator[None, StepResult, StepResult]:
         try:
             result = yield
         finally:
-            if profiler is not None:
-                profiler.stop()
+            profiler = self._stopped()
+        self._next = step.optimizer_step + 1
         if profiler is not None:
             self._write(profiler, step)
         return result
+
+    def _stopped(self) -> profile | None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        return profiler
 
     def _started(self) -> profile | None:
         """Start a profiler; None if another one runs in this process, since torch crashes with two. Must not raise: the

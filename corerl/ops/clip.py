@@ -1,11 +1,11 @@
-"""The norm of all gradients, whatever meshes they are sharded over, and clipping by it.
+"""The norm of all gradients, whatever meshes they are sharded over, clipping by it, and scaling.
 
 `torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and a mix of plain and sharded ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,18 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-@torch.no_grad()
-def scale_grads(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+def clip_grads(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`; 0 leaves them alone.
 
     Never waits for the device. Local: needs no communication, since `norm` is equal on all ranks.
     """
-    if not max_norm:
-        return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm:
+        scale_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def scale_grads(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply this rank's gradients in place."""
     for param in params:
         if param.grad is not None:
             _local(param.grad).mul_(factor)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from corerl.plugin.api import API, PROJECT, hookimpl, hookspec
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -20,7 +21,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -46,8 +47,18 @@ class Hooks:
     # ---- every step --------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """Take exactly one optimizer step over all micro-batches. The loss is a plain sum over weighted tokens."""
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        """Add the gradients of all micro-batches to those that the step's earlier calls have left. The loss is a plain
+        sum over weighted tokens. `outputs` are returned of the same passes. With `last`, no other call comes before
+        `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec(firstresult=True)
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
+        alike if the gradient is not finite, and clear them."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
@@ -90,10 +101,11 @@ class Hooks:
         """Receive an event. For extensions on the driver only; workers emit no events."""
 
 
-REQUIRED = ("init", "train", "forward", "update_weights", "save", "sleep", "wake_up")
+REQUIRED = ("init", "forward_backward", "optimizer_step", "forward", "update_weights", "save", "sleep", "wake_up")
 RESULTS: dict[str, type] = {
     "init": InitResult,
-    "train": TrainResult,
+    "forward_backward": GradientResult,
+    "optimizer_step": StepResult,
     "forward": ForwardResult,
     "update_weights": UpdateResult,
     "save": SaveResult,
@@ -101,7 +113,8 @@ RESULTS: dict[str, type] = {
     "wake_up": WakeResult,
 }
 NEEDS: dict[str, frozenset[MemoryKind]] = {
-    "train": frozenset(MemoryKind),
+    "forward_backward": frozenset(MemoryKind),
+    "optimizer_step": frozenset(MemoryKind),
     "forward": frozenset({MemoryKind.PARAM}),
     "update_weights": frozenset({MemoryKind.PARAM}),
     "save": frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER}),

@@ -36,6 +36,7 @@ from corerl.plugin.contract import (
 from corerl.plugin.hookspecs import NEEDS, RESULTS
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -45,7 +46,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -54,14 +55,14 @@ from corerl.types import (
 class State(StrEnum):
     NEW = "new"
     READY = "ready"
-    FAILED = "failed"  # init or train raised: weights and moments may be half-written, so only shutdown is allowed
+    FAILED = "failed"  # one of MODIFYING raised: weights and moments may be half-written, so only shutdown is allowed
     CLOSED = "closed"
 
 
 ADVICE = {
     State.NEW: "call init first",
     State.READY: "it is already initialized",
-    State.FAILED: "init or train failed earlier; only shutdown is allowed",
+    State.FAILED: "init or a training step failed earlier; only shutdown is allowed",
     State.CLOSED: "it was shut down; start a new worker",
 }
 
@@ -71,7 +72,9 @@ VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Cap
 
 
 # Verbs of roles that are trained.
-TRAINED = ("train", "save", "update_weights")
+TRAINED = ("forward_backward", "optimizer_step", "save", "update_weights")
+# Verbs after whose failure nothing can go on.
+MODIFYING = ("init", "forward_backward", "optimizer_step")
 
 
 def refused_if_frozen(verb: str, where: str) -> str:
@@ -142,6 +145,8 @@ class PluginHost:
         self.resident: frozenset[MemoryKind] = frozenset()
         self._next_version = 0  # the smallest version that update_weights accepts
         self._frozen = False
+        self._begun = False  # gradients are there, of a step that is not taken yet
+        self._complete = False  # and no more are to come
 
     def __reduce__(self) -> NoReturn:
         raise ContractError("a PluginHost cannot be pickled; build it inside the worker from the plugin's name")
@@ -165,9 +170,27 @@ class PluginHost:
         self._next_version = result.weights_version  # engines may not have these weights yet
         return result
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        result: TrainResult = self._call("train", at=step, batch=batch, loss=loss, step=step)
-        return result
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool, *, at: Step | None = None
+    ) -> GradientResult:
+        """Raises WrongState after the step's last call. A batch without micro-batches, which is one on all ranks alike,
+        adds nothing, and does not reach the backend. `at` is for messages."""
+        with self.entering("forward_backward", needs=NEEDS["forward_backward"], at=at):
+            self._begun = self._begun or batch.count > 0
+            self._complete = last and self._begun
+            if not batch.count:
+                return GradientResult(metrics={}, tokens=0, outputs=ForwardResult.empty(outputs) if outputs else None)
+            result: GradientResult = self._checked(
+                "forward_backward", batch=batch, loss=loss, outputs=outputs, last=last
+            )
+            return result
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        """Raises WrongState without a gradient since the last step."""
+        with self.entering("optimizer_step", needs=NEEDS["optimizer_step"], at=step):
+            result: StepResult = self._checked("optimizer_step", step=step, scale=scale)
+            self._begun = self._complete = False
+            return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         result: ForwardResult = self._call("forward", batch=batch, outputs=outputs, weights=weights)
@@ -193,8 +216,14 @@ class PluginHost:
         return result
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        """Put `kinds` to sleep, minus those asleep. The hook runs even if none is left, to measure the residual."""
+        """Put `kinds` to sleep, minus those asleep. The hook runs even if none is left, to measure the residual. Raises
+        WrongState for gradients that wait for their step: asleep they would be lost."""
         with self.entering("sleep"):
+            if self._begun and MemoryKind.GRAD in kinds:
+                raise WrongState(
+                    f"sleep on {self._where} was refused: the gradients wait for optimizer_step, and would be lost; "
+                    "let the other kinds sleep, or call optimizer_step first"
+                )
             going = self.resident & kinds
             self.resident -= going
             result: SleepResult = self._checked("sleep", kinds=going)
@@ -252,10 +281,12 @@ class PluginHost:
             raise NotResident(
                 f"{verb} on {self._where} needs memory that is asleep: {kinds}; call wake_up for it first"
             )
+        if refusal := self._out_of_order(verb):
+            raise WrongState(f"{verb} on {self._where} was refused: {refusal}")
         try:
             yield
         except BaseException as error:
-            if verb in ("init", "train"):
+            if verb in MODIFYING:
                 self.state = State.FAILED
             if isinstance(error, CorerlError) and not isinstance(error, UserError) and self._where not in error.message:
                 error.args = (f"{self._where}: {verb}{_when(at)}: {error.message}",)
@@ -263,6 +294,16 @@ class PluginHost:
             if isinstance(error, CorerlError) or not isinstance(error, Exception | SystemExit):
                 raise
             raise self._hook_failed(verb, error, at=at) from error
+
+    def _out_of_order(self, verb: str) -> str:
+        """Why the verb may not come between the calls of a step, or not without one; "" if it may."""
+        if verb == "forward_backward" and self._complete:
+            return "the step's last call was made; call optimizer_step first"
+        if verb == "optimizer_step" and not self._begun:
+            return "there are no gradients since the last step; call forward_backward first"
+        if verb == "save" and self._begun:
+            return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
+        return ""
 
     def _call(self, hook: str, *, at: Step | None = None, **arguments: Any) -> Any:
         with self.entering(hook, needs=NEEDS.get(hook, frozenset()), at=at):
@@ -310,7 +351,7 @@ def _when(step: Step | None) -> str:
 
 def _flaw(result: Any) -> str:
     """What is wrong inside a result of the right type; "" if nothing is."""
-    metrics: Any = result.metrics if isinstance(result, TrainResult) else {}
+    metrics: Any = getattr(result, "metrics", {})
     if not isinstance(metrics, Mapping):
         return f"metrics of type {type(metrics).__name__}, expected a mapping from names to Metric"
     for name, metric in metrics.items():

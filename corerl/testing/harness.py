@@ -16,7 +16,7 @@ from corerl.backend.base import SAVED, StateKey
 from corerl.checkpoint.format import BUFFER
 from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
-from corerl.data.plan import plan_forward, plan_steps
+from corerl.data.plan import plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
 from corerl.plan.assignment import Assignment
 from corerl.plugin.context import Context
@@ -207,7 +207,30 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
 def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
     """Take optimizer step `number`, on its own samples unless others are given."""
     batch = packed_for_training(worker, setup, samples or samples_at(number))
-    return worker.host.train(batch=batch, loss=setup.loss, step=step_at(number))
+    return worker.train_on(batch=batch, loss=setup.loss, step=step_at(number))
+
+
+def parts_of_step(
+    worker: Worker, setup: Setup, samples: SampleBatch, parts: int, *, unit: float
+) -> tuple[list[PackedBatch], float]:
+    """This rank's share of the samples' groups in several calls, with the weights of `plan_part`; and the step's
+    denominator."""
+    layout = padded_layout(worker, setup)
+    groups = samples.rows["group"]
+    batches, denominator = [], 0.0
+    for chosen in np.array_split(np.unique(groups), parts):
+        part = samples.take(np.flatnonzero(np.isin(groups, chosen)))
+        plan, count = plan_part(
+            part,
+            layout,
+            tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
+            aggregation="token-mean",
+            max_tokens=32,
+            unit=unit,
+        )
+        batches.append(pack(part, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple))
+        denominator += count
+    return batches, denominator
 
 
 def forward(

@@ -48,8 +48,12 @@ class Wrapper:
         return (yield from self.around("init"))
 
     @hookimpl(wrapper=True)
-    def train(self) -> Generator[None, Any, Any]:
-        return (yield from self.around("train"))
+    def forward_backward(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("forward_backward"))
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("optimizer_step"))
 
     @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +33,12 @@ from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     Array,
     ForwardResult,
+    GradientResult,
     InitResult,
+    IntArray,
     LossSpec,
     MemoryKind,
+    Metric,
     Output,
     ParallelLayout,
     SampleBatch,
@@ -185,6 +189,57 @@ class TrainGroup:
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
         return self._calls.add(pending, self._merged)
 
+    def forward_backward(
+        self,
+        samples: SampleBatch | SharedBatch,
+        plan: StepPlan,
+        loss: LossSpec,
+        *,
+        outputs: Output | Sequence[Output] = (),
+        last: bool = False,
+    ) -> Future[Gradients]:
+        """The first half of a step, any number of times: add the gradients of the samples in `plan`. `outputs` of the
+        same passes come back as columns of all samples, 0 at those outside the plan. `last` promises that
+        `optimizer_step` comes next, which lets some backends reduce gradients while the last passes run. Until then
+        nothing is saved, gradients stay awake, and `train` is refused: such a call ends the group with WrongState."""
+        self._require_trained("forward_backward")
+        wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+        if Output.ROUTED_EXPERTS in wanted:
+            raise CorerlError(
+                f"{self.role}: forward_backward was asked for {Output.ROUTED_EXPERTS.value!r}, which it does not "
+                "return; ask forward for them. Nothing was done"
+            )
+        shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
+        columns = shared.samples.columns
+        pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
+
+        def merged(results: Sequence[GradientResult]) -> Gradients:
+            found = [each.outputs for each in results if each.outputs is not None]
+            return Gradients(
+                metrics=merge_metrics(result.metrics for result in results),
+                tokens=self._tokens(results),
+                outputs=scatter(found, wanted, shared.samples, plan.members, role=self.role) if wanted else {},
+            )
+
+        return self._calls.add(pending, merged)
+
+    def optimizer_step(self, step: Step, *, scale: float = 1.0) -> Future[TrainResult]:
+        """The second half of a step: multiply the gradients by `scale`, which is 1 / denominator where the plans'
+        weights do not hold it, clip them, and take the step. The result is as of `train`, of all samples of the step;
+        metrics that are sums with the loss's token weights are multiplied too."""
+        self._require_trained("optimizer_step")
+        self._require_step("optimizer_step", step)
+        if not (math.isfinite(scale) and scale > 0):
+            raise CorerlError(
+                f"{self.role}: optimizer_step got the scale {scale}, expected a number above 0; nothing was done"
+            )
+        pending = self._start("optimizer_step", step, scale)
+        pending = evolve(pending, method=f"optimizer_step at optimizer step {step.optimizer_step}")
+        return self._calls.add(pending, self._merged)
+
+    def _tokens(self, results: Sequence[GradientResult | TrainResult]) -> int:
+        return sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs)
+
     def _merged(self, results: Sequence[TrainResult]) -> TrainResult:
         if len({result.applied for result in results}) != 1:
             self.processes.kill()
@@ -202,7 +257,7 @@ class TrainGroup:
             metrics=merge_metrics(result.metrics for result in results),
             grad_norm=results[0].grad_norm,
             compilations=max((result.compilations for result in results), key=len),
-            tokens=sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs),
+            tokens=self._tokens(results),
         )
 
     def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:
@@ -365,6 +420,15 @@ class TrainGroup:
         return self.processes.start(method, *args)
 
 
+@frozen(kw_only=True)
+class Gradients:
+    """What one `forward_backward` added, over all ranks of a group."""
+
+    metrics: Mapping[str, Metric]  # without the step's `scale`
+    tokens: int  # that went through the model
+    outputs: Mapping[Output, Array]  # each [N, ...]
+
+
 @frozen
 class Snapshot:
     """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`."""
@@ -416,10 +480,16 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
 
 
 def scatter(
-    results: Sequence[ForwardResult], outputs: tuple[Output, ...], batch: SampleBatch, *, role: str
+    results: Sequence[ForwardResult],
+    outputs: tuple[Output, ...],
+    batch: SampleBatch,
+    once: IntArray | None = None,
+    *,
+    role: str,
 ) -> dict[Output, Array]:
     """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
-    sample came back exactly once, with its length and every output, of equal dtype and shape on all ranks."""
+    sample, or each of `once` and no other, came back exactly once, with its length and every output, of equal dtype and
+    shape on all ranks."""
     columns: dict[Output, Array] = {}
     times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
     for result in results:
@@ -447,8 +517,13 @@ def scatter(
                 )
             for place, part in zip(into, parts, strict=True):
                 column[place] = values[part]
-    if (times != 1).any():
-        sample = int(np.flatnonzero(times != 1)[0])
-        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected exactly once")
+    expected = np.ones_like(times)
+    if once is not None:
+        expected[:] = 0
+        expected[once] = 1
+    if (times != expected).any():
+        sample = int(np.flatnonzero(times != expected)[0])
+        wanted = "exactly once" if expected[sample] else "never, as it is not in the plan"
+        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected {wanted}")
     # Without samples, no rank reports a dtype or shape.
     return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

@@ -30,6 +30,7 @@ from corerl.trainer.collectives import collectives_begun
 from corerl.trainer.compilations import Compilations
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -43,6 +44,7 @@ from corerl.types import (
     TrainResult,
     UpdateResult,
     WakeResult,
+    merge_metrics,
 )
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
@@ -105,6 +107,7 @@ class Worker:
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
         self._compilations = Compilations()
+        self._gradients: list[GradientResult] = []  # of the step that is not taken yet
 
     # ---- for the watchdog, during a verb ----------------------------------------------------------------------------
 
@@ -148,13 +151,48 @@ class Worker:
     # ---- verbs ------------------------------------------------------------------------------------------------------
 
     def train(self, samples: SampleBatch, share: StepShare, loss: LossSpec, step: Step) -> TrainResult:
-        """Pack this rank's share of the samples, which are read in place, and take one optimizer step on it."""
-        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
-        if Output.ROUTED_EXPERTS in columns:
-            self._require_replay("train")
-        with self._timed(self._pack(samples, share, columns=columns), rest="optimizer") as batch:
-            result = self.host.train(batch=batch, loss=loss, step=step)
-        return evolve(result, compilations=self._compilations.take())
+        """Both halves of a step that has no other samples."""
+        with self._timed(self._pack_all("train", samples, share), rest="optimizer") as batch:
+            return self.train_on(batch, loss, step)
+
+    def train_on(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        """The same, with samples that are packed already."""
+        self.add_gradients(batch, loss, last=True, at=step)
+        return self.optimizer_step(step, 1.0)
+
+    def forward_backward(
+        self, samples: SampleBatch, share: StepShare, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        """Pack this rank's share of the samples, which are read in place, and add its gradients."""
+        with self._timed(self._pack_all("forward_backward", samples, share), rest="results") as batch:
+            return self.add_gradients(batch, loss, outputs, last=last)
+
+    def add_gradients(
+        self,
+        batch: PackedBatch,
+        loss: LossSpec,
+        outputs: tuple[Output, ...] = (),
+        *,
+        last: bool,
+        at: Step | None = None,
+    ) -> GradientResult:
+        """The same, with samples that are packed already."""
+        found = self.host.forward_backward(batch, loss, outputs, last, at=at)
+        self._gradients.append(evolve(found, outputs=None))
+        return found
+
+    def optimizer_step(self, step: Step, scale: float) -> TrainResult:
+        """Take the step, and report it with all that has led to it."""
+        stepped = self.host.optimizer_step(step, scale)
+        found, self._gradients = self._gradients, []
+        metrics = merge_metrics({name: metric.scaled(scale) for name, metric in each.metrics.items()} for each in found)
+        return TrainResult(
+            applied=stepped.applied,
+            metrics={**metrics, **stepped.metrics},
+            grad_norm=stepped.grad_norm,
+            tokens=sum(each.tokens for each in found),
+            compilations=self._compilations.take(),
+        )
 
     def forward(
         self,
@@ -238,6 +276,13 @@ class Worker:
 
     def _require_replay(self, verb: str) -> None:
         self.backend.require(Capability.ROUTING_REPLAY, f"{verb} with {Output.ROUTED_EXPERTS.value!r}")
+
+    def _pack_all(self, verb: str, samples: SampleBatch, share: StepShare) -> PackedBatch:
+        """With every column that the role's loss may read."""
+        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
+        if Output.ROUTED_EXPERTS in columns:
+            self._require_replay(verb)
+        return self._pack(samples, share, columns=columns)
 
     def _pack(self, samples: SampleBatch, share: StepShare, columns: Sequence[str]) -> PackedBatch:
         return pack(samples, share, sequence_multiple=self.backend.layout.sequence_multiple, columns=columns)

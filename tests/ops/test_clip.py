@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from corerl.ops.clip import grad_norm, scale_grads
+from corerl.ops.clip import clip_grads, grad_norm
 from corerl.testing.pool import RankPool
 from tests.ops import ranks
 
@@ -37,7 +37,7 @@ def test_the_norm_is_taken_in_float32() -> None:
 @pytest.mark.parametrize(("bound", "norm_after"), [(6.5, 6.5), (100.0, 13.0), (0.0, 13.0)])
 def test_gradients_are_scaled_down_to_the_bound_and_never_up(bound: float, norm_after: float) -> None:
     params = plain_params()
-    scale_grads(params, bound, grad_norm(params))
+    clip_grads(params, bound, grad_norm(params))
     assert float(grad_norm(params)) == pytest.approx(norm_after, rel=1e-6)
     assert params[0].grad is not None and float(params[0].grad[0]) == pytest.approx(3 * norm_after / 13, rel=1e-6)
     assert params[2].grad is None
@@ -112,7 +112,7 @@ def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() ->
             absent.grad = torch.zeros_like(absent)
         params.append(absent)
         norms[rank] = grad_norm(params)
-        scale_grads(params, 1.0, norms[rank])
+        clip_grads(params, 1.0, norms[rank])
         after[rank] = grad_norm(params)
 
     on_ranks(4, body)

@@ -57,8 +57,8 @@ def without_moments(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
 
 KEYWORD_ONLY_HOOK = broken("KeywordOnlyHook", "a hook takes an argument by keyword only", seen_by="C06")
-DROPS_RESULT = broken("DropsResult", "train returns nothing", seen_by="C12")
-SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in train is treated as a skipped step", seen_by="C24")
+DROPS_RESULT = broken("DropsResult", "a step returns nothing", seen_by="C12")
+SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in a pass counts as a batch without samples", seen_by="C24")
 MUTATES_BATCH = broken("MutatesBatch", "the caller's advantages are whitened in place", seen_by="C16")
 
 # ---- loading, forward and training -----------------------------------------------------------------------------------
@@ -76,6 +76,16 @@ KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")
+FORGETS_EARLIER_CALLS = broken("ForgetsEarlierCalls", "each call clears the gradients of those before", seen_by="C67")
+STEPS_IN_EVERY_CALL = broken("StepsInEveryCall", "a step of several calls is several steps", seen_by="C67")
+REDUCES_TWICE = broken_on_several_ranks(
+    "ReducesTwice", "gradients of earlier calls are summed over ranks once more", seen_by="C67"
+)
+IGNORES_SCALE = broken("IgnoresScale", "gradients are not multiplied by the step's scale", seen_by="C68")
+CLEARS_TOO_EARLY = broken("ClearsTooEarly", "a forward pass between the halves clears gradients", seen_by="C69")
+RETURNS_OUTPUTS_OF_ONE_MICRO_BATCH = broken(
+    "ReturnsOutputsOfOneMicroBatch", "outputs of a training pass are of the first micro-batch alone", seen_by="C70"
+)
 RANK_DEPENDENT_METRICS = broken_on_several_ranks(
     "RankDependentMetrics", "each rank reports its own mean, whatever it is a mean of", seen_by="C27"
 )

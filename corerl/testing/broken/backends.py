@@ -15,6 +15,7 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
 from corerl.backend.base import SAVED
+from corerl.backend.batches import OutputCollector
 from corerl.backend.optimizer import adamw, moments
 from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
@@ -25,6 +26,7 @@ from corerl.plugin.context import Context
 from corerl.testing.plain.backend import PlainBackend
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -37,7 +39,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -49,29 +51,31 @@ from corerl.weights.transport import WeightSender
 
 
 class KeywordOnlyHook(PlainBackend):
-    def train(  # type: ignore[override]  # this is the fault
-        self, batch: PackedBatch, loss: LossSpec, *, step: Step
-    ) -> TrainResult:
-        return super().train(batch, loss, step)
+    def optimizer_step(self, step: Step, *, scale: float) -> StepResult:  # type: ignore[override]  # this is the fault
+        return super().optimizer_step(step, scale)
 
 
 class DropsResult(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        super().train(batch, loss, step)
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        super().optimizer_step(step, scale)
         return None  # type: ignore[return-value]  # this is the fault
 
 
 class SwallowsErrors(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         try:
-            return super().train(batch, loss, step)
+            return super().forward_backward(batch, loss, outputs, last)
         except Exception:
-            return TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=0)
+            return GradientResult(metrics={}, tokens=0)
 
 
 class MutatesBatch(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        result = super().train(batch, loss, step)
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
         for micro in batch.micro_batches:
             if isinstance(micro.columns, dict) and "advantages" in micro.columns:
                 micro.columns["advantages"] = micro.columns["advantages"] - micro.columns["advantages"].mean()
@@ -143,31 +147,36 @@ class KeepsSnapshot(PlainBackend):
 class WrongTokenWeights(PlainBackend):
     """Divides by the tokens of a micro-batch, as a mean over them does, instead of by those of the whole batch."""
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         def weighted(micro: MicroBatch) -> MicroBatch:
             weights = micro.columns["weights"]
             share = weights / max(weights.sum() * batch.count, 1e-9)
             return evolve(micro, columns={**micro.columns, "weights": share.astype(weights.dtype)})
 
-        return super().train(evolve(batch, micro_batches=map(weighted, batch.micro_batches)), loss, step)
+        batch = evolve(batch, micro_batches=map(weighted, batch.micro_batches))
+        return super().forward_backward(batch, loss, outputs, last)
 
 
 class OwnExperts(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         untold = (
             evolve(micro, columns={name: micro.columns[name] for name in micro.columns if name != COLUMN})
             for micro in batch.micro_batches
         )
-        return super().train(evolve(batch, micro_batches=untold), loss, step)
+        return super().forward_backward(evolve(batch, micro_batches=untold), loss, outputs, last)
 
 
 class KeepsFirstRate(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        return super().train(batch, loss, evolve(step, lr=self.config.train.optimizer.lr))
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        return super().optimizer_step(evolve(step, lr=self.config.train.optimizer.lr), scale)
 
 
 class AlwaysScales(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
         def scaled(params: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:
             gradients = [param.grad for param in params if param.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -176,21 +185,68 @@ class AlwaysScales(PlainBackend):
             return norm
 
         with mock.patch.object(torch.nn.utils, "clip_grad_norm_", scaled):
-            return super().train(batch, loss, step)
+            return super().optimizer_step(step, scale)
 
 
 class DecaysNorms(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = self.config.train.optimizer.weight_decay
-        return super().train(batch, loss, step)
+        return super().optimizer_step(step, scale)
 
 
 class CountsSkippedSteps(PlainBackend):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        result = super().train(batch, loss, step)
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        result = super().optimizer_step(step, scale)
         self.adam_step += not result.applied
         return result
+
+
+# ---- a step in halves ------------------------------------------------------------------------------------------------
+
+
+class ForgetsEarlierCalls(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        self.optimizer.zero_grad()
+        return super().forward_backward(batch, loss, outputs, last)
+
+
+class StepsInEveryCall(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
+        if not last:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return result
+
+
+class IgnoresScale(PlainBackend):
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        return super().optimizer_step(step, 1.0)
+
+
+class ClearsTooEarly(PlainBackend):
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        self.optimizer.zero_grad()
+        return super().forward(batch, outputs, weights)
+
+
+class ReturnsOutputsOfOneMicroBatch(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
+        micro = next(iter(batch.micro_batches))
+        collector = OutputCollector()
+        collector.add(micro, self.outputs(micro, batch.temperature))
+        return evolve(result, outputs=collector.finish(outputs))
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
 class DataParallel(PlainBackend):
@@ -200,12 +256,12 @@ class DataParallel(PlainBackend):
         super().build(config, context)
         return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        return super().train(evolve(batch, micro_batches=self.then_summed(batch.micro_batches)), loss, step)
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        self.sum_gradients()
+        return super().optimizer_step(step, scale)
 
-    def then_summed(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        yield from micro_batches
-        for param in self.params.values():  # a request for one more follows the last backward pass
+    def sum_gradients(self) -> None:
+        for param in self.params.values():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(param.grad)
 
@@ -214,12 +270,26 @@ class DataParallel(PlainBackend):
 
 
 class RankDependentMetrics(DataParallel):
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        result = super().train(batch, loss, step)
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
         return evolve(result, metrics={name: self.finished(metric) for name, metric in result.metrics.items()})
 
     def finished(self, metric: Metric) -> Metric:
         return Metric(metric.value) if metric.reduction is Reduction.MEAN and metric.weight else metric
+
+
+class ReducesTwice(DataParallel):
+    """Sums gradients over ranks after each call, those of earlier calls again."""
+
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
+        if not last:
+            self.sum_gradients()
+        return result
 
 
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------

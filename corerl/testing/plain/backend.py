@@ -24,6 +24,7 @@ from corerl.models.routing import Routers
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     LossSpec,
     MemoryKind,
     MicroBatch,
@@ -31,7 +32,7 @@ from corerl.types import (
     PackedBatch,
     ParallelLayout,
     Step,
-    TrainResult,
+    StepResult,
 )
 from corerl.weights.chunks import Chunk
 
@@ -59,26 +60,36 @@ class PlainBackend(Backend):
             self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)
         return ParallelLayout.data_parallel(rank=0, world_size=1)
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         loss_function = resolve_loss(loss)
-        metrics = MetricSum()
+        metrics, collector = MetricSum(), OutputCollector()
         tokens = 0
         self.model.train()
         for micro in batch.micro_batches:
-            outputs = self.outputs(micro, batch.temperature)
+            computed = self.outputs(micro, batch.temperature)
             columns = {name: torch.tensor(column, device=self.device) for name, column in micro.columns.items()}
             result = loss_function(
                 LossInputs(
-                    logprobs=outputs.get(Output.LOGPROBS),
-                    entropy=outputs.get(Output.ENTROPY),
-                    values=outputs.get(Output.VALUES),
+                    logprobs=computed.get(Output.LOGPROBS),
+                    entropy=computed.get(Output.ENTROPY),
+                    values=computed.get(Output.VALUES),
                     columns=columns,
                     bounds=torch.tensor(micro.cu_seqlens, device=self.device),
                 )
             )
             result.loss.backward()
             metrics.add(result.metrics)
+            collector.add(micro, {output: computed[output] for output in outputs})
             tokens += len(micro.tokens)
+        found = collector.finish(outputs) if outputs else None
+        return GradientResult(metrics=metrics.finish(), tokens=tokens, outputs=found)
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad *= scale
         clip_norm = self.config.train.optimizer.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
         applied = math.isfinite(norm)
@@ -87,7 +98,7 @@ class PlainBackend(Backend):
             self.optimizer.step()
             self.adam_step += 1
         self.optimizer.zero_grad()
-        return TrainResult(applied=applied, metrics=metrics.finish(), grad_norm=norm, tokens=tokens)
+        return StepResult(applied=applied, grad_norm=norm)
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         collector = OutputCollector()

@@ -20,6 +20,7 @@ from corerl.testing.plain.backend import PlainBackend
 from corerl.types import (
     Array,
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -29,7 +30,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -43,6 +44,7 @@ class StrictPlainBackend(PlainBackend):
     awake: frozenset[MemoryKind] = frozenset()
     next_step = 0  # the optimizer step that must come next
     skipped = False  # the last step was not applied, and may be repeated
+    begun = complete = False  # gradients wait for their step; no more are to come
     next_version = 0  # the smallest version that is allowed next
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
@@ -53,19 +55,33 @@ class StrictPlainBackend(PlainBackend):
         self.next_step, self.next_version = result.optimizer_step, result.weights_version
         return result
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        self._ready("train")
-        self._in_step("train", step, again=self.skipped)
-        _owed(math.isfinite(step.lr) and step.lr >= 0, f"train was given the learning rate {step.lr}")
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        self._ready("forward_backward")
+        _owed(not self.complete, "forward_backward was called after the step's last call")
+        _owed(batch.count > 0, "forward_backward was called without a micro-batch")
+        _owed(self._computes().issuperset(outputs), f"forward_backward was asked for {list(map(str, outputs))}")
+        self.begun, self.complete = True, last
         left_alone = LeftAlone(batch)
-        result = super().train(evolve(batch, micro_batches=left_alone), loss, step)
-        left_alone.check("train")
+        result = super().forward_backward(evolve(batch, micro_batches=left_alone), loss, outputs, last)
+        left_alone.check("forward_backward")
+        return result
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        self._ready("optimizer_step")
+        _owed(self.begun, "optimizer_step was called without gradients")
+        self._in_step("optimizer_step", step, again=self.skipped)
+        _owed(math.isfinite(step.lr) and step.lr >= 0, f"optimizer_step was given the learning rate {step.lr}")
+        _owed(math.isfinite(scale) and scale > 0, f"optimizer_step was given the scale {scale}")
+        result = super().optimizer_step(step, scale)
+        self.begun = self.complete = False
         self.next_step, self.skipped = step.optimizer_step + 1, not result.applied
         return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self._ready("forward")
-        possible = {Output.VALUES} if self.config.value_head else {Output.LOGPROBS, Output.ENTROPY}
+        possible = self._computes()
         if self.routers.layers and not self.config.value_head:
             possible.add(Output.ROUTED_EXPERTS)
         _owed(bool(outputs) and possible.issuperset(outputs), f"forward was asked for {list(map(str, outputs))}")
@@ -85,12 +101,14 @@ class StrictPlainBackend(PlainBackend):
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self._ready("save")
+        _owed(not self.begun, "save was called while gradients wait for their step")
         self._in_step("save", step)
         return super().save(path, step, background)
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         self._ready("sleep")
         _owed(kinds <= self.awake, f"sleep was given kinds that are already asleep: {_names(kinds - self.awake)}")
+        _owed(not (self.begun and MemoryKind.GRAD in kinds), "sleep was given gradients that wait for their step")
         self.awake -= kinds
         return super().sleep(kinds)
 
@@ -106,6 +124,9 @@ class StrictPlainBackend(PlainBackend):
         was, self.life = self.life, "ended"
         if was == "ready":  # without init there is nothing to shut down
             super().shutdown(reason)
+
+    def _computes(self) -> set[Output]:
+        return {Output.VALUES} if self.config.value_head else {Output.LOGPROBS, Output.ENTROPY}
 
     def _ready(self, hook: str) -> None:
         _owed(self.life == "ready", f"{hook} was called on a backend in state {self.life!r}")

@@ -47,7 +47,7 @@ def freeze(setup: Setup, directory: str) -> Unmoved:
         first = passed()
         sender = InProcessSender(lambda bucket: None)
         refused = {
-            "train": error_of(lambda: train(worker, setup, 0)),
+            "forward_backward": error_of(lambda: train(worker, setup, 0)),
             "save": error_of(lambda: worker.save(directory, step_at(0), False)),
             "update_weights": error_of(lambda: worker.host.update_weights(sender=sender, version=1)),
         }

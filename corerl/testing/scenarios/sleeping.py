@@ -74,7 +74,7 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         state_bytes_asleep, alive_asleep = resident_bytes(views), alive()
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
-            "train": error_of(lambda: train(worker, setup, 2)),
+            "forward_backward": error_of(lambda: train(worker, setup, 2)),
             "forward": error_of(lambda: forward(worker, setup, samples_at(0))),
             "update_weights": error_of(
                 lambda: worker.host.update_weights(InProcessSender(lambda bucket: None), version=1)
@@ -168,7 +168,7 @@ def sleep_partly(setup: Setup, directory: str) -> Partly:
         errors = {
             "forward": error_of(lambda: pass_through(asleep)),
             "update_weights": error_of(lambda: send(asleep, version=2)),
-            "train": error_of(lambda: train(worker, setup, 2)),
+            "forward_backward": error_of(lambda: train(worker, setup, 2)),
             "save": error_of(lambda: worker.save(directory, step_at(2), False)),
         }
         return Partly(awake=Read(**awake), asleep=Read(**asleep), errors=errors)

@@ -112,7 +112,7 @@ def go_through_states(setup: Setup, directory: str) -> States:
     def verbs() -> dict[str, str]:
         return {
             "forward": error_of(lambda: worker.host.forward(batch=None, outputs=(), weights="")),  # type: ignore[arg-type]
-            "train": error_of(lambda: worker.host.train(batch=None, loss=LOSS, step=step_at(0))),  # type: ignore[arg-type]
+            "forward_backward": error_of(lambda: worker.train_on(batch=None, loss=LOSS, step=step_at(0))),  # type: ignore[arg-type]
             "update_weights": error_of(lambda: worker.host.update_weights(sender=None, version=1)),
             "save": error_of(lambda: worker.save(directory, step_at(0), False)),
         }
@@ -157,7 +157,7 @@ def raise_in_train(setup: Setup, exits: bool) -> Raised:
     worker, _ = start(setup)
     train(worker, setup, 0)
     batch = failing(packed_for_training(worker, setup, samples_at(1)), error)
-    found = _raised(lambda: worker.host.train(batch=batch, loss=setup.loss, step=step_at(1)))
+    found = _raised(lambda: worker.train_on(batch=batch, loss=setup.loss, step=step_at(1)))
     found = evolve(found, then=error_of(lambda: train(worker, setup, 2)))
     worker.shutdown("the check is done")
     return found
@@ -170,7 +170,7 @@ def raise_on_the_last_rank(setup: Setup) -> TrainResult:
         batch = packed_for_training(worker, setup, samples_at(1))
         if worker.context.rank == worker.context.world_size - 1:
             batch = failing(batch, Fault("no such batch"))
-        return worker.host.train(batch=batch, loss=setup.loss, step=step_at(1))
+        return worker.train_on(batch=batch, loss=setup.loss, step=step_at(1))
 
 
 def _raised(call: Callable[[], object]) -> Raised:

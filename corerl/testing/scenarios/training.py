@@ -91,7 +91,7 @@ def replay_experts(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
 
         chosen, told = passed(free), passed(samples)
         batch = packed_for_training(worker, setup, samples)
-        result = worker.host.train(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(0), lr=lr))
+        result = worker.train_on(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(0), lr=lr))
         return Replayed(
             chosen=chosen,
             told=told,
@@ -155,7 +155,7 @@ def train_slowly(setup: Setup, steps: int, lr: float) -> Moved:
         before = state_of(worker)
         for number in range(steps):
             batch = packed_for_training(worker, setup, samples_at(number))
-            result = worker.host.train(batch=batch, loss=setup.loss, step=evolve(step_at(number), lr=lr))
+            result = worker.train_on(batch=batch, loss=setup.loss, step=evolve(step_at(number), lr=lr))
         return Moved(before=before, result=result, after=state_of(worker))
 
 
@@ -181,7 +181,7 @@ def overfit(setup: Setup, samples: SampleBatch, steps: int, lr: float) -> Overfi
         before = forward(worker, setup, samples)
         batch = packed_for_training(worker, setup, samples)
         results = [
-            worker.host.train(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(number), lr=lr))
+            worker.train_on(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(number), lr=lr))
             for number in range(steps)
         ]
         losses = [result.metrics["loss"].value for result in results]
@@ -206,7 +206,7 @@ def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> Tr
                 for name, column in micro.columns.items()
             }
             changed.append(evolve(micro, tokens=tokens, columns=columns))
-        return worker.host.train(batch=evolve(batch, micro_batches=changed), loss=setup.loss, step=step_at(0))
+        return worker.train_on(batch=evolve(batch, micro_batches=changed), loss=setup.loss, step=step_at(0))
 
 
 def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
@@ -240,7 +240,7 @@ def changed_in_batches(setup: Setup) -> list[str]:
                 array.flags.writeable = False
         before = copy.deepcopy(micro_batches)
         batch = evolve(batch, micro_batches=micro_batches)
-        worker.host.train(batch=batch, loss=LOSS, step=step_at(0))
+        worker.train_on(batch=batch, loss=LOSS, step=step_at(0))
         worker.host.forward(batch=batch, outputs=LOSS.outputs, weights="")
         if len(list(batch.micro_batches)) != len(before):
             return ["the list of micro-batches"]

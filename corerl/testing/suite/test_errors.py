@@ -50,9 +50,12 @@ def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subj
 def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(subject: Subject, exits: bool) -> None:
     name = "SystemExit" if exits else "Fault"
     for rank in subject.run(states.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
-        assert f"train failed at optimizer step 1: {name}: no such batch" in rank.message
+        assert f"forward_backward failed at optimizer step 1: {name}: no such batch" in rank.message
         assert "Traceback" in rank.details and "no such batch" in rank.details
-        assert rank.then.startswith("WrongState: train on actor rank ") and "only shutdown is allowed" in rank.then
+        assert (
+            rank.then.startswith("WrongState: forward_backward on actor rank ")
+            and "only shutdown is allowed" in rank.then
+        )
 
 
 @check("C25", level=1, builds_on=["C14"], ranks=[1])
@@ -69,7 +72,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
 @check("C28", level=2, builds_on=["C24"], ranks=[2])
 def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_for_it(subject: Subject) -> None:
     with pytest.raises(
-        RankFailed, match=r"rank 1 raised\n(.*\n)*.*train failed at optimizer step 1: Fault: no such batch"
+        RankFailed, match=r"rank 1 raised\n(.*\n)*.*forward_backward failed at optimizer step 1: Fault: no such batch"
     ):
         subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
     # The next check gets new ranks.

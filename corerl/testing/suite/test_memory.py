@@ -91,6 +91,6 @@ def outputs_with_parameters_alone(subject: Subject, precision: Precision) -> lis
     for rank in ranks:
         assert (rank.errors["forward"], rank.errors["update_weights"]) == ("", "")
         assert rank.asleep == rank.awake
-        for verb in ("train", "save"):
+        for verb in ("forward_backward", "save"):
             assert rank.errors[verb].startswith(f"NotResident: {verb} ") and "optimizer" in rank.errors[verb]
     return [rank.awake.outputs for rank in ranks]

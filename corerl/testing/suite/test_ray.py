@@ -94,7 +94,7 @@ def test_three_wrappers_see_every_call_in_the_configs_order_and_change_nothing(
     assert sorted({call[0] for call in wrapped.calls}) == sorted(pids)
     for pid in pids:
         own = [call[1:] for call in wrapped.calls if call[0] == pid]
-        hooks = ["init", "train", "train", "train", "forward", "save"]
+        hooks = ["init", *["forward_backward", "optimizer_step"] * 3, "forward", "save"]
         assert own == [(name, hook, where) for hook in hooks for name, where in order]
     undisturbed = subject.trained("qwen3")
     for result, wanted in zip(wrapped.results, undisturbed.results[:3], strict=True):

@@ -241,7 +241,7 @@ def train_and_skip(setup: Setup, skip: Skip, *, watched: bool = True) -> list[tu
             batch = packed_for_training(worker, setup, samples_at(number))
             assert batch.count > 1
             lazy = evolve(batch, micro_batches=drawn(batch, number))
-            result = worker.host.train(batch=lazy, loss=setup.loss, step=step_at(number))
+            result = worker.train_on(batch=lazy, loss=setup.loss, step=step_at(number))
             found.append((result.metrics["loss"].value, result.grad_norm))
     return found
 

@@ -13,20 +13,21 @@ from corerl.models import buffer_chunks, hf_boxes, hf_config
 from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     LossSpec,
     MemoryKind,
     Output,
     PackedBatch,
     ParallelLayout,
     Step,
-    TrainResult,
+    StepResult,
 )
 from corerl.weights import Chunk
 from corerl_fsdp.build import build_mesh, build_policy, reshard
 from corerl_fsdp.chunks import shard_chunks
 from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
-from corerl_fsdp.step import forward_pass, train_step
+from corerl_fsdp.step import forward_backward, forward_pass, optimizer_step
 
 
 class FsdpBackend(Backend):
@@ -56,19 +57,29 @@ class FsdpBackend(Backend):
             rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
         )
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        result = train_step(
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        return forward_backward(
+            self.policy,
+            batch,
+            loss,
+            outputs,
+            dp_size=self.layout.dp_size,
+            sync=self.config.options.sync,
+            loss_scale=self.scale,
+            device=self.device,
+        )
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        result = optimizer_step(
             self.policy,
             self.shards,
             self.optimizer,
-            batch,
-            loss,
             lr=step.lr,
+            scale=scale,
             clip_norm=self.config.train.optimizer.clip_norm,
-            dp_size=self.layout.dp_size,
-            sync=self.config.options.sync,
-            scale=self.scale,
-            device=self.device,
+            loss_scale=self.scale,
         )
         self.adam_step += result.applied
         return result

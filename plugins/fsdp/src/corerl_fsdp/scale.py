@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 from attrs import define
-from torch.distributed.tensor import DTensor
 
 # The defaults of torch.amp.GradScaler.
 INITIAL = 2.0**16
@@ -30,11 +26,3 @@ class LossScale:
         elif self.finite_steps == GROWTH_STEPS:
             self.value *= GROWTH
             self.finite_steps = 0
-
-    @torch.no_grad()
-    def unscale(self, params: Iterable[torch.Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
-        for param in params:
-            if param.grad is not None:
-                local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-                local.div_(self.value)

@@ -1,4 +1,4 @@
-"""One optimizer step, and one pass without gradients, over a sharded policy."""
+"""The halves of an optimizer step, and a pass without gradients, over a sharded policy."""
 
 from __future__ import annotations
 
@@ -6,59 +6,70 @@ import math
 from typing import Literal
 
 import torch
+from attrs import evolve
 from torch.distributed.fsdp import FSDPModule
 
 from corerl.backend import StepLosses, forward_outputs, set_lr
 from corerl.models import Policy
-from corerl.ops import grad_norm, scale_grads
-from corerl.types import ForwardResult, LossSpec, Metric, Output, PackedBatch, TrainResult
+from corerl.ops import clip_grads, grad_norm, scale_grads
+from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
 from corerl_fsdp.build import reshard
 from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
 
 
-def train_step(
+def forward_backward(
     policy: Policy,
-    shards: LocalShards,
-    optimizer: torch.optim.Optimizer,
     batch: PackedBatch,
     loss: LossSpec,
+    outputs: tuple[Output, ...],
     *,
-    lr: float,
-    clip_norm: float,
     dp_size: int,
     sync: Literal["every", "last"],
-    scale: LossScale | None,
+    loss_scale: LossScale | None,
     device: torch.device,
-) -> TrainResult:
-    """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and step if `sync` is "last"), and
-    one all-reduce for the norm, which makes the norm, and the decision to skip, equal on all ranks."""
+) -> GradientResult:
+    """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and call if `sync` is "last")."""
     assert isinstance(policy, FSDPModule)
-    scaled_by = scale.value if scale else 1.0
+    factor = dp_size * (loss_scale.value if loss_scale else 1.0)  # FSDP averages gradients over dp
     policy.train()
-    losses = StepLosses(policy, batch, loss, device=device, routers=policy.routers)
+    losses = StepLosses(policy, batch, loss, outputs, device=device, routers=policy.routers)
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
         policy.set_requires_gradient_sync(last or sync == "every")
         policy.set_requires_all_reduce(last)  # among replicas, if any; sums accumulate until then
-        (value * (dp_size * scaled_by)).backward()  # FSDP averages gradients over dp
+        (value * factor).backward()
+    return losses.result()
+
+
+def optimizer_step(
+    policy: Policy,
+    shards: LocalShards,
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    scale: float,
+    clip_norm: float,
+    loss_scale: LossScale | None,
+) -> StepResult:
+    """Called on every rank. One all-reduce for the norm, which makes the norm, and the decision to skip, equal on all
+    ranks."""
     params = list(policy.parameters())
-    norm = grad_norm(params) / scaled_by
-    grad_norm_value = norm.item()
-    applied = math.isfinite(grad_norm_value)
-    if applied:
-        if scale:
-            scale.unscale(params)
-        if clip_norm:
-            scale_grads(params, clip_norm, norm)
+    factor = scale / (loss_scale.value if loss_scale else 1.0)
+    norm = grad_norm(params) * factor
+    result = StepResult(applied=math.isfinite(value := norm.item()), grad_norm=value)
+    if result.applied:
+        if factor != 1.0:
+            scale_grads(params, factor)
+        clip_grads(params, clip_norm, norm)
         set_lr(optimizer, lr)
         shards.step(optimizer)
     shards.drop_grads()
-    metrics = dict(losses.metrics.finish())
-    if scale:
-        metrics["loss_scale"] = Metric(scaled_by)
-        scale.update(finite=applied)
-    return TrainResult(applied=applied, metrics=metrics, grad_norm=grad_norm_value, tokens=losses.tokens)
+    if loss_scale is None:
+        return result
+    result = evolve(result, metrics={"loss_scale": Metric(loss_scale.value)})
+    loss_scale.update(finite=result.applied)
+    return result
 
 
 def forward_pass(

@@ -22,16 +22,18 @@ from corerl.backend import (
 )
 from corerl.config import RoleConfig
 from corerl.models import buffer_chunks, hf_boxes, hf_config, local_chunks, make_policy, materialize
+from corerl.ops import scale_grads
 from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     LossSpec,
     MemoryKind,
     Output,
     PackedBatch,
     ParallelLayout,
     Step,
-    TrainResult,
+    StepResult,
 )
 from corerl.weights import Chunk
 
@@ -57,12 +59,18 @@ class MineBackend(Backend):
             rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
         )
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         self.policy.train()
-        losses = StepLosses(self.outputs, batch, loss, device=self.device, routers=self.policy.routers)
+        losses = StepLosses(self.outputs, batch, loss, outputs, device=self.device, routers=self.policy.routers)
         for value in losses:
-            value.backward()  # accumulates gradients over micro-batches
+            value.backward()  # accumulates gradients over micro-batches, and over calls
+        return losses.result()
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
         self.sum_gradients()
+        scale_grads(self.params.values(), scale)
         clip_norm = self.config.train.optimizer.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
         applied = math.isfinite(norm)  # equal on all ranks, as gradients are by now
@@ -71,7 +79,7 @@ class MineBackend(Backend):
             self.optimizer.step()
             self.adam_step += 1
         self.optimizer.zero_grad()
-        return TrainResult(applied=applied, metrics=losses.metrics.finish(), grad_norm=norm, tokens=losses.tokens)
+        return StepResult(applied=applied, grad_norm=norm)
 
     def sum_gradients(self) -> None:
         """Sum over ranks, not a mean: each token's weight already includes 1 / denominator of the whole step."""
