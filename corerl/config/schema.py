@@ -648,8 +648,9 @@ class RolloutConfig:
         default="",
     )
     episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
-    source: Literal["synchronous", "one-step-off", "asynchronous"] = option(
-        "when engines sample; synchronous: while nothing trains; one-step-off: each batch while the previous one "
+    source: Literal["synchronous", "streamed", "one-step-off", "asynchronous"] = option(
+        "when engines sample; synchronous: while nothing trains; streamed: the same samples, but training begins with "
+        "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
         "trains; asynchronous: all the time, paused for weight updates and continued with the new weights",
         default="synchronous",
     )

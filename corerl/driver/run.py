@@ -19,6 +19,7 @@ from corerl.cluster import services
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.early import Early
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
 from corerl.driver.metrics import (
@@ -57,7 +58,7 @@ from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Scored, Source
 from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
 from corerl.trainer.shared import SharedBatch, share
-from corerl.types import LossSpec, Output, SampleBatch, TrainResult
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
 
@@ -116,6 +117,7 @@ class Run:
         takes_self=True,
     )
     _evaluation: dict[str, float] = field(factory=dict)
+    _early: Early | None = None  # what has begun of the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -137,12 +139,28 @@ class Run:
         """The rollout steps still to do, each when it is wanted: written down if the run keeps them, before anything
         uses them, and postprocessed."""
         rollout = self.plan.rollout
-        while (scored := self._served(self.source.next())) is not None:
+        while (scored := self._next()) is not None:
             if rollout.settings.save or self.plan.run.mode == "rollout-only":
                 write_rollout(self.plan.start.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored
+
+    def _next(self) -> Scored | None:
+        """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+        if self.source.streams:
+            trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+            self._early = Early(
+                step=self.progress.step,
+                training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                passed=self.passed,
+                estimated=self.estimated,
+                progress=self.progress,
+            )
+            while arrived := self._served(self.source.arrived()):
+                self._early.add(arrived)
+                self.progress.begin("rollout")
+        return self._served(self.source.next())
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
@@ -179,34 +197,8 @@ class Run:
         if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
             fresh = self.gate.choose(samples)
             self._compare(self.gate, fresh if len(fresh) else self._served(self.gate.draw()))
-        if settings.overlong == "mask":
-            samples = without_truncated(samples)
-        samples = self._replayed(samples)
-        samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        if algorithm.passes:
-            self.residency.enter(FORWARD)
-            shared = share(samples)
-            passing = {
-                each: self.roles[each.role].start_forward(
-                    shared,
-                    samples,
-                    tuple(each.columns.values()),
-                    weights=self.snapshots.name_of(each.weights),
-                    replay=each.replay,
-                )
-                for each in algorithm.passes
-            }
-            with self.progress.phase("forward"):
-                for each, found in wait_all(passing).items():
-                    samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
-        batch = compute_advantages(
-            samples,
-            scored.rewards,
-            algorithm.estimate,
-            settings,
-            kl_coef=self.kl_coef,
-            max_tokens=self.plan.rollout.settings.max_tokens,
-        )
+        samples = self.passed(samples) if self._early is None else self._early.whole(samples)
+        batch = self.estimated(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
@@ -221,6 +213,44 @@ class Run:
                 samples=len(samples.episodes[0]),
             )
         return batch
+
+    def passed(self, samples: SampleBatch) -> SampleBatch:
+        """The samples with all columns that advantages are computed from."""
+        algorithm = self.plan.algorithm
+        if algorithm.settings.overlong == "mask":
+            samples = without_truncated(samples)
+        samples = self._replayed(samples)
+        samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
+        if not algorithm.passes:
+            return samples
+        self.residency.enter(FORWARD)
+        shared = share(samples)
+        passing = {
+            each: self.roles[each.role].start_forward(
+                shared,
+                samples,
+                tuple(each.columns.values()),
+                weights=self.snapshots.name_of(each.weights),
+                replay=each.replay,
+            )
+            for each in algorithm.passes
+        }
+        with self.progress.phase("forward"):
+            for each, found in wait_all(passing).items():
+                samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
+        return samples
+
+    def estimated(self, samples: SampleBatch, rewards: FloatArray) -> TrainBatch:
+        """The samples, or those of some prompts, with their advantages."""
+        algorithm = self.plan.algorithm
+        return compute_advantages(
+            samples,
+            rewards,
+            algorithm.estimate,
+            algorithm.settings,
+            kl_coef=self.kl_coef,
+            max_tokens=self.plan.rollout.settings.max_tokens,
+        )
 
     def _replayed(self, samples: SampleBatch) -> SampleBatch:
         """The samples with the experts that the engine chose, if training replays them."""
@@ -263,8 +293,7 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            assert role.loss is not None  # it is trained
-            started = role.start(shared, plans, self.progress.step, self._loss(role.loss, batch.kl_coef))
+            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef))
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -275,8 +304,10 @@ class Run:
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
 
-    def _loss(self, loss: LossSpec, kl_coef: float) -> LossSpec:
-        algorithm = self.plan.algorithm.settings
+    def loss_of(self, role: Role, kl_coef: float) -> LossSpec:
+        """The loss of a role that is trained, with the current coefficient."""
+        algorithm, loss = self.plan.algorithm.settings, role.loss
+        assert loss is not None
         if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in loss.params:
             return evolve(loss, params={**loss.params, "kl_coef": kl_coef})
         return loss

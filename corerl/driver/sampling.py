@@ -25,7 +25,10 @@ from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
 from corerl.rollout.sources.one_step_off import OneStepOff
 from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.sources.streamed import Streamed
 from corerl.rollout.sources.synchronous import Synchronous
+
+STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers one call after the other
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
@@ -45,10 +48,10 @@ async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
     """The most rows of several requests that an engine gets in one call: where samples are drawn ahead, an even share
-    of a batch, so that its groups are not held up by those of later batches."""
-    if rollout.source != "asynchronous":
-        return UNLIMITED
-    return max(1, rollout.prompts // (replicas * calls)) * rollout.samples
+    of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
+    there, a part of that."""
+    parts = {"asynchronous": 1, "streamed": STREAMED_PARTS}.get(rollout.source)
+    return UNLIMITED if parts is None else max(1, rollout.prompts // (replicas * calls * parts)) * rollout.samples
 
 
 def start_source(
@@ -119,6 +122,8 @@ def make_source(
     match settings.source:
         case "synchronous":
             return Synchronous(draws, steps=steps)
+        case "streamed":
+            return Streamed(draws, fleet.loop, steps=steps, told=told)
         case "one-step-off":
             return OneStepOff(draws, fleet, steps=steps)
         case "asynchronous":

@@ -139,6 +139,8 @@ def contradictions(config: Config) -> Iterator[str]:
             "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or an "
             "algorithm that does not compare the samples of a prompt"
         )
+    if config.rollout.source == "streamed":
+        yield from _against_streaming(config)
     if algorithm.dynamic_sampling and sampled < 2:
         yield (
             "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
@@ -148,6 +150,33 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
             f"{name if not spec.compares else 'algorithm.kl_in=' + repr(algorithm.kl_in)}; set it to 0"
+        )
+
+
+def _against_streaming(config: Config) -> Iterator[str]:
+    """What needs the whole batch before training begins."""
+    algorithm = config.algorithm
+    others = "set rollout.source to 'synchronous' or 'one-step-off'"
+    if not algorithm_spec(config).by_prompt:
+        yield (
+            f"rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages "
+            f"of algorithm.name={algorithm.name!r} come from the whole batch; {others}"
+        )
+    settings = {
+        "algorithm.advantages": algorithm.advantages,
+        "algorithm.postprocess": algorithm.postprocess,
+        "rollout.postprocess": config.rollout.postprocess,
+    }
+    for name, function in settings.items():
+        if function:
+            yield (
+                f"{name}: {function!r} reads the whole batch, but rollout.source='streamed' trains on a prompt's "
+                f"samples before the others are there; remove it, or {others}"
+            )
+    if algorithm.dynamic_sampling:
+        yield (
+            f"algorithm.dynamic_sampling: {algorithm.dynamic_sampling}, but which prompts are drawn again is known "
+            f"once the whole batch is there, and rollout.source='streamed' begins before; set it to 0, or {others}"
         )
 
 

@@ -21,7 +21,7 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
 from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
@@ -276,6 +276,22 @@ class TrainGroup:
             aggregation=objective.aggregation,
             max_tokens=self.plan.max_tokens,
             seed=seed,
+        )
+
+    def plan_part(self, samples: SampleBatch, *, unit: float = 1.0) -> tuple[StepPlan, float]:
+        """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
+        step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
+        the denominator; its `optimizer_step` has the scale unit / denominator."""
+        train, objective = self.plan.train, self.plan.objective
+        if objective is None:
+            raise CorerlError(refused_if_frozen("plan_part", f"the {self.role}"))
+        return plan_part(
+            samples,
+            self.layouts[0],
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            aggregation=objective.aggregation,
+            max_tokens=self.plan.max_tokens,
+            unit=unit,
         )
 
     def forward(
