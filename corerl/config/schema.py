@@ -338,10 +338,16 @@ class RolesConfig:
         default=None,
     )
 
+    reference: SideRoleChoice | None = option(
+        "the policy that algorithm.kl_coef measures against, as a frozen model of its own: of another size, on another "
+        "backend or on other devices; unset: a snapshot in the host memory of the actor's ranks",
+        default=None,
+    )
+
     @property
     def beside_actor(self) -> dict[str, SideRoleChoice]:
         """The other roles that are set, by name."""
-        given = {"critic": self.critic, "teacher": self.teacher}
+        given = {"critic": self.critic, "teacher": self.teacher, "reference": self.reference}
         return {role: choice for role, choice in given.items() if choice is not None}
 
     @property
