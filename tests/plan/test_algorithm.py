@@ -360,15 +360,22 @@ def test_a_reference_that_is_a_role_is_passed_as_itself_and_needs_a_penalty_that
     apart = evolve(GRPO, roles=roles)
     assert lines(apart, kl_coef=0.1) == []
     assert lines(apart) == [
-        "roles.reference: set, but algorithm.kl_coef=0 measures against no reference policy; set that, or remove the role"
+        (
+            "roles.reference: set, but algorithm.kl_coef=0 measures against no reference policy; set that, or remove "
+            "the role"
+        )
     ]
     assert lines(apart, kl_coef=0.1, reference="elsewhere") == [
-        "algorithm.reference: 'elsewhere', but the reference policy is a role with a model of its own; set "
-        "roles.reference.model.path to it, and remove this"
+        (
+            "algorithm.reference: 'elsewhere', but the reference policy is a role with a model of its own; set "
+            "roles.reference.model.path to it, and remove this"
+        )
     ]
     assert lines(apart, kl_coef=0.1, reference_every=2) == [
-        "algorithm.reference_every: 2, but roles.reference is never trained; remove the role, so that the reference "
-        "policy is a snapshot of the actor, or remove this"
+        (
+            "algorithm.reference_every: 2, but roles.reference is never trained; remove the role, so that the "
+            "reference policy is a snapshot of the actor, or remove this"
+        )
     ]
     trained = evolve(GRPO, roles=evolve(roles, reference=SideRoleChoice(train=TrainConfig(epochs=3))))
     assert lines(trained, kl_coef=0.1) == [
@@ -396,8 +403,10 @@ def test_advantages_of_a_prompt_of_its_own_may_be_streamed(name: str) -> None:
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
 def test_what_is_normalized_over_the_batch_is_not_streamed(name: str) -> None:
     assert lines(STREAMED, name=name) == [
-        "rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages of "
-        f"algorithm.name={name!r} come from the whole batch; {OTHERS}"
+        (
+            "rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages "
+            f"of algorithm.name={name!r} come from the whole batch; {OTHERS}"
+        )
     ]
 
 
@@ -407,14 +416,18 @@ def test_functions_that_read_the_whole_batch_are_not_streamed(setting: str) -> N
     given = {name: "mine:function"}
     config = evolve(STREAMED, **{table: evolve(getattr(STREAMED, table), **given)})
     assert lines(config) == [
-        f"{setting}: 'mine:function' reads the whole batch, but rollout.source='streamed' trains on a prompt's samples "
-        f"before the others are there; remove it, or {OTHERS}"
+        (
+            f"{setting}: 'mine:function' reads the whole batch, but rollout.source='streamed' trains on a prompt's "
+            f"samples before the others are there; remove it, or {OTHERS}"
+        )
     ]
 
 
 def test_prompts_that_are_drawn_again_are_not_streamed() -> None:
     assert lines(STREAMED, name="dapo", dynamic_sampling=0) == []
     assert lines(STREAMED, name="dapo") == [
-        "algorithm.dynamic_sampling: 10, but which prompts are drawn again is known once the whole batch is there, and "
-        f"rollout.source='streamed' begins before; set it to 0, or {OTHERS}"
+        (
+            "algorithm.dynamic_sampling: 10, but which prompts are drawn again is known once the whole batch is there, "
+            f"and rollout.source='streamed' begins before; set it to 0, or {OTHERS}"
+        )
     ]
