@@ -277,6 +277,12 @@ class TrainConfig:
     )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
+    restarts: int = option(
+        "how often, without a step that was not done before, the ranks of all roles are started anew from the newest "
+        "checkpoint after one of them has died or was frozen; 0 ends the run. The actor's counts",
+        default=1,
+        validator=at_least(0),
+    )
 
     def settled(self, device: str, *, bfloat16: bool = True) -> TrainConfig:
         """The same with a precision in place of 'auto', for a backend with or without bfloat16, and with nothing

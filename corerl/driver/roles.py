@@ -17,7 +17,7 @@ from corerl.data.plan import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
 from corerl.trainer.group import Gradients, TrainGroup
 from corerl.trainer.shared import SharedBatch
-from corerl.types import Array, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
+from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
 @define(kw_only=True)
@@ -51,6 +51,11 @@ class Role:
     @property
     def steps_of_batch(self) -> int:
         return self.train.mini_batches * self.train.epochs
+
+    def restarted(self, init: InitResult) -> None:
+        """Go on where the ranks, which were started anew, do."""
+        self.optimizer_step = init.optimizer_step
+        self._denominator = self._unit = 0.0
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import RolloutConfig
@@ -61,16 +63,33 @@ def start_source(
     rollout, engine, start = plan.rollout, plan.processes.engine, plan.start
     told = partial(progress.count, DRAWN)
     sampler: Sampler | None = None
+    if fleet is not None and engine is not None:
+        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
+    state = start.state if plan.run.trains else {}
+    return source_at(state, start.resume, plan, fleet, sampler, reward, progress, stack), sampler
+
+
+def source_at(
+    state: Mapping[str, Any],
+    checkpoint: Path | None,
+    plan: Plan,
+    fleet: EngineFleet | None,
+    sampler: Sampler | None,
+    reward: Scoring,
+    progress: Progress,
+    stack: contextlib.ExitStack,
+) -> Source:
+    """The source where a checkpoint's state says, or at its beginning if that is empty; `stack` closes it."""
+    rollout = plan.rollout
     source: Source
-    if fleet is None or engine is None:
+    if fleet is None or sampler is None:
         source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
     else:
-        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
-        source = make_source(rollout, fleet, sampler, reward, told, steps=plan.run.steps)
+        source = make_source(rollout, fleet, sampler, reward, partial(progress.count, DRAWN), steps=plan.run.steps)
     stack.callback(source.close)
-    if start.state and plan.run.trains:
-        source.restore(start.state["source"], start.resume)
-    return source, sampler
+    if state:
+        source.restore(state["source"], checkpoint)
+    return source
 
 
 def make_sampler(

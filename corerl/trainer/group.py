@@ -65,10 +65,14 @@ class TrainGroup:
     error that does not end the group, such as SaveFailed, is raised by `shutdown` if no result has.
     """
 
-    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
+    def __init__(
+        self, processes: RayGroup, plan: RolePlan, again: Callable[[RolePlan], RayGroup] | None = None
+    ) -> None:
+        """`again` starts other processes in the place of `processes`, which have ended."""
         self.processes = processes
         self.plan = plan
         self.role = plan.role
+        self._again = again
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -119,9 +123,23 @@ class TrainGroup:
         watching: Watching | None = None,
     ) -> Self:
         """Start a process for each rank; returns at once."""
-        names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
-        return cls(processes, plan)
+
+        def processes(plan: RolePlan) -> RayGroup:
+            names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
+            return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
+
+        return cls(processes(plan), plan, processes)
+
+    def restart(self, resume: str) -> Future[InitResult]:
+        """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
+        directory `resume`, or the model if it is empty. For a group that was launched."""
+        assert self._again is not None
+        self.processes.kill()
+        assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments)
+        self.plan = evolve(self.plan, assignments=assignments)
+        self.processes = self._again(self.plan)
+        self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
+        return self.init()
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
