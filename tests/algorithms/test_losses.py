@@ -157,7 +157,7 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     metrics = clipped(three_tokens(), **BOUNDS, entropy_coef=0.1).metrics
     assert metrics["policy_loss"].total.item() == pytest.approx(-1.225)
     assert metrics["loss"].total.item() == pytest.approx(-1.225 - 0.175)
-    assert metrics["loss"].reduction is Reduction.SUM
+    assert metrics["loss"].reduction is Reduction.LOSS
     assert mean(metrics["entropy"]) == pytest.approx(2.0)
     assert mean(metrics["ratio"]) == pytest.approx((1.5 + 0.5 + 0.5) / 3)
     assert mean(metrics["clip_fraction"]) == pytest.approx(2 / 3)
@@ -319,7 +319,7 @@ def test_the_critics_metrics_of_three_tokens_worked_by_hand() -> None:
     result = value(three_values(), value_clip=0.5)
     metrics = dict(result.metrics)
     loss = metrics.pop("loss")
-    assert (loss.total.item(), loss.reduction) == (result.loss.item(), Reduction.SUM)
+    assert (loss.total.item(), loss.reduction) == (result.loss.item(), Reduction.LOSS)
     assert {name: mean(metric) for name, metric in metrics.items()} == pytest.approx(
         {"value": 5.25 / 3, "return": 4 / 3, "value_error": 3.25 / 3, "value_clip_fraction": 1 / 3}
     )

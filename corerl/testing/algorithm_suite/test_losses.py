@@ -279,4 +279,4 @@ def common_metrics(micro: MicroBatch) -> Mapping[str, Metric]:
     tokens = PolicyTokens.of(loss_inputs(micro), name="of core")
     metrics = MetricSum()
     metrics.add(tokens.result(torch.zeros_like(tokens.logprobs)).metrics)
-    return {name: each for name, each in metrics.finish().items() if each.reduction is not Reduction.SUM}
+    return {name: each for name, each in metrics.finish().items() if each.reduction is not Reduction.LOSS}
