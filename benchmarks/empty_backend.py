@@ -13,6 +13,7 @@ from corerl.plugin.host import BackendBase
 from corerl.plugin.spec import BackendSpec
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -23,6 +24,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
+    StepResult,
     TrainResult,
     UpdateResult,
     WakeResult,
@@ -56,12 +58,18 @@ class EmptyBackend(BackendBase):
         return InitResult(layout=self.layout)
 
     @hookimpl
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        return empty_result()
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        return GradientResult(metrics=METRICS, tokens=0)
+
+    @hookimpl
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        return StepResult(applied=True, grad_norm=1.0)
 
     @hookimpl
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        raise NotImplementedError("only train is measured")
+        raise NotImplementedError("only training is measured")
 
     @hookimpl
     def update_weights(self, sender: object, version: int) -> UpdateResult:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from benchmarks.report import Comparison, Number, Report, environment, finish, i
 from corerl import hookimpl
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost, State
-from corerl.types import LossSpec, MemoryKind, PackedBatch, Step, TrainResult
+from corerl.types import LossSpec, MemoryKind, Output, PackedBatch
 
 BARE = "import attrs, pluggy"
 ALLOWED = 0.150  # seconds that a command may take beyond 1.3 times the bare start
@@ -41,7 +41,7 @@ class Wrapper:
     """An extension that does nothing."""
 
     @hookimpl(wrapper=True)
-    def train(self, step: Step) -> Any:
+    def forward_backward(self, outputs: tuple[Output, ...]) -> Any:
         return (yield)
 
 
@@ -74,14 +74,13 @@ def host_with(wrappers: int) -> PluginHost:
 
 
 def per_call(host: PluginHost, calls: int) -> float:
-    """Seconds of one `train` of the host, the mean over many."""
-    batch = PackedBatch(micro_batches=(), count=0)
+    """Seconds of one `forward_backward` of the host, the mean over many."""
+    batch = PackedBatch(micro_batches=(), count=1)
     loss = LossSpec(name="clipped")
-    step = Step(optimizer_step=0, rollout_step=0, lr=0.0)
-    train: Callable[..., TrainResult] = host.train
+    call = host.forward_backward
     began = time.perf_counter()
     for _ in range(calls):
-        train(batch=batch, loss=loss, step=step)
+        call(batch=batch, loss=loss, outputs=(), last=False)
     return (time.perf_counter() - began) / calls
 
 
@@ -112,7 +111,9 @@ def measure(*, rounds: int, size: int, calls: int, starts: int) -> Report:
         per_call(host, calls)
     three, none = in_turns(rounds, lambda _: per_call(wrapped, calls), lambda _: per_call(bare_host, calls))
     comparisons.append(
-        Comparison(what="`train` with three wrappers", against="with none", ours=three, other=none, target=3.0)
+        Comparison(
+            what="`forward_backward` with three wrappers", against="with none", ours=three, other=none, target=3.0
+        )
     )
     return Report(
         name="plugins",
@@ -121,8 +122,8 @@ def measure(*, rounds: int, size: int, calls: int, starts: int) -> Report:
         numbers=numbers,
         note=(
             "A start is a Python process from its creation to its end; the plugins are backends on PYTHONPATH, in "
-            "addition to the installed ones. `corerl backends` imports the spec of each. A call is PluginHost.train "
-            "around an empty backend, including all of its checks."
+            "addition to the installed ones. `corerl backends` imports the spec of each. A call is "
+            "PluginHost.forward_backward around an empty backend, including all of its checks."
         ),
     )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from corerl.types import SampleBatch, offsets_of
+from corerl.types import Metric, Reduction, SampleBatch, merge_metrics, offsets_of
 
 
 def batch(*lengths: int, start: int = 0) -> SampleBatch:
@@ -64,3 +64,17 @@ def test_an_episode_is_one_of_its_samples_that_with_its_last_answer_if_it_is_the
     assert (chosen.tolist(), episode_of.tolist()) == ([1, 2, 4], [1, 0, 1, 0, 2])
     chosen, episode_of = final.take(np.array([4, 3, 0])).episodes  # a user has left out the last answers
     assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("reduction", Reduction)
+def test_of_all_metrics_those_that_are_sums_with_the_losss_weights_are_scaled_with_its_gradients(
+    reduction: Reduction,
+) -> None:
+    metric, other = Metric(6.0, 4.0, reduction), Metric(2.0, 12.0, reduction)
+    total = {"loss": 0.25 * 6.0}.get(reduction.value, 6.0)
+    assert metric.scaled(0.25) == Metric(total, 4.0, reduction)
+    assert metric.scaled(1.0) == metric
+    # Whether before or after parts are merged.
+    merged = merge_metrics([{"m": metric}, {"m": other}])["m"]
+    assert merged.scaled(0.25) == merge_metrics([{"m": metric.scaled(0.25)}, {"m": other.scaled(0.25)}])["m"]
+    assert merged.value == {"mean": 8.0 / 16.0, "sum": 8.0, "loss": 8.0, "max": 6.0, "min": 2.0}[reduction.value]

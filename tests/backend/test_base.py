@@ -21,11 +21,11 @@ from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
-from corerl.testing.harness import Setup, role_config, step_at
+from corerl.testing.harness import LOSS, Setup, role_config, step_at
 from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
-from corerl.types import LossSpec, MemoryKind, PackedBatch, SleepResult, Step, TrainResult
+from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
 
@@ -59,7 +59,9 @@ def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
     class Incomplete(Backend):
         pass
 
-    with pytest.raises(TypeError, match="after_load.*build.*forward.*local_state.*tensors.*train"):
+    with pytest.raises(
+        TypeError, match="after_load.*build.*forward.*forward_backward.*local_state.*optimizer_step.*tensors"
+    ):
         Incomplete()  # type: ignore[abstract]
 
 
@@ -71,7 +73,7 @@ def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setu
     host = PluginHost(Sleepless(), name="sleepless", context=CONTEXT)
     host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
     assert host.sleep({MemoryKind.PARAM}) == SleepResult(freed_bytes=-1, residual_bytes=1)
-    assert {"init", "train", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
+    assert {"init", "forward_backward", "optimizer_step", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
 
 
 def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_loaded(setup: Setup) -> None:
@@ -342,7 +344,9 @@ class Large(PlainBackend):
             raise torch.OutOfMemoryError(TORCHS)
         return super().build(*arguments)
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         raise torch.OutOfMemoryError(TORCHS)
 
 
@@ -362,12 +366,13 @@ def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_
     others = 80 * 2**30
     monkeypatch.setattr(DeviceMeter, "held", lambda *of: evolve(found := own(*of), used=found.used + others))
     with pytest.raises(HookFailed) as caught:
-        host.train(None, None, step_at(3))  # type: ignore[arg-type]  # it does not come to look at them
+        host.forward_backward(PackedBatch(micro_batches=(), count=1), LOSS, (), True, at=step_at(3))
     assert caught.value.message == (
-        "backend:large, actor rank 0: train failed at optimizer step 3: OutOfMemoryError: CUDA out of memory. Tried to "
-        "allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; in use: tensors of "
-        f"param: {gib:.3g} GiB; other processes: 80 GiB; to need less, lower train.tokens_per_micro_batch, set "
-        "train.recompute = 'full', split the model over more ranks, or give the engines less of the device"
+        "backend:large, actor rank 0: forward_backward failed at optimizer step 3: OutOfMemoryError: CUDA out of "
+        "memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; in "
+        f"use: tensors of param: {gib:.3g} GiB; other processes: 80 GiB; to need less, lower "
+        "train.tokens_per_micro_batch, set train.recompute = 'full', split the model over more ranks, or give the "
+        "engines less of the device"
     )
 
 

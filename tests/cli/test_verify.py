@@ -53,11 +53,11 @@ def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_pa
         "from corerl.testing.plain.backend import PlainBackend\n"
         "@frozen(kw_only=True)\n"
         "class Config:\n"
-        "    fails: bool = option('in train', default=False)\n"
+        "    fails: bool = option('in a pass', default=False)\n"
         "class Mine(PlainBackend):\n"
-        "    def train(self, batch, loss, step):\n"
+        "    def forward_backward(self, batch, loss, outputs, last):\n"
         "        assert not self.config.options.fails, 'asked to'\n"
-        "        return super().train(batch, loss, step)\n"
+        "        return super().forward_backward(batch, loss, outputs, last)\n"
         "SPEC = evolve(PLAIN, implementation='mine:Mine', config=Config)\n"
     )
     asked = ["--level", "1", "--check", "C15"]

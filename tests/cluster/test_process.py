@@ -70,7 +70,7 @@ def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) ->
 
 
 def test_the_traceback_of_a_hook_is_not_replaced_by_that_of_the_call_around_it() -> None:
-    error = HookFailed("backend:mine, actor rank 1: train failed")
+    error = HookFailed("backend:mine, actor rank 1: forward_backward failed")
     error.hook, error.rank, error.details = "train", 1, "Traceback of the hook"
     came = arrived(error)
     assert isinstance(came, HookFailed)

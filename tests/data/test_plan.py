@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_steps
+from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
 from corerl.errors import ConfigError, DataError
 from corerl.types import ParallelLayout, SampleBatch
 
@@ -136,6 +136,69 @@ def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation:
         weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
         assert weights.sum() == pytest.approx(1.0, rel=1e-5)
         assert np.flatnonzero(step.scales).tolist() == real_samples(step)
+
+
+PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected", "denominator"),
+    [
+        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
+        # The first episode has loss tokens in two of its three samples, the last one in none.
+        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
+        ("constant-length", [1 / 16] * 5, 3),
+    ],
+)
+def test_a_part_of_a_step_has_the_weights_of_a_step_of_which_nothing_is_counted_yet(
+    aggregation: str, expected: list[float], denominator: int
+) -> None:
+    batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
+    for unit in (1.0, 8.0):
+        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
+        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
+        assert found == denominator
+        assert real_samples(plan) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("unit", [1.0, 37.0])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
+def test_the_parts_of_a_step_have_its_weights_once_all_are_counted(aggregation: str, unit: float) -> None:
+    rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
+    lengths = np.random.default_rng(2).integers(1, 30, len(rows))  # of one token, there is none with a loss
+    batch = batch_of(lengths.tolist()).with_rows(episode=rows, group=rows // 3)
+    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
+    scales, denominator = np.zeros(len(batch)), 0.0
+    for groups in ([2], [0, 3], [1]):
+        members = np.flatnonzero(np.isin(batch.rows["group"], groups))
+        plan, count = plan_part(batch.take(members), **{**PART, "aggregation": aggregation, "unit": unit})
+        assert real_samples(plan) == list(range(len(members)))
+        scales[members], denominator = plan.scales, denominator + count
+    assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
+
+
+def test_a_part_of_a_step_keeps_to_the_budget_and_to_equally_many_micro_batches_a_rank() -> None:
+    plan, _ = plan_part(batch := random_batch(25), **{**PART, "layout": layout(3)})
+    assert len({len(rank) for rank in plan.micro_batches}) == 1
+    assert all(batch.lengths[members].sum() <= 32 for rank in plan.micro_batches for members in rank)
+
+
+def test_an_aggregation_that_a_part_of_a_step_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown aggregation 'mean'; use one of token-mean, sequence-mean"):
+        plan_part(batch_of([3]), **{**PART, "aggregation": "mean"})
+
+
+def test_the_members_of_a_plan_are_its_samples_without_those_that_fill_up() -> None:
+    for samples, ranks, fills in ((2, 5, True), (3, 4, True), (40, 4, False)):
+        plan = plan_forward(random_batch(samples), layout(ranks), tokens_per_micro_batch=48)
+        assert any(sum(plan.filler, ())) == fills, plan.filler
+        assert plan.members.tolist() == real_samples(plan) == list(range(samples))
+    part = evolve(plan, micro_batches=((np.array([7, 3]),), (np.array([3]),)), filler=((False,), (True,)))
+    assert part.members.tolist() == [3, 7]
+    nothing = evolve(plan, micro_batches=((), ()), filler=((), ()))
+    assert (nothing.members.tolist(), nothing.rows([0, 1]).tolist()) == ([], [])
+    share = nothing.share(1)
+    assert (share.samples.tolist(), share.offsets.tolist(), share.filler.tolist()) == ([], [0], [])
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

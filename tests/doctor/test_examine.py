@@ -116,10 +116,12 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
         "mine = mine_spec2:SPEC",
         mine_spec2=spec(probe="raise OSError('no libcudart')", code="mine_code2:Backend"),
         mine_code2="from corerl.testing.plain.backend import PlainBackend\n"
-        "class Backend(PlainBackend):\n    def train(self, *batch):\n        pass\n",
+        "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
     )
     hooks, probe = amiss(list(examine("mine")))
-    assert hooks.what.startswith("backend:mine implements train(*batch) for train(batch, loss, step): ")
+    assert hooks.what.startswith(
+        "backend:mine implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
+    )
     assert probe.what == "the probe of backend 'mine' (corerl-mine 0.1) raised OSError: no libcudart"
 
 

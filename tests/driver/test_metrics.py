@@ -45,7 +45,7 @@ def scored(exact_match: float | None) -> Scored:
 def result(
     loss: float, *, applied: bool = True, norm: float = 1.0, diff: tuple[float, float] | None = None
 ) -> TrainResult:
-    metrics = {"loss": Metric(loss, 4.0, Reduction.SUM), "entropy": Metric(6.0 * loss, 3.0)}
+    metrics = {"loss": Metric(loss, 4.0, Reduction.LOSS), "entropy": Metric(6.0 * loss, 3.0)}
     if diff is not None:
         metrics |= {"logprob_diff": Metric(4 * diff[0], 4.0), "logprob_diff_max": Metric(diff[1], 1.0, Reduction.MAX)}
     return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)

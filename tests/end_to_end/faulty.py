@@ -15,7 +15,7 @@ NAME = "tests.end_to_end.faulty:SPEC"
 
 @frozen(kw_only=True)
 class FaultyConfig(FsdpConfig):
-    hook: Literal["", "init", "train", "save"] = option("where it fails; empty never", default="")
+    hook: Literal["", "init", "optimizer_step", "save"] = option("where it fails; empty never", default="")
     how: Literal["raise", "kill", "freeze", "wait", "full"] = option(
         "raise ValueError, SIGKILL itself, SIGSTOP itself, wait for a file `go` in the run directory, or write no "
         "large file any more",

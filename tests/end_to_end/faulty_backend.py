@@ -11,7 +11,7 @@ from pathlib import Path
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
-from corerl.types import LossSpec, PackedBatch, ParallelLayout, SaveResult, Step, TrainResult
+from corerl.types import ParallelLayout, SaveResult, Step, StepResult
 from corerl_fsdp.backend import FsdpBackend
 
 LARGE = 64 * 1024  # bytes: more than Ray's log of a process, less than a rank's part of a checkpoint
@@ -23,10 +23,10 @@ class FaultyBackend(FsdpBackend):
             self.fail()
         return super().build(config, context)
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        if self.fails_in("train", step):
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        if self.fails_in("optimizer_step", step):
             self.fail()
-        return super().train(batch, loss, step)
+        return super().optimizer_step(step, scale)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         if self.fails_in("save", step) and self.config.options.how == "full":

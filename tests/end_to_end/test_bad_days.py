@@ -145,7 +145,7 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
     # In the background, its first checkpoint might not be there yet when it waits in its fourth step.
     endless = ["run.steps=100000", "checkpoint.background=false", f"reward.name={FUNCTIONS}:constant", CONSOLE, *FAKE]
     with Command(
-        *("train", config, f"run.dir={run_dir}", *endless, *fault("train", "wait", step=3)),
+        *("train", config, f"run.dir={run_dir}", *endless, *fault("optimizer_step", "wait", step=3)),
         logs=tmp_path,
         own_ray=True,
     ) as first:

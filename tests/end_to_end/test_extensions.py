@@ -23,6 +23,7 @@ EXTENSIONS = """extensions=[
     {name="wandb", options={mode="offline", project="sorting"}},
     {name="mlflow", options={experiment="sorting"}},
 ]"""
+HALVES = ["forward_backward", "optimizer_step"]  # of a step
 SHORT = [EXTENSIONS, "eval.every=0", "checkpoint.every=2", "checkpoint.export=false"]
 
 
@@ -56,15 +57,16 @@ def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric
     told = [lines(run_dir / f"memory/actor-{rank}.jsonl") for rank in range(RANKS)]
     for records in told:
         assert [each["hook"] for each in records].count("init") == 2  # of both runs
-        trained = [each for each in records if each["hook"] == "train"]
-        assert [each["optimizer_step"] for each in trained] == list(range(2 * STEPS))
+        halves = [each for each in records if each["hook"] in HALVES]
+        assert [each["hook"] for each in halves] == HALVES * (2 * STEPS)
+        assert [each["optimizer_step"] for each in halves[1::2]] == list(range(2 * STEPS))
         assert all(each["peak_bytes"] >= each["held_bytes"] > 2**20 for each in records)
     peaks = [
         max(each["peak_bytes"] for each in ranks)
-        for ranks in zip(*[[each for each in records if each["hook"] == "train"] for records in told], strict=True)
+        for ranks in zip(*[[each for each in records if each["hook"] in HALVES] for records in told], strict=True)
     ]
     for line in metrics(run_dir):
-        own = peaks[2 * line["step"] : 2 * line["step"] + 2]
+        own = peaks[4 * line["step"] : 4 * line["step"] + 4]  # of two steps
         assert line["train/peak_memory_gib"] == pytest.approx(max(own) / 2**30)
 
 
@@ -100,7 +102,7 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_place(tmp_path: Path)
         assert command.finish() == 1
         command.assert_nothing_is_left()
     assert re.search(
-        r"actor rank [01]: train at optimizer step \d: extension:nan-guard found a non-finite number: "
+        r"actor rank [01]: optimizer_step at optimizer step \d: extension:nan-guard found a non-finite number: "
         r"column rollout_logprobs: nan at sample 5, token \d+",
         command.err,
     )
@@ -119,13 +121,13 @@ def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
     for rank in range(RANKS):
         own = [line.partition(f"actor rank {rank} ")[2] for line in told if f"actor rank {rank} " in line]
         hooks = [tuple(line.split()[:2]) for line in own]
-        train = [(sign, "train") for sign in "><"] * 2
+        train = [(sign, half) for half in HALVES for sign in "><"] * 2
         push = [(sign, "update_weights") for sign in "><"]
         ends = [(sign, "shutdown") for sign in "><"]
         save = [(sign, "save") for sign in "><"]
         compare = [(sign, "forward") for sign in "><"]
         assert hooks == [(">", "init"), ("<", "init"), *push, *compare, *train, *push, *save, *ends]
-        (first, *_) = [line for line in own if line.startswith("> train")]
+        (first, *_) = [line for line in own if line.startswith("> forward_backward")]
         assert "[backend:fsdp] batch=PackedBatch(" in first and re.search(r"tokens=int64\[\d+\]", first)
     assert any("driver > observe [extension:jsonl] event=StepFinished(step=0" in line for line in told)
 

@@ -37,24 +37,24 @@ def fail(tmp_path: Path, *arguments: str) -> Command:
 
 
 def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_checkpoints(tmp_path: Path) -> None:
-    command = fail(tmp_path, *fault("train", "raise", step=1))
+    command = fail(tmp_path, *fault("optimizer_step", "raise", step=1))
     assert command.err == (
-        f"corerl: error: backend:{NAME}, actor rank 1: train failed at optimizer step 2: ValueError: a fault "
-        f"({WHERE})\n"
+        f"corerl: error: backend:{NAME}, actor rank 1: optimizer_step failed at optimizer step 2: ValueError: a "
+        f"fault ({WHERE})\n"
     )
     assert steps_done(tmp_path / "run") == 1
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
 def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -> None:
-    command = fail(tmp_path, *fault("train", "kill", step=1))
+    command = fail(tmp_path, *fault("optimizer_step", "kill", step=1))
     (line,) = command.err.splitlines()
     assert line.startswith("corerl: error: actor rank 1: its process died during train at optimizer step 2 (")
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
 def test_a_rank_that_freezes_in_train_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
-    command = fail(tmp_path, *fault("train", "freeze", step=1), f"cluster.health_timeout={paced(6.0)}")
+    command = fail(tmp_path, *fault("optimizer_step", "freeze", step=1), f"cluster.health_timeout={paced(6.0)}")
     (line,) = command.err.splitlines()
     assert line.startswith("corerl: error: actor rank 1: its process had not said for ")
     assert "(cluster.health_timeout) where it is in train at optimizer step 2, and was ended: it was frozen" in line
@@ -92,7 +92,7 @@ def test_a_trainer_that_computes_something_else_than_its_engine_ends_the_run_bef
 
 def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]
+    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("optimizer_step", "wait", step=1)]
     with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path, own_ray=True) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step")
         command.signal_group(signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]
+    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("optimizer_step", "wait", step=1)]
     with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step, which does not end")
         os.kill(command.process.pid, signal.SIGTERM)

@@ -88,7 +88,13 @@ def test_a_run_whose_directory_is_removed_ends_with_an_error_even_if_there_is_an
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    arguments = [write_small(tmp_path), f"run.dir={run_dir}", *FAKE, "run.steps=2", *fault("train", "wait", step=1)]
+    arguments = [
+        write_small(tmp_path),
+        f"run.dir={run_dir}",
+        *FAKE,
+        "run.steps=2",
+        *fault("optimizer_step", "wait", step=1),
+    ]
     with Command("train", *arguments, logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in its second step")
         shutil.rmtree(run_dir)

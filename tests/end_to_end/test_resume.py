@@ -55,7 +55,7 @@ def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_
     resumed = ["train", run_dir / "config.toml", "checkpoint.resume=auto"]
 
     # Ctrl-C in the third step, before its optimizer step: the step is finished and saved.
-    with Command(*fresh, *fault("train", "wait", step=2), logs=tmp_path) as command:
+    with Command(*fresh, *fault("optimizer_step", "wait", step=2), logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in its third step")
         command.signal_group(signal.SIGINT)
         command.until(lambda: "SIGINT" in command.out, "told of the signal")
@@ -84,7 +84,7 @@ def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_
 
     # SIGKILL after step 4, before the optimizer step of the next one; its save is visible if it was written at once.
     (run_dir / "fault").unlink()
-    with Command(*resumed, *fault("train", "wait", step=4), logs=tmp_path) as command:
+    with Command(*resumed, *fault("optimizer_step", "wait", step=4), logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in its fifth step")
         assert_so_far_as(uninterrupted, run_dir, steps=4)
         kill(command)

@@ -15,7 +15,7 @@ from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
-from corerl.types import Array, LossSpec, PackedBatch, SampleBatch, Step
+from corerl.types import Array, LossSpec, PackedBatch, SampleBatch, Step, StepResult
 
 MODEL = ModelConfig(
     config={
@@ -47,6 +47,12 @@ def host(run_dir: Path, device: str = "cpu", **extensions: object) -> PluginHost
     made = PluginHost(PlainBackend(), name="plain", extensions=list(extensions.items()), context=context)
     made.init(config, context)
     return made
+
+
+def train(run: PluginHost, batch: PackedBatch, step: Step) -> StepResult:
+    """Both halves of a step."""
+    run.forward_backward(batch, LOSS, (), True, at=step)
+    return run.optimizer_step(step, 1.0)
 
 
 def batch(**spoiled: Mapping[int, float]) -> PackedBatch:

@@ -34,7 +34,7 @@ def test_listing_the_extensions_loads_no_heavy_library() -> None:
 def test_each_spec_names_a_class_that_its_default_options_construct(spec: ExtensionSpec, tmp_path: object) -> None:
     module, name = spec.implementation.split(":")
     extension = getattr(import_module(module), name)(options=spec.config(), run_dir=str(tmp_path))
-    hook = extension.observe if spec in DRIVERS else extension.train
+    hook = extension.observe if spec in DRIVERS else extension.optimizer_step
     assert hook.corerl_impl["wrapper"] is (spec in WORKERS)
     assert spec.process is (Process.WORKER if spec in WORKERS else Process.DRIVER)
     assert all(field.metadata["help"] for field in attrs.fields(spec.config))

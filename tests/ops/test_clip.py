@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from corerl.ops.clip import clip_grads, grad_norm
+from corerl.ops.clip import clip_grads, grad_norm, scale_grads
 from corerl.testing.pool import RankPool
 from tests.ops import ranks
 
@@ -41,6 +41,20 @@ def test_gradients_are_scaled_down_to_the_bound_and_never_up(bound: float, norm_
     assert float(grad_norm(params)) == pytest.approx(norm_after, rel=1e-6)
     assert params[0].grad is not None and float(params[0].grad[0]) == pytest.approx(3 * norm_after / 13, rel=1e-6)
     assert params[2].grad is None
+
+
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)])
+def test_gradients_are_multiplied_in_place_where_there_are_any(factor: float | torch.Tensor) -> None:
+    params = plain_params()
+    before = [param.grad for param in params]
+    scale_grads(iter(params), factor)
+    assert [param.grad is grad for param, grad in zip(params, before, strict=True)] == [True] * 3
+    assert [None if grad is None else grad.tolist() for grad in before] == [
+        [0.75, 0.0],
+        [[0.0, 1.0], [3.0, 0.0]],
+        None,
+    ]
+    assert float(grad_norm(params)) == 13.0 / 4
 
 
 def on_ranks(world_size: int, body: Callable[[int], None]) -> None:
@@ -97,7 +111,7 @@ def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() ->
     generator = torch.Generator().manual_seed(0)
     fulls = [torch.randn(5 if where == "line" else 8, 6, generator=generator) for where, _ in layouts]
     wanted = torch.cat([full.flatten() for full in fulls]).norm()
-    norms, after = [torch.zeros(()) for _ in range(4)], [torch.zeros(()) for _ in range(4)]
+    norms, tripled, after = ([torch.zeros(()) for _ in range(4)] for _ in range(3))
 
     def body(rank: int) -> None:
         meshes = {"grid": init_device_mesh("cpu", (2, 2)), "line": init_device_mesh("cpu", (4,))}
@@ -112,13 +126,16 @@ def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() ->
             absent.grad = torch.zeros_like(absent)
         params.append(absent)
         norms[rank] = grad_norm(params)
-        clip_grads(params, 1.0, norms[rank])
+        scale_grads(params, 3.0)
+        tripled[rank] = grad_norm(params)
+        clip_grads(params, 1.0, tripled[rank])
         after[rank] = grad_norm(params)
 
     on_ranks(4, body)
-    for norm, scaled in zip(norms, after, strict=True):
+    for norm, larger, clipped in zip(norms, tripled, after, strict=True):
         torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
-        torch.testing.assert_close(scaled, torch.ones(()), rtol=1e-5, atol=0)
+        torch.testing.assert_close(larger, 3 * wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(clipped, torch.ones(()), rtol=1e-5, atol=0)
 
 
 def test_replicas_whose_norms_differ_in_the_last_bit_end_with_the_same_one(rank_pool: RankPool) -> None:

@@ -31,7 +31,8 @@ import numpy as np
 from corerl import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.types import (
-    ForwardResult, InitResult, ParallelLayout, SaveResult, SleepResult, TrainResult, UpdateResult, WakeResult
+    ForwardResult, GradientResult, InitResult, ParallelLayout, SaveResult, SleepResult, StepResult, UpdateResult,
+    WakeResult,
 )
 
 class Code(BackendBase):
@@ -40,8 +41,12 @@ class Code(BackendBase):
         return InitResult(layout=ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1))
 
     @hookimpl
-    def train({train}):
-        return TrainResult(applied=True, metrics={{}}, grad_norm={grad_norm}, tokens=batch.count)
+    def forward_backward({forward_backward}):
+        return GradientResult(metrics={{}}, tokens=batch.count)
+
+    @hookimpl
+    def optimizer_step({optimizer_step}):
+        return StepResult(applied=True, grad_norm={grad_norm})
 
     @hookimpl
     def forward({forward}):
@@ -63,14 +68,23 @@ class Code(BackendBase):
     def wake_up(self):
         return WakeResult(restored_bytes=1)
 """
-FEWER = CODE.format(init="self", train="self, batch", forward="self, batch", grad_norm="0.5")
+FEWER = CODE.format(
+    init="self", forward_backward="self, batch", optimizer_step="self", forward="self, batch", grad_norm="0.5"
+)
 MORE = CODE.format(
     init="self, config, context, topology=None",
-    train="self, batch, loss, step, deadline=7.5",  # of a later minor version of the contract
+    forward_backward="self, batch, loss, outputs, last, deadline=None",  # of a later minor version of the contract
+    optimizer_step="self, step, scale, deadline=7.5",
     forward="self, batch, outputs, weights, dtype=None",
     grad_norm="deadline",
 )
-UNKNOWN = CODE.format(init="self", train="self, batch, deadline", forward="self, batch", grad_norm="0.5")
+UNKNOWN = CODE.format(
+    init="self",
+    forward_backward="self, batch, deadline",
+    optimizer_step="self",
+    forward="self, batch",
+    grad_norm="0.5",
+)
 
 
 @pytest.mark.parametrize(("module", "code", "grad_norm"), [("fewer", FEWER, 0.5), ("more", MORE, 7.5)])
@@ -84,8 +98,8 @@ def test_a_backend_with_fewer_arguments_or_with_later_ones_that_have_defaults_ru
     assert host.init(config=CONFIG, context=CONTEXT).layout.dp_size == 1
     batch = PackedBatch(micro_batches=(), count=3)
     step = Step(optimizer_step=0, rollout_step=0, lr=0.1)
-    trained = host.train(batch=batch, loss=LossSpec(name="clipped"), step=step)
-    assert (trained.tokens, trained.grad_norm) == (3, grad_norm)
+    assert host.forward_backward(batch=batch, loss=LossSpec(name="clipped"), outputs=(), last=True).tokens == 3
+    assert host.optimizer_step(step=step, scale=1.0).grad_norm == grad_norm
     assert host.forward(batch=batch, outputs=(), weights="").outputs == {}
     assert host.update_weights(sender=None, version=1).version == 1
     assert host.save(path="there", step=step, background=False).path == "there"
@@ -103,7 +117,7 @@ def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
     with pytest.raises(ContractError) as caught:
         PluginHost(implementation(), name="other", context=CONTEXT)
     assert caught.value.message == (
-        "backend:other implements train(batch, deadline) for train(batch, loss, step): "
+        "backend:other implements forward_backward(batch, deadline) for forward_backward(batch, loss, outputs, last): "
         "parameter 'deadline' does not exist in the hook; rename it or give it a default"
     )
 

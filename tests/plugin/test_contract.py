@@ -22,8 +22,12 @@ class Backend:
         return "init"
 
     @hookimpl
-    def train(self, batch: Any, loss: Any, step: Any) -> str:
-        return "train"
+    def forward_backward(self, batch: Any, loss: Any, outputs: Any, last: Any) -> str:
+        return "forward_backward"
+
+    @hookimpl
+    def optimizer_step(self, step: Any, scale: Any) -> str:
+        return "optimizer_step"
 
     @hookimpl
     def forward(self, batch: Any, outputs: Any, weights: Any) -> str:
@@ -59,17 +63,18 @@ def refusal(extension: object) -> str:
 
 
 def test_a_backend_with_every_required_hook_is_accepted() -> None:
-    assert registered().hook.train(batch=1, loss=2, step=3) == "train"
+    assert registered().hook.optimizer_step(step=1, scale=2) == "optimizer_step"
 
 
 def test_a_wrapper_that_takes_fewer_arguments_and_one_of_a_newer_core_is_accepted() -> None:
     class Newer:
         @hookimpl(wrapper=True)
-        def train(self, step: int, future: int = 7) -> Generator[None, str, Any]:
+        def optimizer_step(self, step: int, future: int = 7) -> Generator[None, str, Any]:
             result = yield
             return (result, step, future)
 
-    assert registered(("extension:t", Newer())).hook.train(batch=1, loss=2, step=3) == ("train", 3, 7)
+    found = registered(("extension:t", Newer())).hook.optimizer_step(step=3, scale=2)
+    assert found == ("optimizer_step", 3, 7)
 
 
 def test_a_class_is_no_plugin() -> None:
@@ -88,7 +93,7 @@ def test_an_extension_without_any_marked_method_is_refused() -> None:
 def test_an_unknown_hook_is_answered_with_the_nearest_also_where_it_is_optional() -> None:
     class Typo:
         @hookimpl(wrapper=True)
-        def trian(self) -> Iterator[None]:
+        def optimizer_stpe(self) -> Iterator[None]:
             return (yield)
 
     class OptionalTypo:
@@ -107,48 +112,49 @@ def test_an_unknown_hook_is_answered_with_the_nearest_also_where_it_is_optional(
         @hookimpl
         def observe(self, event: Any) -> None: ...
 
-    assert refusal(Typo()) == "extension:t implements unknown hook 'trian'; did you mean 'train'?"
+    assert refusal(Typo()) == "extension:t implements unknown hook 'optimizer_stpe'; did you mean 'optimizer_step'?"
     assert refusal(OptionalTypo()) == "extension:t implements unknown hook 'wakeup'; did you mean 'wake_up'?"
     assert refusal(Strange()) == (
         "extension:t implements unknown hook 'quench'; "
-        "known hooks: init, train, forward, update_weights, save, sleep, wake_up, shutdown, observe"
+        "known hooks: init, forward_backward, optimizer_step, forward, update_weights, save, sleep, wake_up, shutdown, "
+        "observe"
     )
     registered(("extension:t", OfANewerCore()))
 
 
 def test_the_hook_that_specname_names_is_what_counts() -> None:
     class Renamed:
-        @hookimpl(wrapper=True, specname="trane")
+        @hookimpl(wrapper=True, specname="optimiser_step")
         def around(self) -> Iterator[None]:
             return (yield)
 
-    assert refusal(Renamed()) == "extension:t implements unknown hook 'trane'; did you mean 'train'?"
+    assert refusal(Renamed()) == "extension:t implements unknown hook 'optimiser_step'; did you mean 'optimizer_step'?"
 
 
 def test_parameters_that_pluggy_cannot_fill_are_refused() -> None:
     class KeywordOnly:
         @hookimpl(wrapper=True)
-        def train(self, batch: Any, *, step: Any) -> Iterator[None]:
+        def forward_backward(self, batch: Any, *, loss: Any) -> Iterator[None]:
             return (yield)
 
     class PositionalOnly:
         @hookimpl(wrapper=True)
-        def train(self, batch: Any, /) -> Iterator[None]:
+        def forward_backward(self, batch: Any, /) -> Iterator[None]:
             return (yield)
 
     class Star:
         @hookimpl(wrapper=True)
-        def train(self, **everything: Any) -> Iterator[None]:
+        def forward_backward(self, **everything: Any) -> Iterator[None]:
             return (yield)
 
     class Unknown:
         @hookimpl(wrapper=True)
-        def train(self, batch: Any, index: Any) -> Iterator[None]:
+        def forward_backward(self, batch: Any, index: Any) -> Iterator[None]:
             return (yield)
 
-    both = "extension:t implements train{} for train(batch, loss, step): {}"
+    both = "extension:t implements forward_backward{} for forward_backward(batch, loss, outputs, last): {}"
     assert refusal(KeywordOnly()) == both.format(
-        "(batch, *, step)", "keyword-only parameter 'step' is never passed; move it before the '*'"
+        "(batch, *, loss)", "keyword-only parameter 'loss' is never passed; move it before the '*'"
     )
     assert refusal(PositionalOnly()) == both.format(
         "(batch, /)", "parameter 'batch' is positional-only; remove the '/'"
@@ -172,17 +178,17 @@ def test_a_decorator_does_not_hide_what_is_wrong_with_the_method_inside() -> Non
     class Decorated:
         @hookimpl(wrapper=True)
         @logged
-        def train(self, *, batch: Any) -> Iterator[None]:
+        def optimizer_step(self, *, step: Any) -> Iterator[None]:
             return (yield)
 
     class Fine(Backend):
         @hookimpl
         @logged
-        def train(self, batch: Any, loss: Any, step: Any) -> str:
+        def optimizer_step(self, step: Any, scale: Any) -> str:
             return f"decorated {step}"
 
-    assert "keyword-only parameter 'batch'" in refusal(Decorated())
-    assert registered(backend=Fine()).hook.train(batch=1, loss=2, step=3) == "decorated 3"
+    assert "keyword-only parameter 'step'" in refusal(Decorated())
+    assert registered(backend=Fine()).hook.optimizer_step(step=3, scale=2) == "decorated 3"
 
 
 def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
@@ -192,26 +198,26 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
 
     class OldStyle:
         @hookimpl(hookwrapper=True)
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             yield
 
     class NoYield:
         @hookimpl(wrapper=True)
-        def train(self) -> None: ...
+        def optimizer_step(self) -> None: ...
 
     class NoWrapper:
         @hookimpl
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
     class First:
         @hookimpl(wrapper=True, tryfirst=True)
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
     class Last:
         @hookimpl(wrapper=True, trylast=True)
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
     class WrapsTheEnd:
@@ -219,18 +225,18 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
         def shutdown(self, reason: str) -> Iterator[None]:
             return (yield)
 
-    train = "extension:t implements train() for train(batch, loss, step): "
+    taken = "extension:t implements optimizer_step() for optimizer_step(step, scale): "
     assert refusal(Async()) == (
         "extension:t implements observe(event) for observe(event): "
         "it is async, but hooks are never awaited; make it an ordinary function"
     )
     assert refusal(OldStyle()) == (
-        train + "hookwrapper=True hides the backend's own error; write wrapper=True and 'return (yield)'"
+        taken + "hookwrapper=True hides the backend's own error; write wrapper=True and 'return (yield)'"
     )
-    assert refusal(NoYield()) == train + "a wrapper needs exactly one yield; write 'return (yield)'"
-    assert refusal(NoWrapper()) == train + "it yields but is not a wrapper; write @hookimpl(wrapper=True)"
+    assert refusal(NoYield()) == taken + "a wrapper needs exactly one yield; write 'return (yield)'"
+    assert refusal(NoWrapper()) == taken + "it yields but is not a wrapper; write @hookimpl(wrapper=True)"
     order = "tryfirst and trylast override the order of the config's list; remove them"
-    assert refusal(First()) == refusal(Last()) == train + order
+    assert refusal(First()) == refusal(Last()) == taken + order
     assert refusal(WrapsTheEnd()) == (
         "extension:t implements shutdown(reason) for shutdown(reason): "
         "shutdown is called on each plugin separately and cannot be wrapped; implement it without wrapper=True"
@@ -240,11 +246,11 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
 def test_an_extension_may_not_answer_in_the_backends_place() -> None:
     class Steals:
         @hookimpl
-        def train(self, batch: Any) -> str:
+        def optimizer_step(self, step: Any) -> str:
             return "stolen"
 
     assert refusal(Steals()) == (
-        "extension:t implements train itself, which only backend:mine may do; "
+        "extension:t implements optimizer_step itself, which only backend:mine may do; "
         "to wrap it, use @hookimpl(wrapper=True) and end with 'return (yield)'"
     )
 
@@ -255,13 +261,13 @@ def test_a_backend_must_implement_each_required_hook_exactly_once() -> None:
             return "save"
 
     class Twice(Backend):
-        @hookimpl(specname="train")
-        def train_too(self, batch: Any) -> str:
-            return "train"
+        @hookimpl(specname="optimizer_step")
+        def step_too(self, step: Any) -> str:
+            return "optimizer_step"
 
-    for backend, found in ((Forgets(), "save not at all"), (Twice(), "train 2 times")):
+    for backend, found in ((Forgets(), "save not at all"), (Twice(), "optimizer_step 2 times")):
         hook = found.partition(" ")[0]
-        arguments = {"save": "(path, step, background)", "train": "(batch, loss, step)"}[hook]
+        arguments = {"save": "(path, step, background)", "optimizer_step": "(step, scale)"}[hook]
         with pytest.raises(ContractError) as caught:
             registered(backend=backend)
         assert caught.value.message == (

@@ -16,7 +16,7 @@ from corerl.plugin.hooktrace import VARIABLE, summary
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import Observers
 from corerl.types import MemoryKind, Output
-from tests.plugin.test_host import BATCH, CONFIG, CONTEXT, LOSS, STEP, Fake, Logs
+from tests.plugin.test_host import BATCH, CONFIG, CONTEXT, Fake, Logs, train
 
 
 @frozen
@@ -66,21 +66,25 @@ def test_each_call_is_told_with_who_is_in_it_outermost_first(
     host = PluginHost(Fake(), name="mine", extensions=extensions, context=CONTEXT)
     host.init(CONFIG, CONTEXT)
     lines(capsys)
-    host.train(BATCH, LOSS, STEP)
+    train(host)
     host.shutdown("finished")
-    train = (
-        "actor rank 1 > train [extension:a > extension:b > backend:mine] "
-        "batch=PackedBatch(micro_batches=[], count=0, temperature=1.0) "
-        "loss=LossSpec(name='clipped', params={}, outputs=[logprobs]) "
-        "step=Step(optimizer_step=12, rollout_step=3, lr=0.1)"
-    )
-    trained = (
-        "actor rank 1 < train N ms TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8, compilations=[])"
-    )
+    halves = [
+        (
+            "actor rank 1 > forward_backward [backend:mine] "
+            "batch=PackedBatch(micro_batches=[], count=1, temperature=1.0) "
+            "loss=LossSpec(name='clipped', params={}, outputs=[logprobs]) outputs=[] last=True"
+        ),
+        "actor rank 1 < forward_backward N ms GradientResult(metrics={}, tokens=8, outputs=None)",
+        (
+            "actor rank 1 > optimizer_step [extension:a > extension:b > backend:mine] "
+            "step=Step(optimizer_step=12, rollout_step=3, lr=0.1) scale=1.0"
+        ),
+        "actor rank 1 < optimizer_step N ms StepResult(applied=True, grad_norm=1.5, metrics={})",
+    ]
     ends = []
     for plugin in ("extension:a", "extension:b", "backend:mine"):
         ends += [f"actor rank 1 > shutdown [{plugin}] reason='finished'", "actor rank 1 < shutdown N ms None"]
-    assert lines(capsys) == [train, trained, *ends]
+    assert lines(capsys) == [*halves, *ends]
 
 
 def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
@@ -90,20 +94,20 @@ def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
 
     class Forwards:
         @hookimpl(wrapper=True)
-        def train(self) -> Iterator[None]:
+        def forward_backward(self) -> Iterator[None]:
             host.forward(BATCH, (), "")
             return (yield)
 
     host = PluginHost(
-        Fake(train=ValueError("boom\nmore")), name="mine", extensions=[("f", Forwards())], context=CONTEXT
+        Fake(forward_backward=ValueError("boom\nmore")), name="mine", extensions=[("f", Forwards())], context=CONTEXT
     )
     host.init(CONFIG, CONTEXT)
     lines(capsys)
     with pytest.raises(HookFailed):
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     told = [line.partition("rank 1 ")[2] for line in lines(capsys)]
-    assert [line[:11] for line in told] == ["> train [ex", "  > forward", "  < forward", "< train N m"]
-    assert told[-1] == "< train N ms raised ValueError: boom"
+    assert [line[:11] for line in told] == ["> forward_b", "  > forward", "  < forward", "< forward_b"]
+    assert told[-1] == "< forward_backward N ms raised ValueError: boom"
 
 
 def test_the_drivers_observers_are_told_of_too(

@@ -28,6 +28,7 @@ from corerl.plugin.context import Context
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -38,7 +39,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -53,10 +54,12 @@ CONFIG = RoleConfig(
     seed=0,
     timeout=1.0,
 )
-BATCH = PackedBatch(micro_batches=(), count=0)
+BATCH = PackedBatch(micro_batches=(), count=1)  # nobody here looks into it
+NOTHING = PackedBatch(micro_batches=(), count=0)
 LOSS = LossSpec(name="clipped")
 STEP = Step(optimizer_step=12, rollout_step=3, lr=0.1)
-TRAINED = TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8)
+ADDED = GradientResult(metrics={}, tokens=8)
+STEPPED = StepResult(applied=True, grad_norm=1.5)
 EVERY = frozenset(MemoryKind)
 
 
@@ -80,9 +83,16 @@ class Fake(BackendBase):
         return InitResult(layout=layout, weights_version=self.version)
 
     @hookimpl
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        self.note("train", step.optimizer_step)
-        return TRAINED
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        self.note("forward_backward", batch.count, outputs, last)
+        return ADDED
+
+    @hookimpl
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        self.note("optimizer_step", step.optimizer_step, scale)
+        return STEPPED
 
     @hookimpl
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
@@ -121,7 +131,7 @@ class Logs:
         self.name, self.log, self.error = name, log, error
 
     @hookimpl(wrapper=True)
-    def train(self, step: Step) -> Iterator[None]:
+    def optimizer_step(self, step: Step) -> Iterator[None]:
         self.log.append(f"{self.name}>")
         result = yield
         self.log.append(f"<{self.name}")
@@ -142,17 +152,27 @@ def ready(backend: Fake | None = None, *extensions: tuple[str, object]) -> tuple
     return host, backend
 
 
+def train(host: PluginHost, step: Step = STEP) -> StepResult:
+    """Both halves of a step."""
+    host.forward_backward(BATCH, LOSS, (), True, at=step)
+    return host.optimizer_step(step, 1.0)
+
+
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
 def test_every_hook_reaches_the_backend_with_its_arguments_and_returns_its_result() -> None:
     host, backend = ready(Fake(version=3))
-    assert host.train(BATCH, LOSS, STEP) is TRAINED
+    assert host.forward_backward(BATCH, LOSS, (Output.ENTROPY,), False) is ADDED
+    assert host.forward_backward(BATCH, LOSS, (), True) is ADDED
+    assert host.optimizer_step(STEP, 0.25) is STEPPED
     assert host.forward(BATCH, (Output.LOGPROBS,), "ref").outputs == {}
     assert host.update_weights(None, 3).version == 3
     assert host.save("somewhere", STEP, False).path == "somewhere"
     assert backend.calls == [
-        ("train", 12),
+        ("forward_backward", 1, (Output.ENTROPY,), False),
+        ("forward_backward", 1, (), True),
+        ("optimizer_step", 12, 0.25),
         ("forward", (Output.LOGPROBS,), "ref"),
         ("update_weights", 3),
         ("save", "somewhere"),
@@ -162,7 +182,7 @@ def test_every_hook_reaches_the_backend_with_its_arguments_and_returns_its_resul
 def test_the_first_extension_of_the_list_is_outermost() -> None:
     log: list[str] = []
     host, _ = ready(None, ("a", Logs("a", log)), ("b", Logs("b", log)))
-    host.train(BATCH, LOSS, STEP)
+    train(host)
     assert log == ["a>", "b>", "<b", "<a"]
 
 
@@ -200,8 +220,8 @@ def test_nothing_but_init_is_allowed_before_init_and_init_only_once() -> None:
     backend = Fake()
     host = PluginHost(backend, name="mine", context=CONTEXT)
     with pytest.raises(WrongState) as caught:
-        host.train(BATCH, LOSS, STEP)
-    assert caught.value.message == "train on actor rank 1 is not allowed in state new: call init first"
+        train(host)
+    assert caught.value.message == "forward_backward on actor rank 1 is not allowed in state new: call init first"
     assert backend.calls == []
     host.init(CONFIG, CONTEXT)
     with pytest.raises(
@@ -212,15 +232,17 @@ def test_nothing_but_init_is_allowed_before_init_and_init_only_once() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), ModelError("no such tensor"), KeyboardInterrupt()])
-def test_whatever_leaves_train_leaves_only_shutdown(error: BaseException) -> None:
-    host, backend = ready(Fake(train=error))
+@pytest.mark.parametrize(("half", "called"), [("forward_backward", 1), ("optimizer_step", 2)])
+def test_whatever_leaves_a_half_of_a_step_leaves_only_shutdown(half: str, called: int, error: BaseException) -> None:
+    host, backend = ready(Fake(**{half: error}))
     with pytest.raises(HookFailed if isinstance(error, ValueError) else type(error)):
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     assert host.state is State.FAILED
-    with pytest.raises(WrongState, match="init or train failed earlier; only shutdown is allowed"):
-        host.save("somewhere", STEP, False)
+    for call in (lambda: host.save("somewhere", STEP, False), lambda: host.optimizer_step(STEP, 1.0)):
+        with pytest.raises(WrongState, match="init or a training step failed earlier; only shutdown is allowed"):
+            call()
     host.shutdown("failed")
-    assert [call[0] for call in backend.calls] == ["train", "shutdown"]
+    assert [call[0] for call in backend.calls] == [*["forward_backward", "optimizer_step"][:called], "shutdown"]
 
 
 def test_a_failing_init_leaves_only_shutdown() -> None:
@@ -248,6 +270,115 @@ def test_a_failure_elsewhere_leaves_the_host_ready(hook: str) -> None:
     assert host.state is State.READY
 
 
+# ---- the halves of a step --------------------------------------------------------------------------------------------
+
+
+def added(*last: bool) -> tuple[PluginHost, Fake]:
+    """After one call of `forward_backward` for each, and with no call noted."""
+    host, backend = ready()
+    for each in last:
+        host.forward_backward(BATCH, LOSS, (), each)
+    backend.calls.clear()
+    return host, backend
+
+
+LAST_WAS_MADE = "forward_backward on actor rank 1 was refused: the step's last call was made; call optimizer_step first"
+NO_GRADIENTS = (
+    "optimizer_step on actor rank 1 was refused: there are no gradients since the last step; call forward_backward "
+    "first"
+)
+
+
+def test_a_step_is_taken_of_any_number_of_calls_the_last_of_them_announced_or_not() -> None:
+    for calls in ([True], [False], [False, False, True], [False] * 4):
+        host, backend = ready()
+        for number in range(2):
+            for last in calls:
+                assert host.forward_backward(BATCH, LOSS, (), last) is ADDED
+            assert host.optimizer_step(evolve(STEP, optimizer_step=number), 1.0) is STEPPED
+        step = [("forward_backward", 1, (), last) for last in calls]
+        assert backend.calls == [*step, ("optimizer_step", 0, 1.0), *step, ("optimizer_step", 1, 1.0)]
+
+
+@pytest.mark.parametrize("batch", [BATCH, NOTHING])
+def test_a_call_after_the_announced_last_is_refused_until_the_step_is_taken(batch: PackedBatch) -> None:
+    host, backend = added(False, True)
+    with pytest.raises(WrongState) as caught:
+        host.forward_backward(batch, LOSS, (), True)
+    assert (caught.value.message, backend.calls, host.state) == (LAST_WAS_MADE, [], State.READY)
+    host.optimizer_step(STEP, 1.0)
+    host.forward_backward(batch, LOSS, (), True)
+
+
+def test_a_step_without_gradients_is_refused_before_the_first_call_and_after_the_step() -> None:
+    host, backend = ready()
+    for _ in range(2):
+        with pytest.raises(WrongState) as caught:
+            host.optimizer_step(STEP, 1.0)
+        assert (caught.value.message, backend.calls, host.state) == (NO_GRADIENTS, [], State.READY)
+        train(host)
+        backend.calls.clear()
+
+
+def test_gradients_that_wait_for_their_step_are_neither_left_out_of_a_checkpoint_nor_put_to_sleep() -> None:
+    host, backend = added(False)
+    with pytest.raises(WrongState) as caught:
+        host.save("somewhere", STEP, False)
+    assert caught.value.message == (
+        "save on actor rank 1 was refused: gradients wait for optimizer_step, and are in no checkpoint; call it first"
+    )
+    for kinds in (EVERY, {MemoryKind.GRAD}):
+        with pytest.raises(WrongState) as caught:
+            host.sleep(kinds)
+        assert caught.value.message == (
+            "sleep on actor rank 1 was refused: the gradients wait for optimizer_step, and would be lost; let the "
+            "other kinds sleep, or call optimizer_step first"
+        )
+    assert (backend.calls, host.resident, host.state) == ([], EVERY, State.READY)
+    host.optimizer_step(STEP, 1.0)
+    host.save("somewhere", STEP, False)
+    host.sleep(EVERY)
+    assert backend.calls == [("optimizer_step", 12, 1.0), ("save", "somewhere"), ("sleep", EVERY)]
+
+
+def test_between_the_calls_of_a_step_the_model_is_passed_sent_and_all_but_gradients_sleep() -> None:
+    others = EVERY - {MemoryKind.GRAD}
+    host, backend = added(False)
+    host.forward(BATCH, (), "ref")
+    host.update_weights(None, 1)
+    host.sleep(others)
+    with pytest.raises(NotResident):
+        host.forward_backward(BATCH, LOSS, (), True)
+    host.wake_up(others)
+    host.forward_backward(BATCH, LOSS, (), True)
+    host.forward(BATCH, (), "")
+    host.optimizer_step(STEP, 1.0)
+    assert [call[0] for call in backend.calls] == [
+        "forward", "update_weights", "sleep", "wake_up", "forward_backward", "forward", "optimizer_step",
+    ]  # fmt: skip
+
+
+def test_a_batch_without_micro_batches_adds_nothing_and_does_not_reach_the_backend() -> None:
+    host, backend = ready()
+    for outputs in ((), (Output.LOGPROBS, Output.ENTROPY)):
+        found = host.forward_backward(NOTHING, LOSS, outputs, True)
+        assert (found.metrics, found.tokens, found.outputs is None) == ({}, 0, not outputs)
+        if found.outputs is not None:
+            assert (len(found.outputs.samples), list(found.outputs.offsets)) == (0, [0])
+            assert {output: len(values) for output, values in found.outputs.outputs.items()} == dict.fromkeys(
+                outputs, 0
+            )
+    with pytest.raises(WrongState) as caught:
+        host.optimizer_step(STEP, 1.0)  # nothing is to be stepped with
+    assert (caught.value.message, backend.calls) == (NO_GRADIENTS, [])
+    host.save("somewhere", STEP, False)
+    host.forward_backward(BATCH, LOSS, (), False)
+    host.forward_backward(NOTHING, LOSS, (), True)  # and yet it is the last
+    with pytest.raises(WrongState):
+        host.forward_backward(BATCH, LOSS, (), False)
+    assert host.optimizer_step(STEP, 1.0) is STEPPED
+
+
 # ---- residency -------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +401,8 @@ def test_sleep_and_wake_up_are_idempotent_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("hook", "needs"),
     [
-        ("train", EVERY),
+        ("forward_backward", EVERY),
+        ("optimizer_step", EVERY),
         ("forward", {MemoryKind.PARAM}),
         ("update_weights", {MemoryKind.PARAM}),
         ("save", {MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER}),
@@ -282,7 +414,8 @@ def test_a_hook_is_refused_exactly_where_a_kind_that_it_needs_sleeps(hook: str, 
         host.sleep({kind})
         backend.calls.clear()
         calls = {
-            "train": lambda host=host: host.train(BATCH, LOSS, STEP),
+            "forward_backward": lambda host=host: host.forward_backward(BATCH, LOSS, (), False),
+            "optimizer_step": lambda host=host: host.optimizer_step(STEP, 1.0),
             "forward": lambda host=host: host.forward(BATCH, (), ""),
             "update_weights": lambda host=host: host.update_weights(None, 1),
             "save": lambda host=host: host.save("somewhere", STEP, False),
@@ -305,10 +438,10 @@ def test_kinds_whose_sleep_failed_must_be_woken_before_they_are_used() -> None:
     with pytest.raises(HookFailed):
         host.sleep({MemoryKind.PARAM})
     with pytest.raises(NotResident):
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     host.wake_up({MemoryKind.PARAM})
     assert backend.calls[-1] == ("wake_up", {MemoryKind.PARAM})
-    assert host.train(BATCH, LOSS, STEP) is TRAINED
+    assert train(host) is STEPPED
 
 
 # ---- weight versions -------------------------------------------------------------------------------------------------
@@ -344,14 +477,14 @@ def test_a_version_whose_update_failed_is_used_up() -> None:
 def test_a_wrapper_that_drops_the_result_is_found_with_the_call_chain() -> None:
     class Drops:
         @hookimpl(wrapper=True)
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             yield
 
     host, _ = ready(None, ("log", Logs("a", [])), ("drop", Drops()))
     with pytest.raises(ContractError) as caught:
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     assert caught.value.message == (
-        "actor rank 1: train at optimizer step 12: train() returned NoneType, expected TrainResult; "
+        "actor rank 1: optimizer_step at optimizer step 12: optimizer_step() returned NoneType, expected StepResult; "
         "call chain: extension:log > extension:drop > backend:mine "
         "(a wrapper with a bare yield drops the result: write return (yield))"
     )
@@ -379,31 +512,40 @@ def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers
         (None, "metrics of type NoneType, expected a mapping from names to Metric"),
     ],
 )
-def test_metrics_that_are_plain_numbers_are_found_on_their_rank_with_their_name(metrics: Any, told: str) -> None:
+@pytest.mark.parametrize("half", ["forward_backward", "optimizer_step"])
+def test_metrics_that_are_plain_numbers_are_found_on_their_rank_with_their_name(
+    half: str, metrics: Any, told: str
+) -> None:
     class Wrong(Fake):
         @hookimpl
-        def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-            return evolve(TRAINED, metrics=metrics)
+        def forward_backward(
+            self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+        ) -> GradientResult:
+            return evolve(ADDED, metrics=metrics) if half == "forward_backward" else ADDED
+
+        @hookimpl
+        def optimizer_step(self, step: Step, scale: float) -> StepResult:
+            return evolve(STEPPED, metrics=metrics)
 
     host, _ = ready(Wrong())
     with pytest.raises(ContractError) as caught:
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     assert caught.value.message == (
-        f"actor rank 1: train at optimizer step 12: train() returned {told}; call chain: backend:mine"
+        f"actor rank 1: {half} at optimizer step 12: {half}() returned {told}; call chain: backend:mine"
     )
 
 
 def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survives_pickling() -> None:
-    host, _ = ready(Fake(train=RuntimeError("CUDA error: out of memory\nCompile with something")))
+    host, _ = ready(Fake(forward_backward=RuntimeError("CUDA error: out of memory\nCompile with something")))
     with pytest.raises(HookFailed) as caught:
-        host.train(BATCH, LOSS, STEP)
+        train(host)
     arrived = pickle.loads(pickle.dumps(caught.value))
     raises = Fake.note.__code__.co_firstlineno + 3
     assert arrived.message == (
-        "backend:mine, actor rank 1: train failed at optimizer step 12: RuntimeError: CUDA error: out of memory "
-        f"(tests/plugin/test_host.py:{raises})"
+        "backend:mine, actor rank 1: forward_backward failed at optimizer step 12: RuntimeError: CUDA error: out of "
+        f"memory (tests/plugin/test_host.py:{raises})"
     )
-    assert (arrived.hook, arrived.rank) == ("train", 1)
+    assert (arrived.hook, arrived.rank) == ("forward_backward", 1)
     assert arrived.details.startswith("Traceback (most recent call last):")
     assert "Compile with something" in arrived.details
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -414,9 +556,9 @@ def test_an_error_that_no_line_of_the_backend_is_a_part_of_is_told_without_a_lin
         pass
 
     Elsewhere.__module__ = "corerl_mine.backend"
-    host, _ = ready(Elsewhere(train=RuntimeError("out of luck")))
+    host, _ = ready(Elsewhere(optimizer_step=RuntimeError("out of luck")))
     with pytest.raises(HookFailed, match="RuntimeError: out of luck$"):
-        host.train(BATCH, LOSS, STEP)
+        train(host)
 
 
 def test_a_backend_that_calls_exit_fails_instead_of_ending_the_worker() -> None:
@@ -471,7 +613,7 @@ def test_shutdown_ends_extensions_before_the_backend_each_once() -> None:
     assert log == ["a ends", "b ends", ("shutdown", "finished")]
     assert host.state is State.CLOSED
     with pytest.raises(WrongState, match="not allowed in state closed: it was shut down; start a new worker"):
-        host.train(BATCH, LOSS, STEP)
+        train(host)
 
 
 def test_errors_of_shutdown_are_collected_into_one() -> None:
@@ -490,9 +632,9 @@ def test_errors_of_shutdown_are_collected_into_one() -> None:
 
 
 def test_errors_of_shutdown_do_not_hide_an_earlier_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    host, _ = ready(Fake(train=ValueError("boom"), shutdown=SaveFailed("disk full")))
+    host, _ = ready(Fake(optimizer_step=ValueError("boom"), shutdown=SaveFailed("disk full")))
     with pytest.raises(HookFailed):
-        host.train(BATCH, LOSS, evolve(STEP, optimizer_step=0))
+        train(host)
     host.shutdown("failed")
     assert capsys.readouterr().err == "disk full\n"
 
@@ -535,7 +677,8 @@ def test_a_frozen_role_refuses_to_train_save_and_send_and_passes_samples_all_the
     host, fake = lacking()
     host.init(config=evolve(CONFIG, frozen=True), context=CONTEXT)
     verbs = {
-        "train": lambda: host.train(batch=BATCH, loss=LOSS, step=STEP),
+        "forward_backward": lambda: host.forward_backward(batch=BATCH, loss=LOSS, outputs=(), last=True),
+        "optimizer_step": lambda: host.optimizer_step(step=STEP, scale=1.0),
         "save": lambda: host.save(path="p", step=STEP, background=False),
         "update_weights": lambda: host.update_weights(sender=None, version=1),
     }
@@ -565,8 +708,8 @@ def test_verbs_that_are_a_capability_are_refused_and_all_others_go_on() -> None:
         with pytest.raises(Unsupported, match="which the backend 'fake' does not support yet: no "):
             call()
     host.save(path="p", step=STEP, background=False)
-    assert host.train(batch=BATCH, loss=LOSS, step=STEP) is TRAINED
-    assert [hook for hook, *_ in fake.calls] == ["init", "save", "train"]
+    assert train(host) is STEPPED
+    assert [hook for hook, *_ in fake.calls] == ["init", "save", "forward_backward", "optimizer_step"]
 
 
 def test_a_backend_may_ask_by_itself_for_what_only_it_can_see() -> None:

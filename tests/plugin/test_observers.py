@@ -127,13 +127,14 @@ def test_nobody_hears_of_what_happens_after_the_end() -> None:
 def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
     class Wraps:
         @hookimpl(wrapper=True)
-        def train(self) -> Iterator[None]:
+        def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (
-        "extension:t implements train, which is called in workers only; its spec must have process=Process.WORKER"
+        "extension:t implements optimizer_step, which is called in workers only; its spec must have "
+        "process=Process.WORKER"
     )
 
 

@@ -180,7 +180,7 @@ def ignores_the_mask(inputs: LossInputs) -> LossResult:
     assert inputs.logprobs is not None
     ratio = (inputs.logprobs - columns["old_logprobs"]).exp()
     loss = -(columns["weights"] * ratio * columns["advantages"]).sum()
-    return LossResult(loss, {"loss": TensorMetric(loss.detach(), columns["weights"].sum(), Reduction.SUM)})
+    return LossResult(loss, {"loss": TensorMetric(loss.detach(), columns["weights"].sum(), Reduction.LOSS)})
 
 
 class MeanOfMicroBatch(OtherLoss):

@@ -40,11 +40,19 @@ class Call:
 
 # Class of a broken backend -> its one method, and in which calls that does more than call the plain backend's.
 WAITS_FOR: dict[str, tuple[str, Callable[[Call], Any]]] = {
-    "SwallowsErrors": ("train", lambda call: call.error),
-    "CountsSkippedSteps": ("train", lambda call: call.result and not call.result.applied),
-    "KeepsFirstRate": ("train", lambda call: call.given["step"].lr != call.optimizer.lr),
-    "OwnExperts": ("train", lambda call: any(COLUMN in each.columns for each in micro_batches(call))),
-    "AlwaysScales": ("train", lambda call: call.result and not call.result.grad_norm > (call.optimizer.clip_norm or 0)),
+    "SwallowsErrors": ("forward_backward", lambda call: call.error),
+    "CountsSkippedSteps": ("optimizer_step", lambda call: call.result and not call.result.applied),
+    "KeepsFirstRate": ("optimizer_step", lambda call: call.given["step"].lr != call.optimizer.lr),
+    "OwnExperts": ("forward_backward", lambda call: any(COLUMN in each.columns for each in micro_batches(call))),
+    "AlwaysScales": (
+        "optimizer_step",
+        lambda call: call.result and not call.result.grad_norm > (call.optimizer.clip_norm or 0),
+    ),
+    "ForgetsEarlierCalls": ("forward_backward", lambda call: not call.given["last"]),
+    "StepsInEveryCall": ("forward_backward", lambda call: not call.given["last"]),
+    "IgnoresScale": ("optimizer_step", lambda call: call.given["scale"] != 1.0),
+    "ClearsTooEarly": ("forward", lambda call: any(param.grad is not None for param in call.backend.params.values())),
+    "ReturnsOutputsOfOneMicroBatch": ("forward_backward", lambda call: call.given["outputs"]),
     "OffByOneLogprobs": ("of_sequences", lambda call: call.result and Output.LOGPROBS in call.result),
     "LosesWeightsInSwap": ("using", lambda call: call.given["weights"]),
     "KeepsSnapshot": ("using", lambda call: call.given["weights"]),

@@ -17,7 +17,7 @@ from corerl.testing.harness import LOSS, Setup, make_worker, packed_for_training
 from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.strict import StrictPlainBackend
 from corerl.testing.pool import OneRank
-from corerl.types import MemoryKind, MicroBatch, PackedBatch
+from corerl.types import MemoryKind, MicroBatch, Output, PackedBatch
 
 PARAM, OPTIMIZER = frozenset({MemoryKind.PARAM}), frozenset({MemoryKind.OPTIMIZER})
 
@@ -39,8 +39,14 @@ class Caller:
         return packed_for_training(self.worker, self.setup, samples_at(number))
 
     def train(self, number: int, batch: PackedBatch | None = None, lr: float = 1e-3) -> bool:
-        step = evolve(step_at(number), lr=lr)
-        return self.backend.train(batch or self.batch(number), LOSS, step).applied
+        self.backend.forward_backward(batch or self.batch(number), LOSS, (), True)
+        return self.step(number, lr=lr)
+
+    def add(self, last: bool = False, outputs: tuple[Output, ...] = ()) -> None:
+        self.backend.forward_backward(self.batch(), LOSS, outputs, last)
+
+    def step(self, number: int, lr: float = 1e-3, scale: float = 1.0) -> bool:
+        return self.backend.optimizer_step(evolve(step_at(number), lr=lr), scale).applied
 
     def forward(self, batch: PackedBatch) -> None:
         self.backend.forward(batch, LOSS.outputs, "")
@@ -82,16 +88,48 @@ def not_masked_in_padding(micro: MicroBatch) -> Any:
 
 WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     "init a second time": (lambda it: it.init(), "init was called on a backend in state 'ready'"),
-    "a step before its turn": (lambda it: it.train(1), "train was given optimizer step 1, expected 0"),
-    "a step twice": (lambda it: [it.train(0), it.train(0)], "train was given optimizer step 0, expected 1"),
-    "a rate that is no number": (lambda it: it.train(0, lr=float("nan")), "train was given the learning rate nan"),
+    "a step before its turn": (lambda it: it.train(1), "optimizer_step was given optimizer step 1, expected 0"),
+    "a step twice": (lambda it: [it.train(0), it.train(0)], "optimizer_step was given optimizer step 0, expected 1"),
+    "a rate that is no number": (
+        lambda it: it.train(0, lr=float("nan")),
+        "optimizer_step was given the learning rate nan",
+    ),
+    "a scale of nothing": (
+        lambda it: [it.add(), it.step(0, scale=0.0)],
+        "optimizer_step was given the scale 0.0",
+    ),
+    "a step without gradients": (lambda it: it.step(0), "optimizer_step was called without gradients"),
+    "a step without gradients of its own": (
+        lambda it: [it.train(0), it.step(1)],
+        "optimizer_step was called without gradients",
+    ),
+    "a call after the last": (
+        lambda it: [it.add(last=True), it.add()],
+        "forward_backward was called after the step's last call",
+    ),
+    "a call without a micro-batch": (
+        lambda it: it.train(0, PackedBatch(micro_batches=[], count=0)),
+        "forward_backward was called without a micro-batch",
+    ),
+    "an output of training that the model has not": (
+        lambda it: it.add(outputs=(Output.VALUES,)),
+        r"forward_backward was asked for \['values'\]",
+    ),
+    "a checkpoint of half a step": (
+        lambda it: [it.add(), it.backend.save("", step_at(0), False)],
+        "save was called while gradients wait for their step",
+    ),
+    "gradients put to sleep before their step": (
+        lambda it: [it.add(), it.backend.sleep(frozenset(MemoryKind))],
+        "sleep was given gradients that wait for their step",
+    ),
     "the wrong count": (
         lambda it: it.train(0, evolve(it.batch(), count=1)),
         r"got \d micro-batches, but 1 were announced",
     ),
-    "a batch that is overwritten in train": (
+    "a batch that is overwritten in a training pass": (
         lambda it: it.train(0, evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
-        "tokens of micro-batch 0 was changed during train",
+        "tokens of micro-batch 0 was changed during forward_backward",
     ),
     "a batch that is overwritten in forward": (
         lambda it: it.forward(evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
@@ -143,7 +181,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     ),
     "training asleep": (
         lambda it: [it.backend.sleep(OPTIMIZER), it.train(0)],
-        "train was called while these are asleep: optimizer",
+        "forward_backward was called while these are asleep: optimizer",
     ),
     "sleep asleep": (
         lambda it: [it.backend.sleep(PARAM), it.backend.sleep(PARAM | OPTIMIZER)],
@@ -155,7 +193,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     ),
     "training after the end": (
         lambda it: [it.backend.shutdown(""), it.train(0)],
-        "train was called on a backend in state 'ended'",
+        "forward_backward was called on a backend in state 'ended'",
     ),
     "shutdown twice": (lambda it: [it.backend.shutdown(""), it.backend.shutdown("")], "shutdown was called twice"),
 }
@@ -174,8 +212,8 @@ def test_a_caller_that_breaks_the_contract_is_told_which_part(wrong: str, caller
 
 
 def test_a_caller_that_begins_wrongly_is_told_which_part(caller: Caller) -> None:
-    with pytest.raises(ContractError, match="train was called on a backend in state 'new'"):
-        caller.backend.train(PackedBatch(micro_batches=[], count=0), LOSS, step_at(0))
+    with pytest.raises(ContractError, match="forward_backward was called on a backend in state 'new'"):
+        caller.backend.forward_backward(PackedBatch(micro_batches=[], count=0), LOSS, (), True)
     with pytest.raises(ContractError, match="got rank 1 of 1 ranks"):
         caller.init(rank=1)
 
@@ -187,14 +225,17 @@ def test_a_caller_that_keeps_the_contract_is_served(caller: Caller, tmp_path: Pa
         caller.init()
         nan = caller.with_micro_batches(column(advantages=lambda micro: np.full(len(micro.tokens), np.nan, np.float32)))
         applied = [caller.train(0), caller.train(1, nan), caller.train(1), caller.train(2)]
+        caller.add(outputs=(Output.ENTROPY,))
         caller.forward(caller.batch())
         caller.update(0)
         caller.update(5)
         caller.backend.sleep(PARAM | OPTIMIZER)
         caller.backend.wake_up(OPTIMIZER)
         caller.backend.wake_up(PARAM)
-        caller.backend.save(str(tmp_path), step_at(3), False)
+        caller.add()
+        applied.append(caller.step(3, scale=0.5))
+        caller.backend.save(str(tmp_path), step_at(4), False)
         caller.backend.shutdown("the test is done")
         return applied, caller.backend.adam_step
 
-    assert OneRank().run(call) == [([True, False, True, True], 3)]
+    assert OneRank().run(call) == [([True, False, True, True, True], 4)]

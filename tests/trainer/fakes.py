@@ -19,6 +19,7 @@ from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -26,10 +27,11 @@ from corerl.types import (
     Output,
     PackedBatch,
     ParallelLayout,
+    Reduction,
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
     UpdateResult,
     WakeResult,
 )
@@ -121,15 +123,26 @@ class FakeBackend(BackendBase):
         return InitResult(layout=self.layout, optimizer_step=self.options.optimizer_steps[self.rank])
 
     @hookimpl
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        if step.optimizer_step == self.options.fails_at and self.rank == self.world_size - 1:
-            raise ArithmeticError("no luck")
-        weights, tokens = 0.0, 0
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        weights, tokens, collector = 0.0, 0, OutputCollector()
         for micro in batch.micro_batches:
             weights += float(micro.columns["weights"].sum())
             tokens += len(micro.tokens)
-        metrics = {"weights": Metric(weights, 1.0), "tokens": Metric(float(tokens), 0.0)}
-        return TrainResult(applied=True, metrics=metrics, grad_norm=step.lr, tokens=tokens)
+            collector.add(micro, dict.fromkeys(outputs, torch.tensor(micro.tokens)))
+        metrics = {
+            "weights": Metric(weights, 1.0),
+            "loss": Metric(weights, 1.0, Reduction.LOSS),
+            "tokens": Metric(float(tokens), 0.0),
+        }
+        return GradientResult(metrics=metrics, tokens=tokens, outputs=collector.finish(outputs) if outputs else None)
+
+    @hookimpl
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        if step.optimizer_step == self.options.fails_at and self.rank == self.world_size - 1:
+            raise ArithmeticError("no luck")
+        return StepResult(applied=True, grad_norm=step.lr * scale)
 
     @hookimpl
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:

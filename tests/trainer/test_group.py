@@ -29,6 +29,7 @@ from corerl.types import (
     Compilation,
     FloatArray,
     ForwardResult,
+    GradientResult,
     InitResult,
     LossSpec,
     MemoryKind,
@@ -73,6 +74,7 @@ class Answers:
     def __init__(self, **answers: Sequence[Any]) -> None:
         self.answers = answers
         self.calls: list[tuple[Any, ...]] = []
+        self.waited_for: list[str] = []  # as a rank that dies in it is told to have been in
         self.killed = False
         self.nodes = ["here"] * len(self)
 
@@ -96,6 +98,7 @@ class Answers:
         return Pending(method, (0, 1), (method,))
 
     def wait(self, pending: Pending) -> list[Any]:
+        self.waited_for.append(pending.method)
         answers = self.answers.get(pending.refs[0], [None, None])
         if isinstance(answers[0], CorerlError):
             self.killed = self.killed or not answers[0].harmless
@@ -223,6 +226,18 @@ def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     assert processes.killed
 
 
+def test_ranks_that_disagree_on_a_step_of_several_calls_are_an_error() -> None:
+    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
+    for change, said in (
+        ({"grad_norm": 7.0}, "disagree on the gradient norm"),
+        ({"applied": False}, "applied the step"),
+    ):
+        group, processes = group_with(optimizer_step=[result, evolve(result, **change)])
+        with pytest.raises(ContractError, match=said):
+            group.optimizer_step(STEP).result()
+        assert processes.killed
+
+
 @pytest.mark.usefixtures("given_by_value")
 def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -> None:
     skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
@@ -265,6 +280,88 @@ def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
     assert both.compilations == (COMPILED,)
 
 
+# Samples 2 and 0 on dp rank 0, sample 3 on dp rank 1, which is filled up; 1 and 4 are of another call.
+PART = StepPlan(
+    micro_batches=((np.array([2]), np.array([0])), (np.array([3]), np.array([0]))),
+    filler=((False, False), (False, True)),
+    scales=np.array([0.5, 0.0, 0.5, 0.5, 0.0], dtype=np.float32),
+)
+
+
+@pytest.mark.usefixtures("given_by_value")
+def test_what_a_call_adds_is_summed_over_data_parallel_ranks_and_its_outputs_are_columns() -> None:
+    batch = batch_of(5, 2, 7, 3, 1)
+    results = [
+        GradientResult(metrics={"loss": Metric(1.0, 4.0)}, tokens=12, outputs=result_of(batch, 2, 0)),
+        GradientResult(metrics={"loss": Metric(5.0, 8.0)}, tokens=8, outputs=result_of(batch, 3)),
+    ]
+    group, processes = group_with(forward_backward=results)
+    found = group.forward_backward(batch, PART, LOSS, outputs=Output.LOGPROBS).result()
+    assert (found.metrics, found.tokens) == ({"loss": Metric(6.0, 12.0)}, 20)
+    passed = np.isin(batch.sample_of, [0, 2, 3])
+    assert found.outputs[Output.LOGPROBS].tolist() == np.where(passed, batch.tokens, 0).tolist()
+    ((verb, *given),) = processes.calls
+    assert verb == "forward_backward" and [each[2:] for each in given] == [(LOSS, LOGPROBS, False)] * 2
+    assert [read_by(each) for each in given] == [read_by((batch, PART.share(rank))) for rank in range(2)]
+
+    group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
+    assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
+    assert [each[2:] for each in processes.calls[0][1:]] == [(LOSS, (), True)] * 2
+
+
+@pytest.mark.usefixtures("given_by_value")
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ([(2, 0, 1), (3,)], "forward returned sample 1 1 times, expected never, as it is not in the plan"),
+        ([(2,), (3,)], "forward returned sample 0 0 times, expected exactly once"),
+        ([(2, 0), (3, 0)], "forward returned sample 0 2 times, expected exactly once"),
+    ],
+)
+def test_outputs_of_other_samples_than_a_calls_own_are_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
+    batch = batch_of(5, 2, 7, 3, 1)
+    results = [GradientResult(metrics={}, tokens=1, outputs=result_of(batch, *samples)) for samples in chosen]
+    group, _ = group_with(forward_backward=results)
+    with pytest.raises(ContractError, match=f"^actor: {said}$"):
+        group.forward_backward(batch, PART, LOSS, outputs=LOGPROBS).result()
+
+
+def test_a_step_is_told_by_its_number_and_scaled_as_it_is_asked_for() -> None:
+    results = [
+        TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
+        TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
+    ]
+    group, processes = group_with(optimizer_step=results)
+    for scale in (1.0, 0.125):
+        stepped = group.optimizer_step(STEP, **({} if scale == 1.0 else {"scale": scale})).result()
+        assert stepped == evolve(results[0], metrics={"loss": Metric(6.0, 12.0)}, tokens=30)
+        assert processes.calls.pop() == ("optimizer_step", STEP, scale)
+        assert processes.waited_for.pop() == "optimizer_step at optimizer step 2"
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_is_no_number_above_0_is_refused_before_any_rank_is_called(scale: float) -> None:
+    group, processes = group_with()
+    with pytest.raises(CorerlError) as caught:
+        group.optimizer_step(STEP, scale=scale)
+    assert caught.value.message == (
+        f"actor: optimizer_step got the scale {scale}, expected a number above 0; nothing was done"
+    )
+    assert (processes.calls, processes.killed) == ([], False)
+
+
+def test_experts_are_refused_of_training_passes_before_any_rank_is_called() -> None:
+    group, processes = group_with()
+    for outputs in (Output.ROUTED_EXPERTS, [Output.LOGPROBS, Output.ROUTED_EXPERTS]):
+        with pytest.raises(CorerlError) as caught:
+            group.forward_backward(batch_of(5, 2, 7, 3, 1), PART, LOSS, outputs=outputs)
+        assert caught.value.message == (
+            "actor: forward_backward was asked for 'routed_experts', which it does not return; ask forward for them. "
+            "Nothing was done"
+        )
+    assert (processes.calls, processes.killed) == ([], False)
+
+
 def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLayout]:
     return [
         ParallelLayout(rank=rank, world_size=4, dp_rank=dp_rank, dp_size=max(dp_ranks) + 1, outputs=output)
@@ -303,6 +400,15 @@ def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[Pa
         "peak": Metric(10.0, reduction=Reduction.MAX),
         "found": Metric(4.0, 4.0, Reduction.SUM),
     }
+    added = [
+        GradientResult(metrics=each.metrics, tokens=each.tokens, outputs=NOTHING if at.outputs else None)
+        for at, each in zip(layouts, results, strict=True)
+    ]
+    group, _ = group_with(*layouts, forward_backward=added)
+    nothing = StepPlan(micro_batches=((),) * dp_size, filler=((),) * dp_size, scales=np.zeros(1, np.float32))
+    once = group.forward_backward(batch_of(3), nothing, LOSS, outputs=LOGPROBS).result()
+    assert (once.metrics, once.tokens) == (found.metrics, found.tokens)
+    assert once.outputs[Output.LOGPROBS].tolist() == [0.0] * 3
     for silent in (rank for rank in range(4) if not layouts[rank].outputs):
         for change in ({"grad_norm": 1.25}, {"applied": False}):
             others = [trained(rank, **(change if rank == silent else {})) for rank in range(4)]
@@ -492,6 +598,8 @@ def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
     batch = batch_of(3)
     with pytest.raises(CorerlError, match="^actor: train got 6 as its step, expected corerl.types.Step"):
         group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
+    with pytest.raises(CorerlError, match="^actor: optimizer_step got 6 as its step, expected corerl.types.Step"):
+        group.optimizer_step(6)  # type: ignore[arg-type]
     assert (processes.calls, processes.killed) == ([], False)
 
 
@@ -501,6 +609,8 @@ def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is
     batch, step = batch_of(3), Step(optimizer_step=0, rollout_step=0, lr=0.1)
     verbs = {
         "train": lambda: group.train(batch, training_plan(batch), LOSS, step),
+        "forward_backward": lambda: group.forward_backward(batch, training_plan(batch), LOSS),
+        "optimizer_step": lambda: group.optimizer_step(step),
         "save": lambda: group.save("p", step),
         "update_weights": lambda: group.update_weights(Address(transport="disk", engines=()), 1),
         "plan_steps": lambda: group.plan_steps(batch, seed=0),
@@ -695,6 +805,23 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     assert trained.metrics["tokens"].total == trained.tokens
     assert trained.tokens >= 18  # fillers cost tokens too
 
+    first, others = (
+        evolve(
+            plan, **{name: tuple(rank[chosen] for rank in getattr(plan, name)) for name in ("micro_batches", "filler")}
+        )
+        for chosen in (slice(1), slice(1, None))
+    )
+    added = group.forward_backward(both, first, LOSS, outputs=Output.LOGPROBS).result()
+    passed = np.isin(batch.sample_of, first.members)
+    assert 0 < passed.sum() < 18
+    assert added.outputs[Output.LOGPROBS].tolist() == np.where(passed, np.arange(18), 0).tolist()
+    assert added.metrics["weights"].total == pytest.approx(plan.scales[batch.sample_of][passed].sum())
+    group.forward_backward(both, others, LOSS, last=True).result()
+    stepped = group.optimizer_step(STEP, scale=0.5).result()
+    assert (stepped.grad_norm, stepped.tokens) == (0.25 * 0.5, trained.tokens)
+    assert stepped.metrics["weights"].total == pytest.approx(1.0)  # no sum of the loss's
+    assert stepped.metrics["loss"].total == pytest.approx(1.0 * 0.5)
+
     assert group.forward(batch, LOGPROBS, shared=both).result()[Output.LOGPROBS].tolist() == list(range(18))
     group.snapshot("reference").load("500").result()
     group.snapshot("old").create().result()
@@ -732,12 +859,12 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     with pytest.raises(HookFailed) as awaiting:
         asyncio.run(failed())
     assert awaiting.value is caught.value
-    raises = fakes.FakeBackend.train.__code__.co_firstlineno + 3
+    raises = fakes.FakeBackend.optimizer_step.__code__.co_firstlineno + 3
     assert caught.value.message == (
-        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck "
-        f"(tests/trainer/fakes.py:{raises})"
+        "backend:tests.trainer.fakes:SPEC, actor rank 1: optimizer_step failed at optimizer step 9: ArithmeticError: "
+        f"no luck (tests/trainer/fakes.py:{raises})"
     )
-    assert (caught.value.hook, caught.value.rank) == ("train", 1)
+    assert (caught.value.hook, caught.value.rank) == ("optimizer_step", 1)
     assert 'raise ArithmeticError("no luck")' in caught.value.details
     with pytest.raises(WorkerDied):
         group.clear_memory()

@@ -52,7 +52,20 @@ from corerl.plan.roles import plan_role
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.worker import Worker
-from corerl.types import FloatArray, LossSpec, MemoryKind, Output, ParallelLayout, SampleBatch, Step, TrainResult
+from corerl.types import (
+    FloatArray,
+    GradientResult,
+    LossSpec,
+    MemoryKind,
+    Metric,
+    Output,
+    ParallelLayout,
+    Reduction,
+    SampleBatch,
+    Step,
+    StepResult,
+    TrainResult,
+)
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
@@ -131,6 +144,24 @@ def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
     return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
 
 
+def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare]:
+    """The micro-batches before the one with this number, and the others; weights are multiplied."""
+    cut = share.offsets[at]
+    return [
+        StepShare(
+            rows=share.rows[rows],
+            samples=share.samples[rows],
+            scales=share.scales[rows] * np.float32(times),
+            offsets=share.offsets[micro_batches] - share.offsets[micro_batches][0],
+            filler=share.filler[micro_batches][: len(share.offsets[micro_batches]) - 1],
+        )
+        for rows, micro_batches in (
+            (slice(None, cut), slice(None, at + 1)),
+            (slice(cut, None), slice(at, None)),
+        )
+    ]
+
+
 def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
     """[N] log p(token_t | tokens < t), 0 where a sample starts, with gradients."""
     columns = []
@@ -164,6 +195,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
         lambda: worker.forward(batch, plan.share(0), (Output.ROUTED_EXPERTS,)),
         lambda: worker.forward(told, plan.share(0), (Output.LOGPROBS,), replay=True),
         lambda: train(worker, told),
+        lambda: worker.forward_backward(told, training_share(told), LOSS, (), False),
     ):
         with pytest.raises(Unsupported, match="with 'routed_experts' requires 'routing-replay', which the backend"):
             verb()
@@ -223,6 +255,9 @@ def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_
     assert shown.log == [*one * count, "> optimizer", "step", "< optimizer"]
     shown.log.clear()
     assert np.array_equal(logprobs(traced, batch), logprobs(worker, batch))
+    assert shown.log == [*one * count, "> results", "< results"]
+    shown.log.clear()
+    traced.forward_backward(batch, training_share(batch), LOSS, (), True)
     assert shown.log == [*one * count, "> results", "< results"]
 
 
@@ -307,6 +342,88 @@ def test_one_step_has_the_policys_gradient_and_moves_it(worker: Worker, network:
     norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
     assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
     assert np.abs(logprobs(worker, batch) - before)[mask].max() > 1e-3
+
+
+def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_their_samples(
+    worker: Worker, network: torch.nn.Module
+) -> None:
+    batch = make_samples(1)
+    mask = batch.columns["loss_mask"]
+    before, tokens = logprobs(worker, batch), int(mask.sum())
+    batch = batch.with_columns(old_logprobs=np.where(mask, before, 0.0).astype(np.float32))
+    whole = training_share(batch)
+    parts = parts_of(whole, 1, times=tokens)  # nothing is divided by the step's tokens yet
+    own = by_transformers(network, batch)
+    advantages = torch.tensor(batch.columns["advantages"])
+    passed = 0
+    for part in parts:
+        found = worker.forward_backward(batch, part, LOSS, (Output.LOGPROBS,), False)
+        members = np.isin(batch.sample_of, part.samples)
+        assert found.outputs is not None and found.outputs.samples.tolist() == part.samples.tolist()
+        in_order = np.concatenate(
+            [own.detach().numpy()[batch.offsets[each] : batch.offsets[each + 1]] for each in part.samples]
+        )
+        np.testing.assert_allclose(found.outputs.outputs[Output.LOGPROBS], in_order, atol=1e-5, rtol=0)
+        assert found.metrics["loss"].value == pytest.approx(-advantages[members].sum().item(), rel=1e-4)
+        assert found.tokens == members.sum()
+        passed += found.tokens
+    assert np.array_equal(logprobs(worker, batch), before)  # nothing has moved yet
+    result = worker.optimizer_step(STEP, 1 / tokens)
+
+    assert (result.applied, result.tokens, passed) == (True, len(batch.tokens), len(batch.tokens))
+    assert result.metrics["loss"].value == pytest.approx(-advantages.sum().item() / tokens, rel=1e-4)
+    assert result.metrics["ratio"].value == pytest.approx(1.0, abs=1e-5)
+    assert result.metrics["ratio"].weight == tokens
+    (-(own * advantages).sum() / tokens).backward()
+    norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
+    assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
+    assert train(worker, batch, 1).tokens == len(batch.tokens)  # of its own samples alone
+
+
+def test_what_is_told_of_a_step_is_merged_of_its_calls_and_what_is_a_sum_of_the_loss_is_scaled(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def added(loss: float, entropy: Metric, highest: float, tokens: int) -> GradientResult:
+        metrics = {
+            "loss": Metric(loss, 4.0, Reduction.LOSS),
+            "entropy": entropy,
+            "highest": Metric(highest, reduction=Reduction.MAX),
+            "dropped": Metric(1.0, 1.0, Reduction.SUM),
+        }
+        return GradientResult(metrics=metrics, tokens=tokens)
+
+    prepared = [added(6.0, Metric(3.0, 2.0), 5.0, 10), added(2.0, Metric(1.0, 6.0), 7.0, 20)]
+    prepared.append(evolve(prepared[0], metrics={"late": Metric(2.0, 2.0)}))
+    calls: list[tuple[Any, ...]] = []
+
+    def forward_backward(batch: Any, loss: LossSpec, outputs: Any, last: bool, *, at: Step | None) -> GradientResult:
+        calls.append((outputs, last, at))
+        return prepared[len(calls) - 1]
+
+    def optimizer_step(step: Step, scale: float) -> StepResult:
+        return StepResult(applied=False, grad_norm=2.0, metrics={"loss_scale": Metric(scale)})
+
+    monkeypatch.setattr(worker.host, "forward_backward", forward_backward)
+    monkeypatch.setattr(worker.host, "optimizer_step", optimizer_step)
+    batch = make_samples(1)
+    share = training_share(batch)
+    assert worker.forward_backward(batch, share, LOSS, (Output.ENTROPY,), False) == prepared[0]
+    assert worker.forward_backward(batch, share, LOSS, (), True) == prepared[1]
+    assert worker.optimizer_step(STEP, 0.25) == TrainResult(
+        applied=False,
+        metrics={
+            "loss": Metric((6.0 + 2.0) * 0.25, 8.0, Reduction.LOSS),
+            "entropy": Metric(4.0, 8.0),
+            "highest": Metric(7.0, reduction=Reduction.MAX),
+            "dropped": Metric(2.0, 2.0, Reduction.SUM),
+            "loss_scale": Metric(0.25),
+        },
+        grad_norm=2.0,
+        tokens=30,
+    )
+    after = worker.train(batch, share, LOSS, STEP)
+    assert after.metrics == {"late": Metric(2.0, 2.0), "loss_scale": Metric(1.0)} and after.tokens == 10
+    assert calls == [((Output.ENTROPY,), False, None), ((), True, None), ((), True, STEP)]
 
 
 def receive(address: Address, manifest: Manifest, version: int) -> dict[str, torch.Tensor]:
