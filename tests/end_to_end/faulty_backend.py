@@ -37,6 +37,8 @@ class FaultyBackend(FsdpBackend):
 
     def fails_in(self, hook: str, step: Step) -> bool:
         options = self.config.options
+        if options.once and (Path(self.context.run_dir) / "fault").exists():
+            return False
         return (options.hook, options.rank, options.step) == (hook, self.context.rank, step.rollout_step)
 
     def fail(self) -> None:
