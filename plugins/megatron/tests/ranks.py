@@ -35,6 +35,7 @@ from corerl.testing import (
 )
 from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
+from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
@@ -77,7 +78,12 @@ def steps_in_calls(setup: Setup, steps: int) -> Trained:
     at_start, results = state_of(worker), []
     for number in range(steps):
         announced = number % 2 == 0
-        between = halves.pass_through if announced else halves.doze
+        visit = halves.pass_through if announced else halves.doze
+
+        def between(worker: Worker, call: int, visit: halves.Between = visit) -> None:
+            if call:  # the first is without samples, and the passes of the second are to gather the parameters
+                visit(worker, call)
+
         results.append(halves.take_step(worker, setup, number, announced=announced, unit=1.0, between=between))
     report = Trained(
         init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step

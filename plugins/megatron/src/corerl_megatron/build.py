@@ -140,7 +140,7 @@ def reduce_gradients(model: Model) -> None:
     for chunk in model.chunks:
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.start_grad_sync()  # otherwise the backward pass would have
-    model.config.finalize_model_grads_func(list(model.chunks))  # type: ignore[misc]
+    model.config.finalize_model_grads_func(list(model.chunks))
 
 
 def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:
