@@ -165,7 +165,7 @@ class Pipeline:
 class Gradients:
     """What the buffers hold of a step that is not taken yet."""
 
-    calls: int = 0  # that added to them
+    begun: bool = False  # some; until then they are those of an earlier step
     reduced: bool = False  # over ranks, so that nothing more can be added
 
 
@@ -181,7 +181,7 @@ def forward_backward(
     """Add gradients to the buffers, and reduce them if this is the step's `last` call. Called on every rank, inside
     `calling_megatron`."""
     coef = pipeline.balance_coef
-    if coef and gradients.calls:
+    if coef and gradients.begun:
         raise Unsupported(
             f"a step's second forward_backward got backends.megatron.aux_loss_coef={coef:g}, expected 0: that loss is "
             "a mean over the tokens of the whole step, and the first call has already added it as a mean over its own; "
@@ -206,7 +206,7 @@ def forward_backward(
             tokens += len(micro.tokens)
             yield micro
 
-    first = not gradients.calls
+    first = not gradients.begun
     for chunk in pipeline.model.chunks:
         chunk.train()
         if first:
@@ -215,7 +215,7 @@ def forward_backward(
     if coef:
         micro_batches = list(micro_batches)  # their tokens are counted before the first pass
         balance = Balance.of(coef, micro_batches, pipeline.groups)
-    gradients.calls, gradients.reduced = gradients.calls + 1, last
+    gradients.begun, gradients.reduced = True, last
     with scheduled(pipeline.model, first=first, last=last):
         pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
     found = {**metrics.finish(), **(balance.metrics(pipeline.routing.layers) if balance else {})}
@@ -239,7 +239,7 @@ def optimizer_step(
         )
     if not gradients.reduced:
         reduce_gradients(pipeline.model)
-    gradients.calls, gradients.reduced = 0, False
+    gradients.begun = gradients.reduced = False
     applied, norm = optimizer.step(pipeline.model, lr=lr, scale=scale, clip_norm=clip_norm)
     return StepResult(applied=applied, grad_norm=norm)
 
