@@ -407,7 +407,7 @@ def take_turns(plugin: Plugin, bare: Bare, case: Case, batch: PackedBatch, *, en
 
 BARE_NOTE = (
     "One optimizer step from micro-batches on the host: forward, clipped loss over per-token log-probs, backward, "
-    "clipping, the distributed optimizer. The plugin's side is its `train` hook through the worker's host, with "
+    "clipping, the distributed optimizer. The plugin's side is both halves of a step through the worker's host, with "
     "metrics; the bare loop uses the same kernel for log-probs and computes no metric."
 )
 

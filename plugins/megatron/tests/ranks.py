@@ -33,6 +33,9 @@ from corerl.testing import (
     step_at,
     train,
 )
+from corerl.testing.scenarios import halves
+from corerl.testing.scenarios.training import Trained
+from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
@@ -60,9 +63,42 @@ def explained_alone(setup: Setup, alone: int) -> tuple[str, list[float]]:
     with running(setup) as worker:
         norms, told = [train(worker, setup, 0).grad_norm], ""
         if worker.backend.layout.rank == alone:
-            told = worker.backend.explained("train", torch.OutOfMemoryError("CUDA out of memory. 1 MiB is free."))
+            told = worker.backend.explained(
+                "forward_backward", torch.OutOfMemoryError("CUDA out of memory. 1 MiB is free.")
+            )
         norms.append(train(worker, setup, 1).grad_norm)
         return told, norms
+
+
+def steps_in_calls(setup: Setup, steps: int) -> Trained:
+    """Train the first steps in several calls each, with a scale. Gradients of even steps are reduced with the last
+    call, and weights are read before the step is taken; those of odd steps in the optimizer's half, after a sleep."""
+    worker, init = start(setup)
+    worker.create_snapshot("start")
+    at_start, results = state_of(worker), []
+    for number in range(steps):
+        announced = number % 2 == 0
+        visit = halves.pass_through if announced else halves.doze
+
+        def between(worker: Worker, call: int, visit: halves.Between = visit) -> None:
+            if call:  # the first is without samples, and the passes of the second are to gather the parameters
+                visit(worker, call)
+
+        results.append(halves.take_step(worker, setup, number, announced=announced, unit=1.0, between=between))
+    report = Trained(
+        init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step
+    )
+    worker.shutdown("the test is done")
+    return report
+
+
+def refused_with_balance(setup: Setup) -> tuple[str, str]:
+    """What is said of a step's second call, and of one with a scale, of each by a worker of its own."""
+    with running(setup) as worker:
+        again = error_of(lambda: halves.take_step(worker, setup, 0, announced=True))
+    with running(setup) as worker:
+        worker.add_gradients(packed_for_training(worker, setup, samples_at(0)), setup.loss, last=True)
+        return again, error_of(lambda: worker.optimizer_step(step_at(0), 0.5))
 
 
 def memory(setup: Setup) -> dict[str, float]:

@@ -11,10 +11,11 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.testing import GRAD_NORM, Runs, assert_follows, grad_norm_of, metrics_of, samples_at
+from corerl.testing import GRAD_NORM, RankPool, Runs, assert_follows, grad_norm_of, metrics_of, samples_at
 from corerl.testing.compare import assert_same_metrics
 from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, WHOLE
+from plugins.megatron.tests import ranks
 
 COEF = 0.5
 SPLIT = {
@@ -30,18 +31,20 @@ SPLIT = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "packing"),
+    ("world_size", "packing"),
     # Padded: most of each sequence. One by one: 5 samples on 2 ranks, and so a filler.
     [(1, WHOLE), (1, (10**6, 32)), (2, PACKINGS["one by one"])],
     ids=["one micro-batch", "padded", "a sample a micro-batch, and a filler"],
 )
-def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs, ranks: int, packing: tuple[int, int]) -> None:
+def test_its_value_and_its_gradient_are_those_of_the_formula(
+    runs: Runs, world_size: int, packing: tuple[int, int]
+) -> None:
     """Fedus et al. 2021, eq. 4: experts * sum_i (share of choices of i) * (mean probability of i), by layer and
     micro-batch, which weigh as many as they have tokens."""
     samples = samples_at(0)
     none_counts = samples.with_columns(loss_mask=np.zeros(len(samples.tokens), dtype=np.bool_))
     setup = evolve(runs.setup("megatron", "qwen3-moe", packing), options={"aux_loss_coef": COEF})
-    found = runs.rank_sets[ranks].run(training.train_on, setup, none_counts)
+    found = runs.rank_sets[world_size].run(training.train_on, setup, none_counts)
 
     model = AutoModelForCausalLM.from_pretrained(
         runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager"
@@ -77,9 +80,18 @@ def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
     assert_same(runs, 2, {"expert_parallel": 2}, 2, {})
 
 
+def test_a_step_that_it_has_no_weight_in_is_refused(runs: Runs, rank_pool: RankPool) -> None:
+    """It is a mean over the step's tokens, of which one of several calls knows its own; nor is it meant by a scale."""
+    setup = evolve(runs.setup("megatron", "qwen3-moe"), options={"aux_loss_coef": COEF})
+    cure = "set backends.megatron.aux_loss_coef to 0"
+    for again, scaled in rank_pool.run(ranks.refused_with_balance, setup):
+        assert again.startswith("Unsupported: ") and again.endswith(f"all of the step's samples in one call, or {cure}")
+        assert scaled.startswith("Unsupported: ") and scaled.endswith(f"as train does, or {cure}")
+
+
 def assert_same(
     runs: Runs,
-    ranks: int,
+    world_size: int,
     options: Mapping[str, Any],
     other_ranks: int,
     others: Mapping[str, Any],
@@ -87,7 +99,7 @@ def assert_same(
 ) -> None:
     setup = runs.setup("megatron", "qwen3-moe", PACKINGS["padded"])
     train = evolve(setup.train, recompute=recompute)
-    found = runs.train(ranks, evolve(setup, train=train, options={"aux_loss_coef": COEF, **options}), range(3))
+    found = runs.train(world_size, evolve(setup, train=train, options={"aux_loss_coef": COEF, **options}), range(3))
     wanted = runs.train(other_ranks, evolve(setup, options={"aux_loss_coef": COEF, **others}), range(3))
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)

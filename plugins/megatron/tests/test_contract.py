@@ -24,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 OF_ANY_LAYOUT = [
     "test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit",
     "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
+    "test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next",
+    "test_outputs_of_training_passes_are_those_of_forward",
     "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone",
     "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
     "test_an_update_delivers_every_tensor_once_and_bit_for_bit",

@@ -21,12 +21,13 @@ from corerl.testing import (
     loss_of,
     tiny_fields,
 )
-from corerl.testing.compare import assert_same_metrics
+from corerl.testing.compare import assert_same_metrics, together
 from corerl.testing.models import DEEP
 from corerl.testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 
 STEPS = 4
+BESIDE = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4096}
 TWO = {
     "tp2": {"tensor_parallel": 2},
     "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True},
@@ -34,11 +35,7 @@ TWO = {
     "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "cp2": {"context_parallel": 2},
     "dp2, whole optimizer": {"distributed_optimizer": False},
-    "dp2, in small buckets beside computation": {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "bucket": 4096,
-    },
+    "dp2, in small buckets beside computation": BESIDE,
 }
 FOUR = {
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
@@ -56,6 +53,18 @@ EXPERTS = {
         "expert_parallel": 2,
         "expert_tensor_parallel": 1,
     },
+}
+CALLS = {  # ranks, kind and options
+    **{layout: (2, "qwen3-tied", options) for layout, options in TWO.items()},
+    **{layout: (2, "qwen3-moe", options) for layout, options in EXPERTS.items()},
+    "ep2, beside computation": (2, "qwen3-moe", {"expert_parallel": 2, **BESIDE}),
+    "pp2 dp2, beside computation": (4, "qwen3-tied", {"pipeline_parallel": 2, **BESIDE}),
+    "pp2 vpp2 dp2, beside computation": (
+        4,
+        "qwen3-tied",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, **BESIDE},
+    ),
+    "tp2 sp cp2": (4, "qwen3-tied", FOUR["tp2 sp cp2"]),
 }
 ONCE, MLP, WHOLE = (1, 1), (1, 2), (2, 2)  # how often a layer runs for a micro-batch, and its MLP
 RECOMPUTED = {
@@ -135,6 +144,17 @@ def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout
 @pytest.mark.parametrize("layout", FOUR)
 def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: str) -> None:
     assert_trains_as_plain(runs_of_four, 4, "qwen3-tied", FOUR[layout])
+
+
+@pytest.mark.parametrize("layout", CALLS)
+def test_steps_in_several_calls_are_those_of_one(runs_of_four: Runs, layout: str) -> None:
+    world_size, kind, options = CALLS[layout]
+    kind = kind_for(kind, options)
+    setup = evolve(runs_of_four.setup("megatron", kind), options=options)
+    found = together(runs_of_four.rank_sets[world_size].run(ranks.steps_in_calls, setup, STEPS))
+    wanted = runs_of_four.trained_as(1, runs_of_four.setup("plain", kind), STEPS)
+    assert_follows(found, wanted)
+    assert_same_metrics(found, wanted)
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -25,6 +25,7 @@ from corerl.models import hf_config
 from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     LossSpec,
     MemoryKind,
     Output,
@@ -33,7 +34,7 @@ from corerl.types import (
     SaveResult,
     SleepResult,
     Step,
-    TrainResult,
+    StepResult,
 )
 from corerl.weights import Chunk
 from corerl_megatron import native
@@ -43,7 +44,7 @@ from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
 from corerl_megatron.parallel import destroy_groups, forget_rotary_tables, layout, make_groups
 from corerl_megatron.replay import Routing
-from corerl_megatron.step import Pipeline, forward_pass, train_step
+from corerl_megatron.step import Gradients, Pipeline, forward_backward, forward_pass, optimizer_step
 
 
 class MegatronBackend(Backend):
@@ -67,11 +68,19 @@ class MegatronBackend(Backend):
             vocabulary=source.vocabulary,
             device=self.device,
         )
+        self.gradients = Gradients()
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         with calling_megatron(self.device):
-            result = train_step(self.pipeline, batch, loss, lr=step.lr, clip_norm=self.config.train.optimizer.clip_norm)
+            return forward_backward(self.pipeline, self.gradients, batch, loss, outputs, last=last)
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        clip_norm = self.config.train.optimizer.clip_norm
+        with calling_megatron(self.device):
+            result = optimizer_step(self.pipeline, self.gradients, lr=step.lr, scale=scale, clip_norm=clip_norm)
         self.adam_step += result.applied
         self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result

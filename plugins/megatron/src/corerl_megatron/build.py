@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from attrs import frozen
@@ -116,6 +118,29 @@ def build(role: RoleConfig, source: Source, groups: Groups, *, device: torch.dev
         optimizer = get_megatron_optimizer(_optimizer_config(role), chunks, use_gloo_process_groups=False)
     _connect(config, chunks, options)
     return Model(modules=modules, chunks=chunks, held=held, buffers=buffers, optimizer=optimizer, config=config)
+
+
+@contextmanager
+def scheduled(model: Model, *, first: bool, last: bool) -> Iterator[None]:
+    """Within the block, schedules gather parameters only for a step's `first` call, since none changes after it, and
+    reduce gradients only for its `last`: in place, so once a step; see `reduce_gradients`."""
+    without = [] if first else ["param_sync_func"]
+    if not last:
+        without += ["no_sync_func", "grad_sync_func", "finalize_model_grads_func"]
+    with ExitStack() as stack:
+        for name in without:
+            stack.enter_context(mock.patch.object(model.config, name, None))
+        for chunk in () if last else model.chunks:
+            stack.enter_context(chunk.no_sync())
+        yield
+
+
+def reduce_gradients(model: Model) -> None:
+    """Reduce the gradients of a step that had no `last` call. Called on every rank, inside `calling_megatron`."""
+    for chunk in model.chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()  # otherwise the backward pass would have
+    model.config.finalize_model_grads_func(list(model.chunks))
 
 
 def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
+from corerl.ops import scale_grads
 from corerl_megatron.build import Model
 
 
@@ -72,11 +73,14 @@ def _parts(model: Model) -> list[Any]:
     return [part for part in model.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
-    """Take a step after the backward pass, on every rank. Returns whether it was applied, and the gradient's norm
-    before clipping, both equal on all ranks."""
+def step(model: Model, *, lr: float, scale: float, clip_norm: float) -> tuple[bool, float]:
+    """Take a step with the reduced gradients times `scale`, on every rank. Returns whether it was applied, and the
+    gradient's norm before clipping, both equal on all ranks."""
     optimizer = model.optimizer
     optimizer.prepare_grads()
+    if scale != 1.0:
+        for part in _parts(model):
+            scale_grads(part.get_parameters(), scale)  # only those that this rank steps
     norm = float(optimizer.get_grad_norm())
     if not optimizer.config.use_distributed_optimizer:
         norm = _agreed(norm, next(model.chunks[0].parameters()).device)
@@ -90,8 +94,18 @@ def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
         optimizer.step_with_ready_grads()
+        if optimizer.config.overlap_param_gather:
+            _gather_again(model)
     optimizer.zero_grad()
     return applied, norm
+
+
+def _gather_again(model: Model) -> None:
+    """Make the next forward pass gather the parameters. megatron-core sees to this as it reduces gradients, but since
+    then a pass, or a gather for a weight update, may have come, after which it would leave old parameters in use."""
+    for chunk in model.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.param_gather_dispatched = False
 
 
 def _agreed(norm: float, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""One optimizer step, and one pass without gradients, through megatron-core's pipeline schedules."""
+"""The halves of an optimizer step, and a pass without gradients, through megatron-core's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import tee
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from corerl.backend import DeviceBatch, MetricSum, OutputCollector, resolve_loss, to_device
-from corerl.errors import ModelError
+from corerl.errors import ModelError, Unsupported
 from corerl.models import VALUE_HEAD
 from corerl.ops import token_logprobs
-from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
+from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_megatron import optimizer
 from corerl_megatron.balance import Balance
-from corerl_megatron.build import Model
+from corerl_megatron.build import Model, reduce_gradients, scheduled
 from corerl_megatron.model import PackedModel
 from corerl_megatron.packed import Split, gather_tokens, packed_params
 from corerl_megatron.parallel import Groups
@@ -161,16 +161,43 @@ class Pipeline:
         return copied
 
 
-def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: float, clip_norm: float) -> TrainResult:
-    """Take one optimizer step. Called on every rank, inside `calling_megatron`."""
+@define
+class Gradients:
+    """What the buffers hold of a step that is not taken yet."""
+
+    begun: bool = False  # some; until then they are those of an earlier step
+    reduced: bool = False  # over ranks, so that nothing more can be added
+
+
+def forward_backward(
+    pipeline: Pipeline,
+    gradients: Gradients,
+    batch: PackedBatch,
+    loss: LossSpec,
+    outputs: tuple[Output, ...],
+    *,
+    last: bool,
+) -> GradientResult:
+    """Add gradients to the buffers, and reduce them if this is the step's `last` call. Called on every rank, inside
+    `calling_megatron`."""
+    coef = pipeline.balance_coef
+    if coef and gradients.begun:
+        raise Unsupported(
+            f"a step's second forward_backward got backends.megatron.aux_loss_coef={coef:g}, expected 0: that loss is "
+            "a mean over the tokens of the whole step, and the first call has already added it as a mean over its own; "
+            "pass all of the step's samples in one call, or set backends.megatron.aux_loss_coef to 0"
+        )
     loss_function = resolve_loss(loss)
-    metrics = MetricSum()
+    metrics, collector = MetricSum(), OutputCollector()
+    computed = tuple(dict.fromkeys((*loss.outputs, *outputs)))
     micro_batches, tokens = batch.micro_batches, 0
 
     def finish(packed: Packed, module: PackedModel, hidden: Tensor) -> Tensor:
-        outputs = pipeline.outputs(packed, module, hidden, loss.outputs, batch.temperature)
-        result = loss_function(packed.inputs.loss_inputs(outputs))
+        found = pipeline.outputs(packed, module, hidden, computed, batch.temperature)
+        result = loss_function(packed.inputs.loss_inputs({output: found[output] for output in loss.outputs}))
         metrics.add(result.metrics)
+        if outputs and pipeline.groups.outputs:
+            collector.add(packed.micro, {output: found[output] for output in outputs})
         return result.loss
 
     def counted() -> Iterator[MicroBatch]:
@@ -179,17 +206,42 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
             tokens += len(micro.tokens)
             yield micro
 
+    first = not gradients.begun
     for chunk in pipeline.model.chunks:
         chunk.train()
-        chunk.zero_grad_buffer()
+        if first:
+            chunk.zero_grad_buffer()
     balance = None
-    if pipeline.balance_coef:
+    if coef:
         micro_batches = list(micro_batches)  # their tokens are counted before the first pass
-        balance = Balance.of(pipeline.balance_coef, micro_batches, pipeline.groups)
-    pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
-    applied, norm = optimizer.step(pipeline.model, lr=lr, clip_norm=clip_norm)
+        balance = Balance.of(coef, micro_batches, pipeline.groups)
+    gradients.begun, gradients.reduced = True, last
+    with scheduled(pipeline.model, first=first, last=last):
+        pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
     found = {**metrics.finish(), **(balance.metrics(pipeline.routing.layers) if balance else {})}
-    return TrainResult(applied=applied, metrics=found if pipeline.groups.outputs else {}, grad_norm=norm, tokens=tokens)
+    return GradientResult(
+        metrics=found if pipeline.groups.outputs else {},
+        tokens=tokens,
+        outputs=collector.finish(outputs) if outputs else None,
+    )
+
+
+def optimizer_step(
+    pipeline: Pipeline, gradients: Gradients, *, lr: float, scale: float, clip_norm: float
+) -> StepResult:
+    """Step with the gradients times `scale`. Called on every rank, inside `calling_megatron`."""
+    coef = pipeline.balance_coef
+    if coef and scale != 1.0:
+        raise Unsupported(
+            f"optimizer_step got the scale {scale:g} with backends.megatron.aux_loss_coef={coef:g}, expected 1: the "
+            "gradients hold that loss too, which no scale is meant for; give the tokens' weights the scale beforehand, "
+            "as train does, or set backends.megatron.aux_loss_coef to 0"
+        )
+    if not gradients.reduced:
+        reduce_gradients(pipeline.model)
+    gradients.begun = gradients.reduced = False
+    applied, norm = optimizer.step(pipeline.model, lr=lr, scale=scale, clip_norm=clip_norm)
+    return StepResult(applied=applied, grad_norm=norm)
 
 
 @torch.no_grad()
