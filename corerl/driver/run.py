@@ -361,7 +361,8 @@ class Run:
         newest = self.checkpoints.newest
         state = read_state(newest) if newest is not None and newest != self.plan.start.resume else self.plan.start.state
         step, done = int(state.get("rollout_step", self.plan.first_step)), self.progress.step
-        lost = f"; steps {step + 1} to {done} are done again" if done > step else ""
+        again = f"step {done} is" if done == step + 1 else f"steps {step + 1} to {done} are"
+        lost = f"; {again} done again" if done > step else ""
         where = f"the checkpoint of step {step}" if newest is not None else "the initial weights"
         self.progress.notice(f"{error.message}; all ranks are started anew from {where}{lost}")
         self.source.close()

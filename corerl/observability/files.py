@@ -31,10 +31,10 @@ def beside(error: BaseException) -> Iterator[None]:
         error.add_note(f"additionally, writing what goes with it failed: {failed}")
 
 
-def reopen(path: Path, *, before: float) -> IO[str]:
-    """Open `path` for appending after atomically dropping all steps from `before` on. If `before` is 0, first keep the
-    existing file under another name."""
-    if not before and path.exists() and path.stat().st_size:
+def reopen(path: Path, *, before: float, same_run: bool = False) -> IO[str]:
+    """Open `path` for appending after atomically dropping all steps from `before` on. If `before` is 0, and it is not
+    of the same run anyway, first keep the existing file under another name."""
+    if not before and not same_run and path.exists() and path.stat().st_size:
         keep(path)
     kept = "".join(line for line, _ in read_lines(path, before=before))
     part = path.with_name(f".{path.name}.part")

@@ -35,7 +35,7 @@ class Jsonl:
             case RunStarted():
                 self._open(event.repeats_from)
             case RunRewound():
-                self._open(event.step)
+                self._open(event.step, same_run=True)
             case StepFinished():
                 self._write(event.step, event.metrics, self._chosen(event), kind="sampled")
             case Evaluated():
@@ -45,12 +45,12 @@ class Jsonl:
     def shutdown(self, reason: str) -> None:
         self.close()
 
-    def _open(self, before: float) -> None:
+    def _open(self, before: float, *, same_run: bool = False) -> None:
         self.close()
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = reopen(self._run_dir / METRICS_FILE, before=before)
+        self._metrics = reopen(self._run_dir / METRICS_FILE, before=before, same_run=same_run)
         if self._options.samples != "none":
-            self._samples = reopen(self._run_dir / SAMPLES_FILE, before=before)
+            self._samples = reopen(self._run_dir / SAMPLES_FILE, before=before, same_run=same_run)
 
     def close(self) -> None:
         for file in (self._metrics, self._samples):

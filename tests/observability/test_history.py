@@ -87,3 +87,13 @@ def test_what_never_was_a_number_has_none_as_its_mean() -> None:
         history.add(step, {"a": math.nan})
     _, ends = history.ends(["a"])
     assert [math.isnan(value or 0.0) for value in ends["a"]] == [True, True]
+
+
+def test_a_history_that_is_rewound_knows_the_steps_before_alone() -> None:
+    history = History()
+    for step in range(4):
+        history.add(step, {"loss": float(step), **({"eval/reward": 0.5} if step == 3 else {})})
+    history.rewind(2)
+    assert history.series("loss") == ([0, 1], [0.0, 1.0]) and history.names() == ["loss"]
+    history.add(2, {"loss": 7.0})
+    assert history.last("loss") == 7.0

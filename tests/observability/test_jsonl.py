@@ -10,7 +10,7 @@ from attrs import asdict, evolve
 
 from corerl.observability.jsonl import Jsonl
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import Evaluated, SampleShown, StepFinished
+from corerl.plugin.events import Evaluated, RunRewound, SampleShown, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -57,6 +57,25 @@ def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path: Pa
 
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (broken / name).read_bytes() == (straight / name).read_bytes()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path: Path, step: int) -> None:
+    straight, rewound = tmp_path / "straight", tmp_path / "rewound"
+    for directory, events in {
+        straight: list(whole(str(straight))),
+        rewound: [
+            *(started(str(rewound)), *steps(0, 3), RunRewound(step=step), *steps(step, STEPS)),
+            *(evaluated(STEPS), finished(str(rewound))),
+        ],
+    }.items():
+        jsonl = extension(directory)
+        for event in events:
+            jsonl.observe(event)
+        jsonl.shutdown("finished")
+    assert {path.name: path.read_bytes() for path in rewound.iterdir()} == {
+        path.name: path.read_bytes() for path in straight.iterdir()
+    }
 
 
 def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path) -> None:

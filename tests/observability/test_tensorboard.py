@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.tensorboard import Tensorboard, markdown
-from corerl.plugin.events import Event, SampleShown
+from corerl.plugin.events import Event, RunRewound, SampleShown
 from tests.observability.run import evaluated, metrics, started, steps, whole
 
 
@@ -38,6 +38,11 @@ def test_numbers_and_answers_are_read_back(tmp_path: Path) -> None:
 def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path: Path) -> None:
     write(tmp_path, [started(str(tmp_path)), *steps(0, 4)])
     write(tmp_path, [started(str(tmp_path), first_step=2), *steps(2, 4)])
+    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_rewound_replaces_them_too(tmp_path: Path) -> None:
+    write(tmp_path, [started(str(tmp_path)), *steps(0, 3), RunRewound(step=1), *steps(1, 4)])
     assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3]
 
 

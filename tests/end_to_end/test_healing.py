@@ -1,0 +1,58 @@
+"""A rank that dies, or freezes, costs the steps since the last checkpoint, and no run: others take its place, and the
+steps that are done again are what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import Command, content, numbers, write_small
+from tests.end_to_end.faulty import fault
+from tests.machine import paced
+
+SETTINGS = ["run.steps=5", "checkpoint.background=false", "extensions=[{name='console'}, {name='jsonl'}]"]
+
+
+def run(directory: Path, *overrides: str) -> Command:
+    arguments = ["train", write_small(directory), f"run.dir={directory}/run", *SETTINGS, *overrides]
+    with Command(*arguments, logs=directory) as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    return command
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run(directory, *fault("", "raise"))
+    return directory / "run"
+
+
+def assert_same(run_dir: Path, undisturbed: Path) -> None:
+    """To the last bit: the metrics, evaluations among them, and the tensors of the last checkpoint."""
+    without = [
+        {name: value for name, value in row.items() if not name.startswith("memory/")} for row in numbers(run_dir)
+    ]
+    assert without == numbers(undisturbed)
+    found, wanted = (
+        {name: each for name, each in content(end).items() if name.endswith(".safetensors")}
+        for end in (run_dir / "checkpoints/step-00000005", undisturbed / "checkpoints/step-00000005")
+    )
+    assert found == wanted and len(found) == 2
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    """Also where ranks and engines take turns in memory."""
+    killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
+    assert "actor rank 1: its process died during train at optimizer step 6" in killed.out
+    assert "; all ranks are started anew from the checkpoint of step 2; step 3 is done again" in killed.out
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_path: Path, undisturbed: Path) -> None:
+    within = f"cluster.health_timeout={paced(6.0)}"
+    frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
+    assert "actor rank 1: its process had not said for " in frozen.out
+    assert "; all ranks are started anew from the initial weights; step 1 is done again" in frozen.out
+    assert_same(tmp_path / "run", undisturbed)
