@@ -391,6 +391,8 @@ def test_a_frozen_role_passes_samples_and_takes_no_step_and_rewards_are_not_all_
 class Two:
     """A source of two steps."""
 
+    streams = False
+
     def __init__(self) -> None:
         self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
 
