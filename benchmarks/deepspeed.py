@@ -455,7 +455,7 @@ def say(text: str) -> None:
 
 NOTE = (
     "One optimizer step from micro-batches on the host: forward, clipped loss over per-token log-probs, backward, "
-    "clipping, AdamW. The plugin's side is its `train` hook through the worker's host, with metrics; the bare loop "
+    "clipping, AdamW. The plugin's side is both halves of a step through the worker, with metrics; the bare loop "
     "uses the same attention and the same kernel for log-probs, and computes no metric."
 )
 

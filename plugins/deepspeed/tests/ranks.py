@@ -35,6 +35,7 @@ from corerl.testing import (
     step_at,
     train,
 )
+from corerl.testing.scenarios import training
 from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
 from corerl.weights import TensorSource, WeightSender
 from corerl_deepspeed import SPEC, native, state
@@ -217,8 +218,8 @@ class Skip:
     micro_batches: tuple[int, ...]  # -1 is the last one
 
 
-def train_and_skip(setup: Setup, skip: Skip, *, watched: bool = True) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of three steps."""
+def train_and_skip(setup: Setup, skip: Skip, *, apart: bool = False, watched: bool = True) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of three steps; `apart`: each micro-batch comes in a call of its own."""
     skipping = False
     whole = Qwen3DecoderLayer.forward
 
@@ -240,10 +241,22 @@ def train_and_skip(setup: Setup, skip: Skip, *, watched: bool = True) -> list[tu
         for number in range(3):
             batch = packed_for_training(worker, setup, samples_at(number))
             assert batch.count > 1
-            lazy = evolve(batch, micro_batches=drawn(batch, number))
-            result = worker.train_on(batch=lazy, loss=setup.loss, step=step_at(number))
+            if apart:
+                for micro in drawn(batch, number):
+                    alone = evolve(batch, micro_batches=[micro], count=1)
+                    worker.add_gradients(alone, setup.loss, last=False)
+                result = worker.optimizer_step(step_at(number), 1.0)
+            else:
+                lazy = evolve(batch, micro_batches=drawn(batch, number))
+                result = worker.train_on(batch=lazy, loss=setup.loss, step=step_at(number))
             found.append((result.metrics["loss"].value, result.grad_norm))
     return found
+
+
+def skip_and_keep(setup: Setup) -> float:
+    """The gradient's norm in a step after one that was skipped, if nothing but DeepSpeed drops the latter's."""
+    with mock.patch("corerl_deepspeed.step.drop_skipped_gradients"):
+        return training.skip_a_step(setup).then.grad_norm
 
 
 def norms_before_stepping(setup: Setup) -> list[tuple[float, float]]:

@@ -9,7 +9,8 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import Unsupported
-from corerl.testing import GRAD_NORM, Runs, Setup
+from corerl.testing import BFLOAT16_GRAD_NORM, GRAD_NORM, Runs, Setup, different, grad_norm_of, mean_apart, whole
+from corerl.testing.scenarios import halves, training
 from plugins.deepspeed.tests import ranks
 from plugins.deepspeed.tests.ranks import Skip
 
@@ -21,6 +22,14 @@ KEEPS = [
     {"stage": 3, "offload": "optimizer"},
 ]
 SKIPS = [Skip(step=1, micro_batches=(0,)), Skip(step=1, micro_batches=(-1,))]
+
+
+EACH = [*SUMS, *KEEPS, {"stage": 3, "offload": "parameters"}]
+
+
+def in_bfloat16(runs: Runs, options: Mapping[str, Any]) -> Setup:
+    setup = evolve(runs.setup("deepspeed", "qwen3-tied"), options=options)
+    return evolve(setup, train=evolve(setup.train, precision="bfloat16"))
 
 
 def on_one_rank(runs: Runs, function: Any, setup: Setup, *args: Any, **more: Any) -> Any:
@@ -35,23 +44,27 @@ def test_with_offload_the_last_backward_pass_brings_gradients_to_the_host(runs: 
         assert before_it == pytest.approx(of_the_step, rel=GRAD_NORM.relative)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("skip", SKIPS, ids=str)
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_a_layer_without_a_part_in_some_micro_batch_trains_as_in_plain(
-    runs: Runs, options: Mapping[str, Any], skip: Skip
+    runs: Runs, options: Mapping[str, Any], skip: Skip, apart: bool
 ) -> None:
     setup = runs.setup("deepspeed", "qwen3")
-    found = on_one_rank(runs, ranks.train_and_skip, evolve(setup, options=options), skip)
+    found = on_one_rank(runs, ranks.train_and_skip, evolve(setup, options=options), skip, apart=apart)
     wanted = on_one_rank(runs, ranks.train_and_skip, evolve(setup, backend="plain"), skip)
     assert found == [pytest.approx(each, rel=GRAD_NORM.relative) for each in wanted]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("skip", SKIPS, ids=str)
 @pytest.mark.parametrize("options", KEEPS, ids=str)
-def test_it_is_refused_where_deepspeed_keeps_gradients(runs: Runs, options: Mapping[str, Any], skip: Skip) -> None:
+def test_it_is_refused_where_deepspeed_keeps_gradients(
+    runs: Runs, options: Mapping[str, Any], skip: Skip, apart: bool
+) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     with pytest.raises(Unsupported, match=r"^model\.layers\.1\.\S+ got no gradient in this micro-batch, but had one"):
-        on_one_rank(runs, ranks.train_and_skip, setup, skip)
+        on_one_rank(runs, ranks.train_and_skip, setup, skip, apart=apart)
 
 
 @pytest.mark.parametrize("options", KEEPS, ids=str)
@@ -62,3 +75,33 @@ def test_deepspeed_would_apply_the_step_before_again(runs: Runs, options: Mappin
     wanted = on_one_rank(runs, ranks.train_and_skip, evolve(setup, options=SUMS[1]), skip)
     same = [each == pytest.approx(other, rel=GRAD_NORM.relative) for each, other in zip(found, wanted, strict=True)]
     assert (same[0], same[2]) == (True, False)
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_in_bfloat16_too_gradients_of_several_calls_add_up_whether_the_last_is_announced_or_not(
+    runs: Runs, options: Mapping[str, Any]
+) -> None:
+    # There DeepSpeed sums them in other memory, and with offload brings them to the host by another way.
+    half, steps = in_bfloat16(runs, options), 3
+    announced, open_ = (runs.rank_sets[2].run(halves.train_in_calls, half, steps, last) for last in (True, False))
+    norms = [[step.grad_norm for step in found[0].results] for found in (announced, open_)]
+    assert norms[0] == norms[1]
+    assert different(*[whole([rank.state for rank in found]) for found in (announced, open_)]) == []
+    wanted = runs.trained_as(1, runs.setup("plain", "qwen3-tied"), steps)
+    assert 0 < mean_apart(norms[0], wanted.grad_norms) < BFLOAT16_GRAD_NORM
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_in_bfloat16_too_a_skipped_step_leaves_nothing_to_the_next(runs: Runs, options: Mapping[str, Any]) -> None:
+    half = in_bfloat16(runs, options)
+    skipped = runs.rank_sets[2].run(training.skip_a_step, half)
+    assert [(rank.result.applied, rank.then.applied) for rank in skipped] == [(False, True)] * 2
+    wanted = runs.train(2, half, range(3)).grad_norms[2]
+    assert grad_norm_of([rank.then for rank in skipped]) == pytest.approx(wanted, rel=GRAD_NORM.relative)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_would_add_the_gradients_of_a_skipped_step_to_the_next(runs: Runs, stage: int) -> None:
+    # When this fails DeepSpeed drops them, and state.drop_skipped_gradients can go.
+    half = in_bfloat16(runs, {"stage": stage, "offload": "optimizer"})
+    assert on_one_rank(runs, ranks.skip_and_keep, half) == float("inf")

@@ -31,12 +31,17 @@ SKIP = "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_
 SNAPSHOTS = "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone"
 RESUME = "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit"
 UPDATE = "test_an_update_delivers_every_tensor_once_and_bit_for_bit"
+CALLS = "test_the_gradients_of_several_calls_are_those_of_one"
+SKIP_CALLS = "test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next"
+SCALE = "test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped"
+PASSES = "test_passes_and_weight_updates_between_the_calls_leave_gradients_alone"
+NAPS = "test_all_but_gradients_may_sleep_between_the_calls"
 SLEEP = "test_sleep_frees_what_it_says_and_waking_restores_every_bit"
-ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": list(MemoryKind), "up": list(MemoryKind)}
+ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": list(MemoryKind), "up": list(MemoryKind), "announced": False}
 
 # What options can change: where masters and moments are, where weights are, or the order of sums alone.
-OF_THE_OPTIMIZER = [SKIP, RESUME, SLEEP]
-OF_WEIGHTS = [SNAPSHOTS, RESUME, UPDATE, SLEEP]
+OF_THE_OPTIMIZER = [SKIP, RESUME, SLEEP, CALLS, SKIP_CALLS, SCALE, NAPS]
+OF_WEIGHTS = [SNAPSHOTS, RESUME, UPDATE, SLEEP, PASSES, NAPS]
 OPTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"stage": 1, "offload": "optimizer"}, OF_THE_OPTIMIZER),
     ({"stage": 2, "offload": "optimizer"}, OF_THE_OPTIMIZER),

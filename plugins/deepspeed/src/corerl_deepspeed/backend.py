@@ -15,6 +15,7 @@ from corerl.models import buffer_chunks, hf_config
 from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
+    GradientResult,
     LossSpec,
     MemoryKind,
     Output,
@@ -22,7 +23,7 @@ from corerl.types import (
     ParallelLayout,
     SaveResult,
     Step,
-    TrainResult,
+    StepResult,
 )
 from corerl.weights import Chunk
 from corerl_deepspeed import native, state
@@ -30,7 +31,7 @@ from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks
 from corerl_deepspeed.runtime import calling_deepspeed, join, leave
 from corerl_deepspeed.spec import NO_FLOAT16
-from corerl_deepspeed.step import forward_pass, train_step
+from corerl_deepspeed.step import forward_backward, forward_pass, optimizer_step
 
 
 class DeepSpeedBackend(Backend):
@@ -54,9 +55,17 @@ class DeepSpeedBackend(Backend):
             rank=context.rank, world_size=context.world_size, rectangular=self.model.policy.rectangular
         )
 
-    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            result = train_step(self.model, batch, loss, lr=step.lr, dp_size=self.layout.dp_size, device=self.device)
+            return forward_backward(
+                self.model, batch, loss, outputs, last=last, dp_size=self.layout.dp_size, device=self.device
+            )
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        with calling_deepspeed(partitioned=self.partitioned):
+            result = optimizer_step(self.model, lr=step.lr, scale=scale)
         self.adam_step += result.applied
         return result
 

@@ -17,7 +17,8 @@ class GradientWatch:
 
     In stage 3, and for an optimizer on the host, DeepSpeed writes gradients into memory that is never cleared. If one
     is missing in a step's first or last micro-batch, or in all of them, the previous step's gradient would be applied
-    again, or part of this step's lost. A parameter that never had one is safe: its memory holds zeros.
+    again, or part of this step's lost. A parameter that never had one is safe: its memory holds zeros. Which calls the
+    step's micro-batches come in is all the same: every pass is held to what any pass before it had.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], options: DeepSpeedConfig) -> None:

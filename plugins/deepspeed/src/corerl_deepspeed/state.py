@@ -121,6 +121,13 @@ def drop_second_copies(model: Model) -> None:
         model.engine.optimizer.invalidate_secondary_tensor()
 
 
+def drop_skipped_gradients(model: Model) -> None:
+    """Drop the gradients of a skipped step. In stages 1 and 2 with offload, DeepSpeed sums those of bfloat16 weights in
+    memory that it drops when it takes a step, but not when it skips one: all later steps would be skipped too."""
+    if not partitioned(model):
+        model.engine.optimizer.averaged_gradients.clear()
+
+
 def let_go(model: Model) -> None:
     """Free a model that is no longer used: DeepSpeed's objects and parameters refer to each other in cycles that Python
     cannot collect, so they would keep their memory."""

@@ -1,4 +1,4 @@
-"""One optimizer step, and one pass without gradients, through DeepSpeed's engine."""
+"""The halves of an optimizer step, and a pass without gradients, through DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -9,39 +9,73 @@ from attrs import evolve
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from corerl.backend import StepLosses, forward_outputs, set_lr
-from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
+from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_deepspeed.build import Model
-from corerl_deepspeed.state import release
+from corerl_deepspeed.state import drop_skipped_gradients, release
 
 
-def train_step(
-    model: Model, batch: PackedBatch, loss: LossSpec, *, lr: float, dp_size: int, device: torch.device
-) -> TrainResult:
-    """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch, stage
-    1 after the last one; with offload they go to the host in the last backward pass. DeepSpeed clips, and skips a step
-    whose norm is not finite, on all ranks alike. Raises Unsupported if a gradient is missing for which DeepSpeed would
-    use an old one."""
-    engine, optimizer, watch = model.engine, model.optimizer, model.watch
-    assert optimizer is not None and watch is not None  # it is trained
+def forward_backward(
+    model: Model,
+    batch: PackedBatch,
+    loss: LossSpec,
+    outputs: tuple[Output, ...],
+    *,
+    last: bool,
+    dp_size: int,
+    device: torch.device,
+) -> GradientResult:
+    """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch. After
+    the step's last one, if it is known to be that, stage 1 reduces them, and with offload they go to the host. Raises
+    Unsupported if a gradient is missing for which DeepSpeed would use an old one."""
+    engine, watch = model.engine, model.watch
+    assert watch is not None  # it is trained
     engine.train()
-    announced = evolve(batch, micro_batches=_announced(engine, batch))
-    losses = StepLosses(engine, announced, loss, device=device, routers=model.policy.routers)
+    announced = evolve(batch, micro_batches=_announced(engine, batch, last))
+    losses = StepLosses(engine, announced, loss, outputs, device=device, routers=model.policy.routers)
     for value in losses:
         engine.backward(value * dp_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over dp
         watch.check()
-    set_lr(optimizer, lr)
-    engine.step()
-    norm = float(engine.get_global_grad_norm())
-    return TrainResult(
-        applied=engine.was_step_applied(), metrics=losses.metrics.finish(), grad_norm=norm, tokens=losses.tokens
-    )
+    return losses.result()
 
 
-def _announced(engine: DeepSpeedEngine, batch: PackedBatch) -> Iterator[MicroBatch]:
+def _announced(engine: DeepSpeedEngine, batch: PackedBatch, last: bool) -> Iterator[MicroBatch]:
     """The micro-batches; before the step's last one passes through the model, DeepSpeed is told that it is the last."""
     for number, micro in enumerate(batch.micro_batches, start=1):
-        engine.set_gradient_accumulation_boundary(number == batch.count)
+        engine.set_gradient_accumulation_boundary(last and number == batch.count)
         yield micro
+
+
+def optimizer_step(model: Model, *, lr: float, scale: float) -> StepResult:
+    """Called on every rank, inside `calling_deepspeed`. DeepSpeed clips, and skips a step whose norm is not finite, on
+    all ranks alike."""
+    engine, optimizer = model.engine, model.optimizer
+    assert optimizer is not None  # it is trained
+    if not engine.is_gradient_accumulation_boundary():
+        _complete(engine)
+    set_lr(optimizer, lr)
+    if scale == 1.0:
+        engine.step()
+    else:
+        # DeepSpeed divides gradients by their loss scale when it clips them, and the norm that it reports; it clips by
+        # the divided norm. So this reaches them wherever they are, with offload too, in one multiplication.
+        engine.optimizer.override_loss_scale(1.0 / scale)
+        engine.step()
+        engine.optimizer.override_loss_scale(1.0)  # backward passes would multiply losses by it
+    applied = engine.was_step_applied()
+    if not applied:
+        drop_skipped_gradients(model)
+    return StepResult(applied=applied, grad_norm=float(engine.get_global_grad_norm()))
+
+
+def _complete(engine: DeepSpeedEngine) -> None:
+    """Do what no backward pass has done, since none was known to be the last: reduce gradients in stage 1, collect them
+    in stage 2, and bring them to the host with offload. `engine.step` does the same, by the same methods, where
+    managed_gradient_accumulation is off; that would keep it from doing so during the last pass."""
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.zero_optimization_partition_gradients():  # stages 2 and 3
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
 
 
 def forward_pass(
