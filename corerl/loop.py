@@ -21,14 +21,15 @@ def training(run: Run) -> None:
     run.check_logprobs()
     run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
-        with run.training():
-            batch = run.with_advantages(scored)
-            results = run.optimize(batch)
-            run.progress.step += 1
-            run.push_weights()
-            run.report(scored, batch, results)
-            run.save()
-        run.evaluate()
+        with run.healing():  # if ranks die, the steps since the last checkpoint come again
+            with run.training():
+                batch = run.with_advantages(scored)
+                results = run.optimize(batch)
+                run.progress.step += 1
+                run.push_weights()
+                run.report(scored, batch, results)
+                run.save()
+            run.evaluate()
         if run.stopping:
             break
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
-REFERENCE = "reference"  # the policy that KL is measured against
+REFERENCE = "reference"  # the policy that KL is measured against; a role of that name, if it is none of the actor's
 ROLLOUT = "rollout"  # the actor whose weights the engines hold, those of the last update
 OLD = "old"  # the actor whose weights they held before that update
 SNAPSHOTS = (REFERENCE, ROLLOUT, OLD)

@@ -62,4 +62,5 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GRPO whose clipped ratio is a weight, so that every token learns (MiniMax 2025)",
+    by_prompt=True,
 )

@@ -26,6 +26,7 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GRPO with a higher clip, dynamic sampling and a penalty for overlong samples (Yu et al. 2025)",
+    by_prompt=True,
     # The paper samples until a batch is full. A bound ends a step whose prompts are all solved, or none.
     defaults={"aggregation": "token-mean", "dynamic_sampling": 10, "overlong": "penalty"},
 )

@@ -78,6 +78,7 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="learns from a teacher's log-probs of what the actor samples (Agarwal et al. 2024)",
+    by_prompt=True,
     roles={ACTOR: RoleKind.POLICY, TEACHER: RoleKind.FROZEN},
     compares=False,
     check=check,

@@ -27,5 +27,6 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GRPO without division by a group's spread or a sample's length (Liu et al. 2025)",
+    by_prompt=True,
     defaults={"aggregation": "constant-length"},
 )

@@ -46,4 +46,5 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="compares the samples of a prompt (Shao et al. 2024)",
+    by_prompt=True,
 )

@@ -99,6 +99,7 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GRPO whose ratio and clip are those of whole samples (Zheng et al. 2025)",
+    by_prompt=True,
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )
 TOKEN_SPEC = AlgorithmSpec(
@@ -106,5 +107,6 @@ TOKEN_SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="GSPO for advantages that differ within a sample (Zheng et al. 2025, section 4.3)",
+    by_prompt=True,
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )

@@ -59,4 +59,5 @@ SPEC = AlgorithmSpec(
     config=Options,
     api=(1, 0),
     summary="compares each sample with the others of its prompt (Ahmadian et al. 2024)",
+    by_prompt=True,
 )

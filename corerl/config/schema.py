@@ -277,6 +277,12 @@ class TrainConfig:
     )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
+    restarts: int = option(
+        "how often, without a step that was not done before, the ranks of all roles are started anew from the newest "
+        "checkpoint after one of them has died or was frozen; 0 ends the run. The actor's counts",
+        default=1,
+        validator=at_least(0),
+    )
 
     def settled(self, device: str, *, bfloat16: bool = True) -> TrainConfig:
         """The same with a precision in place of 'auto', for a backend with or without bfloat16, and with nothing
@@ -338,10 +344,16 @@ class RolesConfig:
         default=None,
     )
 
+    reference: SideRoleChoice | None = option(
+        "the policy that algorithm.kl_coef measures against, as a frozen model of its own: of another size, on another "
+        "backend or on other devices; unset: a snapshot in the host memory of the actor's ranks",
+        default=None,
+    )
+
     @property
     def beside_actor(self) -> dict[str, SideRoleChoice]:
         """The other roles that are set, by name."""
-        given = {"critic": self.critic, "teacher": self.teacher}
+        given = {"critic": self.critic, "teacher": self.teacher, "reference": self.reference}
         return {role: choice for role, choice in given.items() if choice is not None}
 
     @property
@@ -648,8 +660,9 @@ class RolloutConfig:
         default="",
     )
     episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
-    source: Literal["synchronous", "one-step-off", "asynchronous"] = option(
-        "when engines sample; synchronous: while nothing trains; one-step-off: each batch while the previous one "
+    source: Literal["synchronous", "streamed", "one-step-off", "asynchronous"] = option(
+        "when engines sample; synchronous: while nothing trains; streamed: the same samples, but training begins with "
+        "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
         "trains; asynchronous: all the time, paused for weight updates and continued with the new weights",
         default="synchronous",
     )

@@ -91,8 +91,7 @@ def plan_steps(
     _, episode_of = batch.episodes
     steps = []
     for epoch in range(epochs):
-        order = np.random.default_rng([seed, epoch]).permutation(len(groups))
-        for chosen_groups in np.array_split(order, min(mini_batches, len(groups))):
+        for chosen_groups in groups_of_steps(len(groups), mini_batches, seed, epoch):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
             micro_batches, filler = _share(chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
             scales = np.zeros(len(batch), dtype=np.float32)
@@ -101,6 +100,12 @@ def plan_steps(
             )
             steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales))
     return steps
+
+
+def groups_of_steps(groups: int, mini_batches: int, seed: int, epoch: int = 0) -> list[IntArray]:
+    """Which of a rollout batch's groups each step of an epoch trains on."""
+    order = np.random.default_rng([seed, epoch]).permutation(groups)
+    return np.array_split(order, min(mini_batches, groups))
 
 
 def plan_part(

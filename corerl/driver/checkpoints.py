@@ -74,6 +74,10 @@ class Checkpoints:
                 raise
             self.complete(wait=True)
 
+    def rewound(self, rollout_step: int) -> None:
+        """Forget the save in flight: the run goes on from an earlier step, at which it has saved."""
+        self._pending, self.last_step = None, rollout_step
+
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
         ranks = {name: len(role.group.layouts) for name, role in self.roles.items()}
         self.newest = commit(partial, state, ranks=ranks)

@@ -28,7 +28,14 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.sampling import in_scoring_thread, rows_of_a_call, start_scorer, start_source, unseen_tokens
+from corerl.driver.sampling import (
+    in_scoring_thread,
+    rows_of_a_call,
+    source_at,
+    start_scorer,
+    start_source,
+    unseen_tokens,
+)
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
@@ -48,6 +55,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
 from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.sampler import Sampler
+from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
@@ -244,6 +252,10 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress=progress,
     )
     settings = plan.algorithm.settings
+
+    def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
+        return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
+
     run = Run(
         plan=plan,
         progress=progress,
@@ -259,6 +271,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         reward=reward,
         held_out=rollout.prompts.held_out_prompts(),
         checkpoints=checkpoints,
+        source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),
         unseen=unseen_tokens(rollout) if plan.run.samples else {},
@@ -309,13 +322,17 @@ def _start_processes(
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
         groups[name] = TrainGroup.launch(role, slots[name], watching=watching)
-        stack.callback(groups[name].processes.kill)
+        stack.callback(functools.partial(_end, groups[name]))
     fleet: EngineFleet | None = None
     if engine is not None:
         fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
+
+
+def _end(group: TrainGroup) -> None:
+    group.processes.kill()  # of now: it may have been started anew
 
 
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:

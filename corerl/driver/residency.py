@@ -66,6 +66,16 @@ class Residency:
                 self._wake(coming, engines=waking)
         self._engines, self._stage = engines, name
 
+    def make_room(self) -> None:
+        """Let the engines sleep, where ranks that have died share their devices with others that are to load."""
+        if self.plan and self._engines is not EngineMemory.NOTHING and self.fleet is not None:
+            self.fleet.sleep()
+            self._engines = EngineMemory.NOTHING
+
+    def ranks_changed(self) -> None:
+        """Note that all ranks were replaced by new ones, which are awake."""
+        self._ranks, self._stage = dict.fromkeys(self.groups, ALL_KINDS), ""
+
     def engines_changed(self) -> None:
         """Note that some engines were replaced by new ones, which are awake."""
         self._engines = EngineMemory.ALL

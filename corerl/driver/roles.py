@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
-from corerl.data.plan import StepPlan
+from corerl.data.plan import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
-from corerl.trainer.group import TrainGroup
+from corerl.trainer.group import Gradients, TrainGroup
 from corerl.trainer.shared import SharedBatch
-from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
+from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
 @define(kw_only=True)
@@ -32,6 +32,9 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
+    # Of a batch's first step, whose gradients are added while other prompts are sampled:
+    _denominator: float = field(default=0.0, init=False)  # so far
+    _unit: float = field(default=0.0, init=False)  # of its token weights; 0 before the first call
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -49,25 +52,55 @@ class Role:
     def steps_of_batch(self) -> int:
         return self.train.mini_batches * self.train.epochs
 
+    def restarted(self, init: InitResult) -> None:
+        """Go on where the ranks, which were started anew, do."""
+        self.optimizer_step = init.optimizer_step
+        self._denominator = self._unit = 0.0
+
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
         return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
-        return self.group.plan_steps(samples, seed=self.seed * 1_000_003 + rollout_step)
+        return self.group.plan_steps(samples, seed=self._seed(rollout_step))
+
+    def groups_of_first_step(self, groups: int, rollout_step: int) -> IntArray:
+        """Which groups the first of these steps will train on, of a batch of so many."""
+        return groups_of_steps(groups, self.train.mini_batches, self._seed(rollout_step))[0]
+
+    def _seed(self, rollout_step: int) -> int:
+        return self.seed * 1_000_003 + rollout_step
+
+    def add_gradients(self, samples: SampleBatch, loss: LossSpec, *, share: float) -> Future[Gradients] | None:
+        """Start to add the gradients of some groups of the batch's first step, which `start` then takes; None if they
+        have no loss tokens. `share`: of the step's groups."""
+        if not self._unit:
+            _, count = self.group.plan_part(samples)
+            # A power of two, which rounds nothing: how much comes first is chance.
+            self._unit = 2.0 ** round(math.log2(count / share)) if count else 0.0
+        plan, count = self.group.plan_part(samples, unit=self._unit or 1.0)
+        self._denominator += count
+        return self.group.forward_backward(SharedBatch(samples), plan, loss) if plan.scales.any() else None
 
     def start(
         self, shared: SharedBatch, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
     ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
-        without loss tokens are skipped: momentum and decay would move the weights without a gradient."""
+        without loss tokens are skipped: momentum and decay would move the weights without a gradient. If gradients have
+        been added, they are the first step's."""
         started = []
-        for plan in plans:
+        begun, self._denominator = self._denominator, 0.0
+        for number, plan in enumerate(plans):
             if not plan.scales.any():
                 continue
-            started.append(self.group.train(shared, plan, loss, self.step(rollout_step)))
+            step = self.step(rollout_step)
+            if begun and not number:
+                started.append(self.group.optimizer_step(step, scale=self._unit / begun))
+            else:
+                started.append(self.group.train(shared, plan, loss, step))
             self.optimizer_step += 1
+        self._unit = 0.0
         return started
 
     def start_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +15,12 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
+from corerl.checkpoint.commit import read_state
 from corerl.cluster import services
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.early import Early
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
 from corerl.driver.metrics import (
@@ -39,6 +41,7 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
+from corerl.errors import CorerlError, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
@@ -46,6 +49,7 @@ from corerl.plan.run_dir import EXPORT
 from corerl.plugin.events import (
     Evaluated,
     RunFinished,
+    RunRewound,
     SampleShown,
     StepFinished,
 )
@@ -57,7 +61,7 @@ from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Scored, Source
 from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
 from corerl.trainer.shared import SharedBatch, share
-from corerl.types import LossSpec, Output, SampleBatch, TrainResult
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
 
@@ -102,6 +106,7 @@ class Run:
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
 
+    source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
 
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
@@ -116,6 +121,9 @@ class Run:
         takes_self=True,
     )
     _evaluation: dict[str, float] = field(factory=dict)
+    _restarts: int = 0  # of the ranks, since the last step that was not done before
+    _furthest: int = 0  # the most steps that were ever done
+    _early: Early | None = None  # what has begun of the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -137,12 +145,35 @@ class Run:
         """The rollout steps still to do, each when it is wanted: written down if the run keeps them, before anything
         uses them, and postprocessed."""
         rollout = self.plan.rollout
-        while (scored := self._served(self.source.next())) is not None:
+        while True:
+            scored = None
+            with self.healing() as fine:
+                scored = self._next()
+            if not fine():
+                continue
+            if scored is None:
+                return
             if rollout.settings.save or self.plan.run.mode == "rollout-only":
                 write_rollout(self.plan.start.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored
+
+    def _next(self) -> Scored | None:
+        """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+        if self.source.streams:
+            trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+            self._early = Early(
+                step=self.progress.step,
+                training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                passed=self.passed,
+                estimated=self.estimated,
+                progress=self.progress,
+            )
+            while arrived := self._served(self.source.arrived()):
+                self._early.add(arrived)
+                self.progress.begin("rollout")
+        return self._served(self.source.next())
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
@@ -179,34 +210,8 @@ class Run:
         if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
             fresh = self.gate.choose(samples)
             self._compare(self.gate, fresh if len(fresh) else self._served(self.gate.draw()))
-        if settings.overlong == "mask":
-            samples = without_truncated(samples)
-        samples = self._replayed(samples)
-        samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        if algorithm.passes:
-            self.residency.enter(FORWARD)
-            shared = share(samples)
-            passing = {
-                each: self.roles[each.role].start_forward(
-                    shared,
-                    samples,
-                    tuple(each.columns.values()),
-                    weights=self.snapshots.name_of(each.weights),
-                    replay=each.replay,
-                )
-                for each in algorithm.passes
-            }
-            with self.progress.phase("forward"):
-                for each, found in wait_all(passing).items():
-                    samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
-        batch = compute_advantages(
-            samples,
-            scored.rewards,
-            algorithm.estimate,
-            settings,
-            kl_coef=self.kl_coef,
-            max_tokens=self.plan.rollout.settings.max_tokens,
-        )
+        samples = self.passed(samples) if self._early is None else self._early.whole(samples)
+        batch = self.estimated(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
@@ -221,6 +226,44 @@ class Run:
                 samples=len(samples.episodes[0]),
             )
         return batch
+
+    def passed(self, samples: SampleBatch) -> SampleBatch:
+        """The samples with all columns that advantages are computed from."""
+        algorithm = self.plan.algorithm
+        if algorithm.settings.overlong == "mask":
+            samples = without_truncated(samples)
+        samples = self._replayed(samples)
+        samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
+        if not algorithm.passes:
+            return samples
+        self.residency.enter(FORWARD)
+        shared = share(samples)
+        passing = {
+            each: self.roles[each.role].start_forward(
+                shared,
+                samples,
+                tuple(each.columns.values()),
+                weights=self.snapshots.name_of(each.weights),
+                replay=each.replay,
+            )
+            for each in algorithm.passes
+        }
+        with self.progress.phase("forward"):
+            for each, found in wait_all(passing).items():
+                samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
+        return samples
+
+    def estimated(self, samples: SampleBatch, rewards: FloatArray) -> TrainBatch:
+        """The samples, or those of some prompts, with their advantages."""
+        algorithm = self.plan.algorithm
+        return compute_advantages(
+            samples,
+            rewards,
+            algorithm.estimate,
+            algorithm.settings,
+            kl_coef=self.kl_coef,
+            max_tokens=self.plan.rollout.settings.max_tokens,
+        )
 
     def _replayed(self, samples: SampleBatch) -> SampleBatch:
         """The samples with the experts that the engine chose, if training replays them."""
@@ -263,8 +306,7 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            assert role.loss is not None  # it is trained
-            started = role.start(shared, plans, self.progress.step, self._loss(role.loss, batch.kl_coef))
+            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef))
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -275,11 +317,84 @@ class Run:
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
 
-    def _loss(self, loss: LossSpec, kl_coef: float) -> LossSpec:
-        algorithm = self.plan.algorithm.settings
+    def loss_of(self, role: Role, kl_coef: float) -> LossSpec:
+        """The loss of a role that is trained, with the current coefficient."""
+        algorithm, loss = self.plan.algorithm.settings, role.loss
+        assert loss is not None
         if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in loss.params:
             return evolve(loss, params={**loss.params, "kl_coef": kl_coef})
         return loss
+
+    # ---- ranks that die ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def healing(self) -> Iterator[Callable[[], bool]]:
+        """If ranks die in the block, or were ended as they were frozen, start others from the newest checkpoint: the
+        steps since are to be done again. Yields whether the block has ended otherwise. Their error is raised if
+        `train.restarts` does not allow that, or something else has ended the ranks."""
+        healed: list[CorerlError] = []
+        try:
+            yield lambda: not healed
+        except WorkerDied as error:
+            healed.append(error)
+        while healed:
+            self._require_healable(healed[-1])
+            try:
+                return self._start_anew(healed[-1])
+            except WorkerDied as error:
+                healed.append(error)
+
+    def _require_healable(self, error: CorerlError) -> None:
+        ended = any(role.group.processes.ended for role in self.roles.values())
+        if not ended or services.died() or self.stop.requested:
+            raise error
+        if self._restarts >= self.actor.train.restarts:
+            if self._restarts:
+                times = f"{self._restarts} time{'s' * (self._restarts > 1)}"
+                error.add_note(f"the ranks had already been started anew {times} (train.restarts)")
+            raise error
+
+    def _start_anew(self, error: CorerlError) -> None:
+        self._restarts += 1
+        with contextlib.suppress(CorerlError):  # then an older one is the newest
+            self.checkpoints.rescue(ask=False)
+        newest = self.checkpoints.newest
+        state = read_state(newest) if newest is not None and newest != self.plan.start.resume else self.plan.start.state
+        step, done = int(state.get("rollout_step", self.plan.first_step)), self.progress.step
+        lost = f"; steps {step + 1} to {done} are done again" if done > step else ""
+        where = f"the checkpoint of step {step}" if newest is not None else "the initial weights"
+        self.progress.notice(f"{error.message}; all ranks are started anew from {where}{lost}")
+        self.source.close()
+        self._early = None
+        with self.progress.phase("starting the ranks anew"):
+            self._restart_ranks(newest)
+        self.checkpoints.rewound(step if newest is not None else -1)
+        self.progress.step = step
+        self.progress.tell(RunRewound(step=step))
+        self.snapshots = evolve(self.snapshots, made=0)
+        for text in self.snapshots.begin(step, resumed=bool(state)):
+            self.progress.notice(text)
+        settings = self.plan.algorithm.settings
+        self.kl_coef = state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
+        self.source = self.source_of(state if self.plan.run.trains else {}, newest)
+        if self.updates is not None:
+            self.updates.renewed(self.source)
+            self.loop.run(self.updates.fleet.resumed())
+        self._pushed_at = None
+        self.bring_weights()
+        self.evaluate()
+
+    def _restart_ranks(self, checkpoint: Path | None) -> None:
+        for role in self.roles.values():
+            role.group.processes.kill()
+        self.residency.make_room()
+        starting = {
+            name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
+            for name, role in self.roles.items()
+        }
+        for name, init in wait_all(starting).items():
+            self.roles[name].restarted(init)
+        self.residency.ranks_changed()
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -341,6 +456,8 @@ class Run:
             metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step
         if self.updates is not None:
             self.updates.fleet.step_completed()
+        if self.progress.step > self._furthest:
+            self._furthest, self._restarts = self.progress.step, 0
         metrics |= self.residency.metrics()
         metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])

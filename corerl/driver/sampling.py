@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import RolloutConfig
@@ -25,7 +27,10 @@ from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
 from corerl.rollout.sources.one_step_off import OneStepOff
 from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.sources.streamed import Streamed
 from corerl.rollout.sources.synchronous import Synchronous
+
+STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers one call after the other
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
@@ -45,10 +50,10 @@ async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
     """The most rows of several requests that an engine gets in one call: where samples are drawn ahead, an even share
-    of a batch, so that its groups are not held up by those of later batches."""
-    if rollout.source != "asynchronous":
-        return UNLIMITED
-    return max(1, rollout.prompts // (replicas * calls)) * rollout.samples
+    of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
+    there, a part of that."""
+    parts = {"asynchronous": 1, "streamed": STREAMED_PARTS}.get(rollout.source)
+    return UNLIMITED if parts is None else max(1, rollout.prompts // (replicas * calls * parts)) * rollout.samples
 
 
 def start_source(
@@ -58,16 +63,33 @@ def start_source(
     rollout, engine, start = plan.rollout, plan.processes.engine, plan.start
     told = partial(progress.count, DRAWN)
     sampler: Sampler | None = None
+    if fleet is not None and engine is not None:
+        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
+    state = start.state if plan.run.trains else {}
+    return source_at(state, start.resume, plan, fleet, sampler, reward, progress, stack), sampler
+
+
+def source_at(
+    state: Mapping[str, Any],
+    checkpoint: Path | None,
+    plan: Plan,
+    fleet: EngineFleet | None,
+    sampler: Sampler | None,
+    reward: Scoring,
+    progress: Progress,
+    stack: contextlib.ExitStack,
+) -> Source:
+    """The source where a checkpoint's state says, or at its beginning if that is empty; `stack` closes it."""
+    rollout = plan.rollout
     source: Source
-    if fleet is None or engine is None:
+    if fleet is None or sampler is None:
         source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
     else:
-        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
-        source = make_source(rollout, fleet, sampler, reward, told, steps=plan.run.steps)
+        source = make_source(rollout, fleet, sampler, reward, partial(progress.count, DRAWN), steps=plan.run.steps)
     stack.callback(source.close)
-    if start.state and plan.run.trains:
-        source.restore(start.state["source"], start.resume)
-    return source, sampler
+    if state:
+        source.restore(state["source"], checkpoint)
+    return source
 
 
 def make_sampler(
@@ -119,6 +141,8 @@ def make_source(
     match settings.source:
         case "synchronous":
             return Synchronous(draws, steps=steps)
+        case "streamed":
+            return Streamed(draws, fleet.loop, steps=steps, told=told)
         case "one-step-off":
             return OneStepOff(draws, fleet, steps=steps)
         case "asynchronous":

@@ -62,6 +62,11 @@ class WeightUpdates:
             self._evict(missed)
         self._updates += 1
 
+    def renewed(self, source: Source) -> None:
+        """Note that the ranks were replaced by new ones, and the source by another."""
+        self.source = source
+        self.address = self.group.meeting(self.address)  # the old ranks are still part of the old group
+
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
         """Run one update; returns the engines that missed it, which now serve nothing, and why."""
         with contextlib.ExitStack() as stack:

@@ -261,6 +261,11 @@ class EngineFleet:
         self._paused = False
         self._changed()
 
+    async def resumed(self) -> None:
+        """Resume, if whoever paused is gone."""
+        if self._paused:
+            await self.resume()
+
     def _relieve(self) -> None:
         """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
         busiest = max(self._batchers, key=lambda each: each.rows_waiting)

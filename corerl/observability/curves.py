@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from corerl.observability.history import History, phases
 from corerl.observability.specs import CurvesOptions
-from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, StepFinished
+from corerl.plugin.events import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
 CURVES_FILE = "curves.png"
@@ -38,6 +38,8 @@ class Curves:
             case RunStarted():
                 self._title = event.title
                 self._history = History.read(event.run_dir, before=event.repeats_from)
+            case RunRewound():
+                self._history.rewind(event.step)
             case StepFinished():
                 self._history.add(event.step, event.metrics)
                 self._stale = True

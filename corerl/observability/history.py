@@ -35,6 +35,15 @@ class History:
             self._steps.setdefault(name, []).append(step)
             self._values.setdefault(name, []).append(float(value))
 
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded of the steps from this one on."""
+        for name, steps in list(self._steps.items()):
+            kept = [index for index, at in enumerate(steps) if at < step]
+            self._steps[name] = [steps[index] for index in kept]
+            self._values[name] = [self._values[name][index] for index in kept]
+            if not kept:
+                del self._steps[name], self._values[name]
+
     def names(self, prefix: str = "") -> list[str]:
         return [name for name in self._steps if name.startswith(prefix)]
 

@@ -13,7 +13,7 @@ from attrs import asdict
 from corerl.observability.files import reopen
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import Evaluated, Event, RunStarted, SampleShown, StepFinished
+from corerl.plugin.events import Evaluated, Event, RunRewound, RunStarted, SampleShown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
 SAMPLES_FILE = "samples.jsonl"
@@ -33,11 +33,9 @@ class Jsonl:
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.close()
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                self._metrics = reopen(self._run_dir / METRICS_FILE, before=event.repeats_from)
-                if self._options.samples != "none":
-                    self._samples = reopen(self._run_dir / SAMPLES_FILE, before=event.repeats_from)
+                self._open(event.repeats_from)
+            case RunRewound():
+                self._open(event.step)
             case StepFinished():
                 self._write(event.step, event.metrics, self._chosen(event), kind="sampled")
             case Evaluated():
@@ -46,6 +44,13 @@ class Jsonl:
     @hookimpl
     def shutdown(self, reason: str) -> None:
         self.close()
+
+    def _open(self, before: float) -> None:
+        self.close()
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = reopen(self._run_dir / METRICS_FILE, before=before)
+        if self._options.samples != "none":
+            self._samples = reopen(self._run_dir / SAMPLES_FILE, before=before)
 
     def close(self) -> None:
         for file in (self._metrics, self._samples):

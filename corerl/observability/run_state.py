@@ -15,6 +15,7 @@ from corerl.plugin.events import (
     PhaseProgress,
     PhaseStarted,
     RunFinished,
+    RunRewound,
     RunStarted,
     SampleShown,
     StepFinished,
@@ -70,6 +71,10 @@ class RunState:
                 self.steps, self.first_step, self.done = event.steps, event.first_step, event.first_step
                 self.scores = event.mode == "eval"  # then the summary is of these scores only, not of earlier ones
                 self.history = History() if self.scores else History.read(event.run_dir, before=event.repeats_from)
+            case RunRewound():
+                self.done = event.step
+                self.history.rewind(event.step)
+                self._finishes.clear()
             case PhaseStarted():
                 if self.phase is not None and self.preparing:
                     self.prepared.append((self.phase.name, now - self.phase.began))

@@ -10,7 +10,7 @@ from corerl.messages import printable
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.text import number
 from corerl.observability.tracking import Tracker
-from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunStarted, SampleShown
+from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunRewound, RunStarted, SampleShown
 from corerl.plugin.hookspecs import hookimpl
 
 EVENTS_DIR = "tensorboard"
@@ -23,14 +23,19 @@ class Tensorboard(Tracker):
     _library: Any  # a SummaryWriter
 
     def start(self, event: RunStarted) -> None:
+        self._open(None if math.isinf(event.repeats_from) else int(event.repeats_from))
+
+    def _open(self, purge: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if math.isinf(event.repeats_from) else int(event.repeats_from)
         self._library = SummaryWriter(log_dir=str(self._run_dir / EVENTS_DIR), purge_step=purge, flush_secs=5)
 
     @hookimpl
     def observe(self, event: Event) -> None:
         super().observe(event)
+        if self._library is not None and isinstance(event, RunRewound):
+            self._library.close()
+            self._open(event.step)
         # The steps up to a checkpoint must be on disk by the time a run can resume from it.
         if self._library is not None and isinstance(event, CheckpointSaved | RunFinished):
             self._library.flush()

@@ -21,7 +21,7 @@ from corerl.algorithms.registry import policy_loss
 from corerl.config.schema import AlgorithmConfig, Config, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
-from corerl.plan.resolve import ROLES, algorithm_spec, check_spec
+from corerl.plan.resolve import ROLES, algorithm_spec, check_spec, role_kinds
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
@@ -43,7 +43,7 @@ class AlgorithmPlan:
     @property
     def asks_frozen(self) -> bool:
         """Whether a frozen role teaches too, so that samples of equal rewards may teach something."""
-        return any(each.role not in self.objectives for each in self.passes)
+        return any(each.role not in {*self.objectives, REFERENCE} for each in self.passes)
 
     def snapshots(self, role: str) -> dict[str, str]:
         """The earlier weights of a role that passes ask for, each with the setting that wants it."""
@@ -113,14 +113,17 @@ def contradictions(config: Config) -> Iterator[str]:
     algorithm, spec, sampled = config.algorithm, algorithm_spec(config), config.rollout.samples
     name = f"algorithm.name={algorithm.name!r}"
     given = {role for role in ROLES if getattr(config.roles, role) is not None}
-    for role, kind in spec.roles.items():
+    kinds = role_kinds(config)
+    for role, kind in kinds.items():
         if role not in given:
             yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"
         elif kind is RoleKind.FROZEN and (own := getattr(config.roles, role).train) is not None:
             for each in fields(TrainConfig):
                 if getattr(own, each.name) != getattr(own.of_passes(), each.name):
                     yield f"roles.{role}.train.{each.name}: set, but {name} never trains the {role}; remove it"
-    for role in sorted(given - set(spec.roles)):
+    if REFERENCE in given:
+        yield from _against_reference(config)
+    for role in sorted(given - set(kinds)):
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
     if algorithm.old_weights != "current" and not config.run.samples:
         yield (
@@ -139,6 +142,8 @@ def contradictions(config: Config) -> Iterator[str]:
             "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or an "
             "algorithm that does not compare the samples of a prompt"
         )
+    if config.rollout.source == "streamed":
+        yield from _against_streaming(config)
     if algorithm.dynamic_sampling and sampled < 2:
         yield (
             "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
@@ -148,6 +153,53 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
             f"{name if not spec.compares else 'algorithm.kl_in=' + repr(algorithm.kl_in)}; set it to 0"
+        )
+
+
+def _against_reference(config: Config) -> Iterator[str]:
+    """What contradicts a reference policy that is a role."""
+    algorithm = config.algorithm
+    if not algorithm.kl_coef:
+        yield (
+            "roles.reference: set, but algorithm.kl_coef=0 measures against no reference policy; set that, or remove "
+            "the role"
+        )
+    if algorithm.reference:
+        yield (
+            f"algorithm.reference: {algorithm.reference!r}, but the reference policy is a role with a model of its "
+            "own; set roles.reference.model.path to it, and remove this"
+        )
+    if algorithm.reference_every:
+        yield (
+            f"algorithm.reference_every: {algorithm.reference_every}, but roles.reference is never trained; remove the "
+            "role, so that the reference policy is a snapshot of the actor, or remove this"
+        )
+
+
+def _against_streaming(config: Config) -> Iterator[str]:
+    """What needs the whole batch before training begins."""
+    algorithm = config.algorithm
+    others = "set rollout.source to 'synchronous' or 'one-step-off'"
+    if not algorithm_spec(config).by_prompt:
+        yield (
+            f"rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages "
+            f"of algorithm.name={algorithm.name!r} come from the whole batch; {others}"
+        )
+    settings = {
+        "algorithm.advantages": algorithm.advantages,
+        "algorithm.postprocess": algorithm.postprocess,
+        "rollout.postprocess": config.rollout.postprocess,
+    }
+    for name, function in settings.items():
+        if function:
+            yield (
+                f"{name}: {function!r} reads the whole batch, but rollout.source='streamed' trains on a prompt's "
+                f"samples before the others are there; remove it, or {others}"
+            )
+    if algorithm.dynamic_sampling:
+        yield (
+            f"algorithm.dynamic_sampling: {algorithm.dynamic_sampling}, but which prompts are drawn again is known "
+            f"once the whole batch is there, and rollout.source='streamed' begins before; set it to 0, or {others}"
         )
 
 
@@ -184,12 +236,17 @@ def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
         replay = common.routing_replay == "engine"
         passes.append(ForwardPass(role=ACTOR, columns=columns, weights=weights, replay=replay))
     if common.kl_coef:
-        passes.append(ForwardPass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
+        logprobs = {"ref_logprobs": Output.LOGPROBS}
+        passes.append(
+            ForwardPass(role=ACTOR, columns=logprobs, weights=REFERENCE)
+            if config.roles.reference is None
+            else ForwardPass(role=REFERENCE, columns=logprobs)
+        )
     return [*passes, *(each for each in algorithm.forwards() if each.role in config.chosen_roles)]
 
 
 def _objectives(config: Config, algorithm: Algorithm) -> dict[str, Objective]:
-    common, kinds = config.algorithm, algorithm_spec(config).roles
+    common, kinds = config.algorithm, role_kinds(config)
     found = {role: each for role, each in algorithm.objectives().items() if role in config.chosen_roles}
     for role, objective in found.items():
         aggregation = objective.aggregation or common.aggregation or "token-mean"

@@ -51,7 +51,7 @@ def _source(config: Config) -> Iterator[str]:
     if rollout.max_staleness != 1 and rollout.source != "asynchronous":
         yield (
             f"rollout.max_staleness: {rollout.max_staleness}, but rollout.source={rollout.source!r} "
-            f"{'has no staleness' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, "
+            f"{'is always one update behind' if rollout.source == 'one-step-off' else 'has no staleness'}; remove it, "
             "or set rollout.source='asynchronous'"
         )
     if rollout.stale != "discard" and rollout.source != "asynchronous":

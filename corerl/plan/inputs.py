@@ -212,8 +212,9 @@ def check_weights(
         if resume and not frozen:
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, model)
-        # A resume still reads the KL reference from it.
-        refers = config.algorithm.kl_coef and not config.algorithm.reference and not config.algorithm.reference_every
+        # A resume still reads the KL reference from it, if that is a snapshot.
+        of_snapshot = config.algorithm.kl_coef and config.roles.reference is None
+        refers = of_snapshot and not config.algorithm.reference and not config.algorithm.reference_every
         read = own.path and (not resume or refers or frozen)
         if read and problems.none_in("model", table, "checkpoint"):
             with problems.stage(f"{table}.weights", path=f"{table}.path"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, fields, frozen
 
+from corerl.algorithms.base import REFERENCE
 from corerl.config.load import structure
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, RolesConfig
@@ -83,14 +84,20 @@ def algorithm_spec(config: Config) -> AlgorithmSpec:
     return spec
 
 
+def role_kinds(config: Config) -> dict[str, RoleKind]:
+    """What each role of the algorithm is, and the reference policy if it is one."""
+    kinds = dict(algorithm_spec(config).roles)
+    return {**kinds, REFERENCE: RoleKind.FROZEN} if config.roles.reference is not None else kinds
+
+
 def has_value_head(config: Config, role: str) -> bool:
-    """Whether the algorithm's `role` is a critic; the actor is none in any."""
-    return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.CRITIC
+    """Whether `role` is a critic; the actor is none in any algorithm."""
+    return role != ACTOR and role_kinds(config).get(role) is RoleKind.CRITIC
 
 
 def is_frozen(config: Config, role: str) -> bool:
-    """Whether the algorithm never trains `role`; every one trains the actor."""
-    return role != ACTOR and algorithm_spec(config).roles.get(role) is RoleKind.FROZEN
+    """Whether `role` is never trained; every algorithm trains the actor."""
+    return role != ACTOR and role_kinds(config).get(role) is RoleKind.FROZEN
 
 
 def settle_algorithm(config: Config) -> Config:

@@ -121,6 +121,14 @@ class Span:
 
 
 @frozen(kw_only=True)
+class RunRewound:
+    """The run goes on from an earlier step, as a resumed one does: what was recorded of the steps from there on is
+    replaced. A notice has told why."""
+
+    step: int  # rollout steps that stay done
+
+
+@frozen(kw_only=True)
 class CallFinished:
     """A process has answered a call. Emitted only if an extension's spec says `traces=True`."""
 
@@ -144,6 +152,7 @@ Event: TypeAlias = (
     | Evaluated
     | CheckpointSaved
     | Notice
+    | RunRewound
     | CallFinished
     | RunFinished
 )

@@ -225,6 +225,9 @@ class AlgorithmSpec:
     # Whether advantages compare the samples of a prompt: then a group of one sample, or of equal rewards, teaches
     # nothing.
     compares: bool = True
+    # Whether the advantages of a prompt's samples depend on these alone: then gradients may begin before a batch is
+    # whole (rollout.source = "streamed").
+    by_prompt: bool = False
     samples: bool = True  # False: it learns from saved batches only
     # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
     # dynamic_sampling, old_logprobs, overlong.

@@ -21,7 +21,7 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
 from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
@@ -65,10 +65,14 @@ class TrainGroup:
     error that does not end the group, such as SaveFailed, is raised by `shutdown` if no result has.
     """
 
-    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
+    def __init__(
+        self, processes: RayGroup, plan: RolePlan, again: Callable[[RolePlan], RayGroup] | None = None
+    ) -> None:
+        """`again` starts other processes in the place of `processes`, which have ended."""
         self.processes = processes
         self.plan = plan
         self.role = plan.role
+        self._again = again
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -119,9 +123,23 @@ class TrainGroup:
         watching: Watching | None = None,
     ) -> Self:
         """Start a process for each rank; returns at once."""
-        names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
-        return cls(processes, plan)
+
+        def processes(plan: RolePlan) -> RayGroup:
+            names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
+            return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
+
+        return cls(processes(plan), plan, processes)
+
+    def restart(self, resume: str) -> Future[InitResult]:
+        """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
+        directory `resume`, or the model if it is empty. For a group that was launched."""
+        assert self._again is not None
+        self.processes.kill()
+        assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments)
+        self.plan = evolve(self.plan, assignments=assignments)
+        self.processes = self._again(self.plan)
+        self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
+        return self.init()
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -276,6 +294,22 @@ class TrainGroup:
             aggregation=objective.aggregation,
             max_tokens=self.plan.max_tokens,
             seed=seed,
+        )
+
+    def plan_part(self, samples: SampleBatch, *, unit: float = 1.0) -> tuple[StepPlan, float]:
+        """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
+        step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
+        the denominator; its `optimizer_step` has the scale unit / denominator."""
+        train, objective = self.plan.train, self.plan.objective
+        if objective is None:
+            raise CorerlError(refused_if_frozen("plan_part", f"the {self.role}"))
+        return plan_part(
+            samples,
+            self.layouts[0],
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            aggregation=objective.aggregation,
+            max_tokens=self.plan.max_tokens,
+            unit=unit,
         )
 
     def forward(

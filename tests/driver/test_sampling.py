@@ -15,6 +15,8 @@ from corerl.engines.base import UNLIMITED
         ("asynchronous", 2, 4, 8 * 4),  # an even share of a batch: 64 prompts over 8 calls
         ("asynchronous", 3, 1, 21 * 4),
         ("asynchronous", 100, 1, 4),  # never less than a group
+        ("streamed", 2, 4, 2 * 4),  # a quarter of that
+        ("streamed", 2, 32, 4),
         ("synchronous", 2, 4, UNLIMITED),
         ("one-step-off", 2, 4, UNLIMITED),
     ],

@@ -12,7 +12,7 @@ import pytest
 from corerl.config.schema import AlgorithmConfig
 from corerl.driver.snapshots import Snapshots
 from corerl.types import SampleBatch
-from tests.end_to_end.command import metrics
+from tests.end_to_end.command import metrics, numbers
 from tests.in_process import execute_here, small
 
 KL = ["algorithm.kl_coef=0.1", "train.optimizer.lr=0.01", 'extensions=[{name="jsonl"}]', "algorithm.on_mismatch=off"]
@@ -68,6 +68,18 @@ def test_log_probs_of_the_weights_that_have_sampled_are_those_of_the_engines(
         [False, True, True, True] if sampled_by == "old" else [False, True, False, True]
     )
     assert max(differences[sampled_by]) < 1e-5
+
+
+@pytest.mark.processes
+def test_a_reference_that_is_a_role_gives_the_numbers_of_one_that_is_a_snapshot(tmp_path: Path) -> None:
+    """Here both are the plain backend's; of another model, or on other devices, only the former can be."""
+    found = {}
+    for name, own in {"snapshot": [], "role": ["roles.reference.ranks=1"]}.items():
+        (tmp_path / name).mkdir()
+        execute_here(small(tmp_path / name, *KL, "run.steps=3", *own))
+        found[name] = numbers(tmp_path / name / "run")
+    assert found["role"] == found["snapshot"]
+    assert found["role"][2]["train/kl_reference"] > 1e-4
 
 
 SEEN: list[SampleBatch] = []

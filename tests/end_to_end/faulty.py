@@ -23,12 +23,18 @@ class FaultyConfig(FsdpConfig):
     )
     rank: int = option("the rank that fails", default=1)
     step: int = option("the rollout step at which it fails, in train and save", default=0)
+    once: bool = option("not again if it has failed before in this run directory", default=False)
 
 
 SPEC = evolve(FSDP, implementation="tests.end_to_end.faulty_backend:FaultyBackend", config=FaultyConfig)
 
 
-def fault(hook: str, how: str, *, step: int = 0) -> list[str]:
-    """The overrides of a run whose rank 1 fails."""
+def fault(hook: str, how: str, *, step: int = 0, once: bool = False) -> list[str]:
+    """The overrides of a run whose rank 1 fails: where it is not for `once`, as often as the ranks are started anew,
+    which is never."""
     table = f'backends."{NAME}"'
-    return [f"backend.name={NAME}", f"{table}.hook={hook}", f"{table}.how={how}", f"{table}.step={step}"]
+    told = {"hook": hook, "how": how, "step": step, "once": str(once).lower()}
+    return [
+        *(f"backend.name={NAME}", f"train.restarts={int(once)}"),
+        *(f"{table}.{name}={value}" for name, value in told.items()),
+    ]

@@ -350,3 +350,84 @@ def test_a_frozen_role_is_asked_and_not_trained_and_refuses_what_only_training_r
         f"roles.teacher.train.{name}: set, but algorithm.name='distill' never trains the teacher; remove it"
         for name in ("mini_batches", "epochs", "recompute", "optimizer")
     ]
+
+
+# ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------
+
+
+def test_a_reference_that_is_a_role_is_passed_as_itself_and_needs_a_penalty_that_measures_against_it() -> None:
+    roles = evolve(GRPO.roles, reference=SideRoleChoice())
+    apart = evolve(GRPO, roles=roles)
+    assert lines(apart, kl_coef=0.1) == []
+    assert lines(apart) == [
+        (
+            "roles.reference: set, but algorithm.kl_coef=0 measures against no reference policy; set that, or remove "
+            "the role"
+        )
+    ]
+    assert lines(apart, kl_coef=0.1, reference="elsewhere") == [
+        (
+            "algorithm.reference: 'elsewhere', but the reference policy is a role with a model of its own; set "
+            "roles.reference.model.path to it, and remove this"
+        )
+    ]
+    assert lines(apart, kl_coef=0.1, reference_every=2) == [
+        (
+            "algorithm.reference_every: 2, but roles.reference is never trained; remove the role, so that the "
+            "reference policy is a snapshot of the actor, or remove this"
+        )
+    ]
+    trained = evolve(GRPO, roles=evolve(roles, reference=SideRoleChoice(train=TrainConfig(epochs=3))))
+    assert lines(trained, kl_coef=0.1) == [
+        "roles.reference.train.epochs: set, but algorithm.name='grpo' never trains the reference; remove it"
+    ]
+
+    def reference_of(config: Config) -> tuple[str, str]:
+        settled = settle_algorithm(evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1)))
+        (each,) = (each for each in plan_algorithm(resolve_tables(settled)).passes if "ref_logprobs" in each.columns)
+        return each.role, each.weights
+
+    assert reference_of(apart) == ("reference", "")
+    assert reference_of(GRPO) == ("actor", "reference")
+
+
+STREAMED = evolve(GRPO, rollout=RolloutConfig(source="streamed"))
+OTHERS = "set rollout.source to 'synchronous' or 'one-step-off'"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "gspo-token", "cispo", "rloo"])
+def test_advantages_of_a_prompt_of_its_own_may_be_streamed(name: str) -> None:
+    assert lines(STREAMED, name=name) == []
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
+def test_what_is_normalized_over_the_batch_is_not_streamed(name: str) -> None:
+    assert lines(STREAMED, name=name) == [
+        (
+            "rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages "
+            f"of algorithm.name={name!r} come from the whole batch; {OTHERS}"
+        )
+    ]
+
+
+@pytest.mark.parametrize("setting", ["algorithm.advantages", "algorithm.postprocess", "rollout.postprocess"])
+def test_functions_that_read_the_whole_batch_are_not_streamed(setting: str) -> None:
+    table, name = setting.split(".")
+    given = {name: "mine:function"}
+    config = evolve(STREAMED, **{table: evolve(getattr(STREAMED, table), **given)})
+    assert lines(config) == [
+        (
+            f"{setting}: 'mine:function' reads the whole batch, but rollout.source='streamed' trains on a prompt's "
+            f"samples before the others are there; remove it, or {OTHERS}"
+        )
+    ]
+
+
+def test_prompts_that_are_drawn_again_are_not_streamed() -> None:
+    assert lines(STREAMED, name="dapo", dynamic_sampling=0) == []
+    assert lines(STREAMED, name="dapo") == [
+        (
+            "algorithm.dynamic_sampling: 10, but which prompts are drawn again is known once the whole batch is there, "
+            f"and rollout.source='streamed' begins before; set it to 0, or {OTHERS}"
+        )
+    ]

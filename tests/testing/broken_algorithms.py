@@ -123,6 +123,17 @@ class ForgetsEqualRewards(GRPO):
         return Advantages(advantages=broadcast(compared, samples))
 
 
+class ScalesByTheBatch(GRPO):
+    """Divides by the spread of the whole batch, which its spec denies."""
+
+    def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        found = super().advantages(samples, rewards, token_rewards)
+        square = float((found.advantages.astype(np.float64) ** 2).sum()) / max(
+            int(samples.columns["loss_mask"].sum()), 1
+        )
+        return evolve(found, advantages=(found.advantages / (square + 1.0)).astype(np.float32))
+
+
 class TakesAMetric(GRPO):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         found = super().advantages(samples, rewards, token_rewards)
@@ -329,6 +340,7 @@ NUMBERS_OF_PROMPTS = faulty("NumbersOfPrompts", "uses numbers", seen_by="A10", s
 FORGETS_EQUAL_REWARDS = faulty(
     "ForgetsEqualRewards", "divides rounding by rounding", seen_by="A11", saying="expected exactly 0"
 )
+SCALES_BY_THE_BATCH = faulty("ScalesByTheBatch", "needs the batch", seen_by="A18", saying="set by_prompt=False")
 IGNORES_THE_MASK = faulty("IgnoresTheMask", "multiplies NaN by 0", seen_by="A12", saying="at tokens of weight 0")
 MEAN_OF_MICRO_BATCH = faulty(
     "MeanOfMicroBatch", "normalizes over a micro-batch", seen_by="A13", saying="normalize nothing over a micro-batch"

@@ -65,6 +65,15 @@ class Scored:
         )
 
 
+@frozen(kw_only=True)
+class Arrived:
+    """The samples of one prompt, before those of the step's others are there."""
+
+    number: int  # the prompt's place in the step
+    of: int  # how many prompts the step has
+    scored: Scored
+
+
 def _position(groups: IntArray) -> IntArray:
     """[max + 1] the position of each group in `groups`."""
     position = np.zeros(int(groups.max(initial=0)) + 1, dtype=np.int64)
@@ -89,10 +98,16 @@ class Source(ABC):
     """
 
     overlaps: ClassVar[bool] = False  # whether engines may generate while weights are trained, hence during an update
+    streams: ClassVar[bool] = False  # whether prompts of a step arrive before it is whole
 
     @abstractmethod
     async def next(self) -> Scored | None:
         """The next step; None after the last one."""
+
+    async def arrived(self) -> Sequence[Arrived]:
+        """What has come of the next step since the last call, waiting for at least one prompt; empty once all have been
+        handed out, and `next` has them together."""
+        return ()
 
     @property
     @abstractmethod

@@ -204,6 +204,26 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(trial: Trial) -> N
         )
 
 
+@check("A18", level=1, builds_on=["A10"])
+def test_advantages_of_a_prompts_samples_alone_are_those_in_the_batch_if_the_spec_says_so(trial: Trial) -> None:
+    if not trial.spec.by_prompt:
+        pytest.skip("its spec does not say that a prompt's advantages depend on its own samples alone")
+    samples = trial.samples()
+    rewards, token_rewards = trial.rewards(samples), trial.token_rewards(samples)
+    wanted = columns_of(trial.estimate(samples, rewards, token_rewards))
+    for group in np.unique(samples.rows["group"]):
+        members = np.flatnonzero(samples.rows["group"] == group)
+        place, _ = rows_at(samples.offsets, members)
+        alone = samples.take(members).with_rows(group=np.zeros(len(members), np.int64))
+        for name, column in columns_of(trial.estimate(alone, rewards[members], token_rewards[place])).items():
+            expected = wanted[name][place]
+            near = np.isclose(column, expected, rtol=ADVANTAGES.relative, atol=ADVANTAGES.absolute)
+            assert near.all(), (
+                f"without the batch's other prompts, {name} change from {expected[~near][0]} to {column[~near][0]}; "
+                "set by_prompt=False in the spec, since rollout.source='streamed' would train on other numbers"
+            )
+
+
 @check("A17", level=1, builds_on=["A09", "A10", "A11"])
 def test_an_episode_counts_once_however_many_samples_it_is(trial: Trial) -> None:
     samples = trial.samples()
