@@ -284,7 +284,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
 
 
 def weighted_logprobs(inputs: LossInputs) -> LossResult:
-    """A sum of log-probs with weights of their own, from which any loss of log-probs follows that is computed elsewhere.
+    """A weighted sum of log-probs, from which any loss of log-probs follows that is computed elsewhere.
 
         loss = sum_t weights_t * logprob_weights_t * logprobs_t
 
