@@ -283,6 +283,28 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
     )
 
 
+def weighted_logprobs(inputs: LossInputs) -> LossResult:
+    """A weighted sum of log-probs, from which any loss of log-probs follows that is computed elsewhere.
+
+        loss = sum_t weights_t * logprob_weights_t * logprobs_t
+
+    With dL / dlogprobs_t as the weights, its gradient is that of L, by the chain rule; its value is not L's.
+
+    Columns, each [T]: `weights` (include 1 / denominator) and `logprob_weights`. Only tokens with a nonzero weight
+    count, as in `clipped`. The metric `loss` is a sum with the loss's own weights.
+    """
+    name = "weighted_logprobs"
+    if inputs.logprobs is None:
+        raise ContractError(
+            f"loss {name!r} got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
+        )
+    weights = _column(inputs, "weights", loss=name)
+    counted = weights != 0
+    slopes = _where(counted, _column(inputs, "logprob_weights", loss=name))
+    loss = (weights * slopes * _where(counted, inputs.logprobs)).sum()
+    return LossResult(loss, {"loss": TensorMetric(loss.detach(), counted.sum(), Reduction.LOSS)})
+
+
 def _where(counted: Tensor, values: Tensor) -> Tensor:
     """`values` with 0 at tokens that do not count. A weight of 0 would not be enough: 0 * inf is NaN, in the value and
     in the gradient."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
+from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value, weighted_logprobs
 from corerl.config.functions import imported, signature_of
 from corerl.errors import ConfigError, ContractError
 from corerl.messages import did_you_mean
 from corerl.types import LossSpec, Output, Scalar
 
-LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value}
+LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value, "weighted_logprobs": weighted_logprobs}
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:

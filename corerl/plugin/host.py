@@ -299,6 +299,8 @@ class PluginHost:
         """Why the verb may not come between the calls of a step, or not without one; "" if it may."""
         if verb == "forward_backward" and self._complete:
             return "the step's last call was made; call optimizer_step first"
+        if verb == "train" and self._begun:
+            return "gradients wait for optimizer_step; call it first, or forward_backward for these samples too"
         if verb == "optimizer_step" and not self._begun:
             return "there are no gradients since the last step; call forward_backward first"
         if verb == "save" and self._begun:

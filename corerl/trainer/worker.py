@@ -151,7 +151,9 @@ class Worker:
     # ---- verbs ------------------------------------------------------------------------------------------------------
 
     def train(self, samples: SampleBatch, share: StepShare, loss: LossSpec, step: Step) -> TrainResult:
-        """Both halves of a step that has no other samples."""
+        """Both halves of a step that has no other samples; WrongState if it has."""
+        with self.host.entering("train"):
+            pass
         with self._timed(self._pack_all("train", samples, share), rest="optimizer") as batch:
             return self.train_on(batch, loss, step)
 

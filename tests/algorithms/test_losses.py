@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, mismatch, value
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, mismatch, value, weighted_logprobs
 from corerl.errors import ContractError
 from corerl.types import Reduction
 from tests.algorithms.ragged import Sample, random_samples, step_of
@@ -372,3 +372,90 @@ def test_a_missing_column_or_output_of_the_critic_is_named() -> None:
     with pytest.raises(ContractError, match=r"loss 'value' needs the column 'values' \[T\]; got: returns, weights"):
         value(LossInputs(values=inputs.values, columns=without), value_clip=0.5)
     assert value(LossInputs(values=inputs.values, columns=without)).loss.item() == value(inputs).loss.item()
+
+
+# ---- sums of log-probs with weights of their own ---------------------------------------------------------------------
+
+SLOPES = [2.0, -1.0, 0.5]
+
+
+def three_weighted(*, around: float | None = None) -> LossInputs:
+    """Log-probs -1, -2, -4, between two tokens of weight zero that hold `around` where it is given."""
+
+    def widen(numbers: list[float], idle: float | None = around) -> torch.Tensor:
+        return torch.tensor(numbers if idle is None else [idle, *numbers, idle], dtype=torch.float64)
+
+    return LossInputs(
+        logprobs=widen([-1.0, -2.0, -4.0]).requires_grad_(),
+        columns={"weights": widen(WEIGHTS, None if around is None else 0.0), "logprob_weights": widen(SLOPES)},
+    )
+
+
+def test_weighted_logprobs_of_three_tokens_worked_by_hand() -> None:
+    inputs = three_weighted()
+    result = weighted_logprobs(inputs)
+    wanted = WEIGHTS[0] * 2.0 * -1.0 + WEIGHTS[1] * -1.0 * -2.0 + WEIGHTS[2] * 0.5 * -4.0
+    assert result.loss.item() == wanted
+    assert inputs.logprobs is not None
+    (gradient,) = torch.autograd.grad(result.loss, inputs.logprobs)
+    assert gradient.tolist() == [w * s for w, s in zip(WEIGHTS, SLOPES, strict=True)]
+    ((name, metric),) = result.metrics.items()
+    assert (name, metric.total.item(), metric.weight.item(), metric.reduction) == ("loss", wanted, 3, Reduction.LOSS)
+    assert not metric.total.requires_grad
+
+
+def preference(logprobs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Of two samples of three tokens, that the first be likelier: no sum over tokens, and over no micro-batch."""
+    first, second = torch.where(counted, logprobs, 0.0).split(3)
+    return -torch.nn.functional.logsigmoid(0.3 * (first.sum() - second.sum()))
+
+
+def test_a_loss_that_is_computed_elsewhere_moves_the_model_as_it_would_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(8, (6, 1), generator=generator)
+    counted = torch.tensor([False, True, True, False, True, True])
+    start = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+
+    def logprobs_of(weight: torch.Tensor) -> torch.Tensor:
+        return (features @ weight).log_softmax(-1).gather(-1, targets)[:, 0]
+
+    direct = start.clone().requires_grad_()
+    preference(logprobs_of(direct), counted).backward()
+
+    seen = logprobs_of(start).requires_grad_()  # as a pass without gradients gives them
+    (slopes,) = torch.autograd.grad(preference(seen, counted), seen)
+    by_weights = start.clone().requires_grad_()
+    columns = {"weights": counted.double(), "logprob_weights": slopes.where(counted, math.nan)}
+    # In two micro-batches, each of one sample.
+    for part in (slice(3), slice(3, None)):
+        logprobs = logprobs_of(by_weights)[part]
+        weighted_logprobs(
+            LossInputs(logprobs=logprobs, columns={name: column[part] for name, column in columns.items()})
+        ).loss.backward()
+    assert direct.grad is not None and by_weights.grad is not None and direct.grad.abs().max() > 0.01
+    torch.testing.assert_close(by_weights.grad, direct.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])
+def test_tokens_of_weight_zero_reach_nothing_of_weighted_logprobs(poison: float) -> None:
+    alone, among = (three_weighted(around=around) for around in (None, poison))
+    results = [weighted_logprobs(each) for each in (alone, among)]
+    assert results[1].loss.item() == results[0].loss.item()
+    assert_equal_metrics(results[1], results[0])
+    gradients = []
+    for inputs, result in zip((alone, among), results, strict=True):
+        assert inputs.logprobs is not None
+        gradients.append(torch.autograd.grad(result.loss, inputs.logprobs)[0].tolist())
+    assert gradients[1] == [0.0, *gradients[0], 0.0]
+
+
+def test_a_missing_column_or_output_of_weighted_logprobs_is_named() -> None:
+    inputs = three_weighted()
+    with pytest.raises(ContractError, match="loss 'weighted_logprobs' got no log-probs; request them in LossSpec"):
+        weighted_logprobs(LossInputs(columns=inputs.columns))
+    columns = {"weights": inputs.columns["weights"]}
+    with pytest.raises(
+        ContractError, match=r"loss 'weighted_logprobs' needs the column 'logprob_weights' \[T\]; got: "
+    ):
+        weighted_logprobs(LossInputs(logprobs=inputs.logprobs, columns=columns))

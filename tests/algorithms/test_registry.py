@@ -89,7 +89,11 @@ def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("cliped", {}, "unknown loss 'cliped'; known: clipped, value, or 'module:function'; did you mean 'clipped'?"),
+        (
+            "cliped",
+            {},
+            "unknown loss 'cliped'; known: clipped, value, weighted_logprobs, or 'module:function'; did you mean 'cli",
+        ),
         ("no_such_module:f", {}, "cannot import 'no_such_module': ModuleNotFoundError"),
         ("my_losses:reinforced", {}, "has no function 'reinforced'; did you mean 'reinforce'?"),
         (

@@ -380,6 +380,24 @@ def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_the
     assert train(worker, batch, 1).tokens == len(batch.tokens)  # of its own samples alone
 
 
+def test_a_step_of_its_own_is_refused_while_gradients_wait_and_the_step_is_taken_as_if_it_had_not_been(
+    worker: Worker, assignment: Assignment
+) -> None:
+    batch = make_samples(1)
+    share = training_share(batch)
+    worker.forward_backward(batch, share, LOSS, (), False)
+    with pytest.raises(WrongState) as caught:
+        train(worker, batch)
+    assert caught.value.message == (
+        "train on actor rank 0 was refused: gradients wait for optimizer_step; call it first, or forward_backward for "
+        "these samples too"
+    )
+    other = Worker(assignment)
+    other.init("127.0.0.1", 0)
+    assert worker.optimizer_step(STEP, 1.0) == train(other, batch)
+    other.shutdown("finished")
+
+
 def test_what_is_told_of_a_step_is_merged_of_its_calls_and_what_is_a_sum_of_the_loss_is_scaled(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,7 +266,13 @@ class DataParallel(PlainBackend):
             dist.all_reduce(param.grad)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
-        return [evolve(chunk, replica=self.context.rank > 0) for chunk in super().local_state(key)]
+        return self.of_the_first(super().local_state(key))
+
+    def buffers(self) -> Sequence[Chunk]:
+        return self.of_the_first(super().buffers())
+
+    def of_the_first(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        return [evolve(chunk, replica=self.context.rank > 0) for chunk in chunks]
 
 
 class RankDependentMetrics(DataParallel):

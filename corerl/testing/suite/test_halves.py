@@ -45,7 +45,7 @@ def test_the_gradients_of_several_calls_are_those_of_one(subject: Subject, kind:
     assert found.adam_step == STEPS
 
 
-@check("C67", level=1, builds_on=["C50"])
+@check("C67", level=1, builds_on=["C41", "C50"])
 def test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.skip_a_step_in_calls, setup)
