@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from corerl.plugin.events import PhaseProgress as PhaseProgress
     from corerl.plugin.events import PhaseStarted as PhaseStarted
     from corerl.plugin.events import RunFinished as RunFinished
+    from corerl.plugin.events import RunRewound as RunRewound
     from corerl.plugin.events import RunStarted as RunStarted
     from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span

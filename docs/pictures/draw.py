@@ -228,7 +228,7 @@ def data() -> Picture:
     return picture
 
 
-# ---- three sources of batches ----------------------------------------------------------------------------------------
+# ---- four sources of batches -----------------------------------------------------------------------------------------
 
 UNIT = 48  # pixels of the time that sampling a third of a batch takes
 LEFT = 200  # where time begins
@@ -253,33 +253,43 @@ def updates(picture: Picture, y: float, height: float, times: Sequence[float]) -
 def sources() -> Picture:
     picture = Picture(
         920,
-        452,
-        title="Three sources of batches",
-        description="Synchronous: engines sample a batch, then ranks train on it. One step off: while ranks train on a "
-        "batch, engines sample the next one with the weights from before. Asynchronous: engines generate all the time, "
-        "updates interrupt them, and responses that are unfinished go on with the new weights.",
+        572,
+        title="Four sources of batches",
+        description="Synchronous: engines sample a batch, then ranks train on it. Streamed: ranks begin with the prompts "
+        "that are scored while engines sample the others of the batch. One step off: while ranks train on a batch, "
+        "engines sample the next one with the weights from before. Asynchronous: engines generate all the time, updates "
+        "interrupt them, and responses that are unfinished go on with the new weights.",
     )
     for y, name, small in (
         (60.0, "synchronous", "staleness 0"),
-        (180.0, "one step off", "staleness 1"),
-        (300.0, "asynchronous", "staleness up to k"),
+        (180.0, "streamed", "staleness 0"),
+        (300.0, "one step off", "staleness 1"),
+        (420.0, "asynchronous", "staleness up to k"),
     ):
         picture.text(24, y + 12, name, "name")
         picture.text(24, y + 30, small)
         picture.text(LEFT - 10, y + 18, "engines", "small end")
-    for y in (90.0, 210.0, 382.0):
+    for y in (90.0, 210.0, 330.0, 502.0):
         picture.text(LEFT - 10, y + 18, "ranks", "small end")
 
     updates(picture, 60, 56, (5, 10))
     bars(picture, 60, [(0, 3, 0, "batch 0"), (5, 8, 1, "batch 1"), (10, 13, 2, "batch 2")])
     bars(picture, 90, [(3, 5, 0, "train 0"), (8, 10, 1, "train 1"), (13, 14, 2, "train 2")])
 
-    updates(picture, 180, 56, (6, 9, 12))
-    bars(picture, 180, [(0, 3, 0, "batch 0"), (3, 6, 0, "batch 1"), (6, 9, 1, "batch 2"), (9, 12, 2, "batch 3")])
-    bars(picture, 180, [(12, 14, 3, "batch 4")])
-    bars(picture, 210, [(3, 5, 0, "train 0"), (6, 8, 1, "train 1"), (9, 11, 2, "train 2"), (12, 14, 3, "train 3")])
+    updates(picture, 180, 56, (3.7, 7.4, 11.1))
+    for version, begin in enumerate((0, 3.7, 7.4, 11.1)):
+        bars(picture, 180, [(begin, min(begin + 3, 14), version, f"batch {version}")])
+        parts = [(begin + 1, begin + 1.6), (begin + 1.7, begin + 2.2), (begin + 2.4, begin + 2.9)]
+        bars(picture, 210, [(start, min(end, 14), version, "") for start, end in parts if start < 14])
+        if begin + 3.7 < 14:
+            bars(picture, 210, [(begin + 3, begin + 3.7, version, "")])
 
-    updates(picture, 300, 108, (5, 8, 11))
+    updates(picture, 300, 56, (6, 9, 12))
+    bars(picture, 300, [(0, 3, 0, "batch 0"), (3, 6, 0, "batch 1"), (6, 9, 1, "batch 2"), (9, 12, 2, "batch 3")])
+    bars(picture, 300, [(12, 14, 3, "batch 4")])
+    bars(picture, 330, [(3, 5, 0, "train 0"), (6, 8, 1, "train 1"), (9, 11, 2, "train 2"), (12, 14, 3, "train 3")])
+
+    updates(picture, 420, 108, (5, 8, 11))
     for row, ends in enumerate(
         ((1.5, 3, 4.2, 6.4, 7.4, 9.6, 13.2), (2.6, 5.6, 7, 8.8, 10.4, 12.6), (3, 9.2, 10.6, 13.6))
     ):
@@ -288,11 +298,11 @@ def sources() -> Picture:
             cuts = [start, *(time for time in (5.0, 8.0, 11.0) if start < time < end), end]
             for low, high in pairwise(cuts):  # one response, by the weights that draw each part of it
                 version = sum(low >= time for time in (5.0, 8.0, 11.0))
-                bars(picture, 300 + row * 26, [(low, high - (0.06 if high == end else 0), version, "")], height=22)
+                bars(picture, 420 + row * 26, [(low, high - (0.06 if high == end else 0), version, "")], height=22)
             start = end
-    bars(picture, 382, [(3, 5, 0, "train 0"), (5, 8, 1, "train 1"), (8, 11, 2, "train 2"), (11, 14, 3, "train 3")])
+    bars(picture, 502, [(3, 5, 0, "train 0"), (5, 8, 1, "train 1"), (8, 11, 2, "train 2"), (11, 14, 3, "train 3")])
     picture.text(
-        150, 434, "Colors are versions of the weights. In the last row a bar is a response; some are drawn by two."
+        150, 554, "Colors are versions of the weights. In the last row a bar is a response; some are drawn by two."
     )
     return picture
 
