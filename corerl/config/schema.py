@@ -745,6 +745,11 @@ class CheckpointConfig:
     resume: str = option(
         "never, auto (the newest complete checkpoint in run.dir), or a checkpoint's path", default="never"
     )
+    memory: bool = option(
+        "also keep a copy of every step in this machine's memory (/dev/shm), written while training continues, from "
+        "which the ranks start anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
+        default=False,
+    )
     export: bool = option("export a Hugging Face model directory at the end", default=True)
 
 

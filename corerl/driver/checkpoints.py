@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+from attrs import define, evolve
 
 from corerl.calls import wait_all
 from corerl.checkpoint.commit import begin, commit, retain
@@ -16,10 +19,12 @@ from corerl.driver.roles import Role
 from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
 
+MEMORY = Path("/dev/shm")
+
 
 @define
 class Checkpoints:
-    """The saves of one run, at most one in flight; observers are told of each complete one."""
+    """The saves of one run to one place, at most one in flight."""
 
     run_dir: Path
     config: CheckpointConfig
@@ -27,6 +32,7 @@ class Checkpoints:
     progress: Progress
     newest: Path | None = None  # newest complete checkpoint
     last_step: int = -1  # rollout step of the last save started
+    told: bool = True  # observers are told
     _pending: tuple[Path, Mapping[str, Any]] | None = None
 
     def due(self, rollout_step: int) -> bool:
@@ -74,6 +80,10 @@ class Checkpoints:
                 raise
             self.complete(wait=True)
 
+    def forget(self) -> None:
+        """Give up the save in flight, and earlier ones."""
+        self._pending = self.newest = None
+
     def rewound(self, rollout_step: int) -> None:
         """Forget the save in flight: the run goes on from an earlier step, at which it has saved."""
         self._pending, self.last_step = None, rollout_step
@@ -84,4 +94,18 @@ class Checkpoints:
         self._pending = None
         for line in retain(self.run_dir, self.config.keep, committed=self.newest):
             self.progress.notice(f"old checkpoints: {line}")
-        self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+        if self.told:
+            self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+
+
+def copies_of(saves: Checkpoints) -> Iterator[Checkpoints]:
+    """Saves of every step into this machine's memory, until the generator is closed. What a killed run of the same
+    directory has left there goes first."""
+    known = hashlib.sha256(os.fsencode(saves.run_dir.absolute())).hexdigest()[:16]
+    directory = MEMORY / f"corerl-{os.getuid()}-{known}"
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        directory.mkdir(mode=0o700)
+        yield evolve(saves, run_dir=directory, config=evolve(saves.config, every=1, keep=1), newest=None, told=False)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -21,7 +21,7 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.checkpoints import Checkpoints, copies_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
@@ -251,6 +251,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         last_step=progress.step if start.state else -1,
         progress=progress,
     )
+    copies = None
+    if plan.checkpoint.memory and trains:
+        copies = stack.enter_context(contextlib.contextmanager(copies_of)(checkpoints))
     settings = plan.algorithm.settings
 
     def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
@@ -271,6 +274,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         reward=reward,
         held_out=rollout.prompts.held_out_prompts(),
         checkpoints=checkpoints,
+        copies=copies,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),

@@ -41,7 +41,7 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, WorkerDied
+from corerl.errors import CorerlError, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
@@ -105,6 +105,7 @@ class Run:
     reward: Scoring
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
+    copies: Checkpoints | None = None  # of every step, in memory
 
     source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
@@ -129,11 +130,16 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether to stop now: only where engines have just got new weights, and the reference policy is renewed, as
-        both are when a run resumes."""
+        """Whether to stop now."""
+        return self.stop.requested and self._resumable
+
+    @property
+    def _resumable(self) -> bool:
+        """Whether engines have just got new weights, and the reference policy is renewed, as both are when a run
+        resumes."""
         step, every = self.progress.step, self.plan.algorithm.settings.reference_every
         fresh = not self.plan.run.samples or step % self.plan.weights.every == 0
-        return self.stop.requested and fresh and (not every or step % every == 0)
+        return fresh and (not every or step % every == 0)
 
     @property
     def actor(self) -> Role:
@@ -356,20 +362,20 @@ class Run:
 
     def _start_anew(self, error: CorerlError) -> None:
         self._restarts += 1
-        with contextlib.suppress(CorerlError):  # then an older one is the newest
-            self.checkpoints.rescue(ask=False)
-        newest = self.checkpoints.newest
-        state = read_state(newest) if newest is not None and newest != self.plan.start.resume else self.plan.start.state
+        newest, state = self._newest()
         step, done = int(state.get("rollout_step", self.plan.first_step)), self.progress.step
         again = f"step {done} is" if done == step + 1 else f"steps {step + 1} to {done} are"
         lost = f"; {again} done again" if done > step else ""
-        where = f"the checkpoint of step {step}" if newest is not None else "the initial weights"
+        of_memory = self.copies is not None and newest is not None and newest == self.copies.newest
+        kind = "copy in memory" if of_memory else "checkpoint"
+        where = f"the {kind} of step {step}" if newest is not None else "the initial weights"
         self.progress.notice(f"{error.message}; all ranks are started anew from {where}{lost}")
         self.source.close()
         self._early = None
         with self.progress.phase("starting the ranks anew"):
             self._restart_ranks(newest)
-        self.checkpoints.rewound(step if newest is not None else -1)
+        for saves in self._saves:
+            saves.rewound(-1 if newest is None or of_memory else step)
         self.progress.step = step
         self.progress.tell(RunRewound(step=step))
         self.snapshots = evolve(self.snapshots, made=0)
@@ -384,6 +390,22 @@ class Run:
         self._pushed_at = None
         self.bring_weights()
         self.evaluate()
+
+    @property
+    def _saves(self) -> list[Checkpoints]:
+        return [self.checkpoints, *([self.copies] if self.copies is not None else [])]
+
+    def _newest(self) -> tuple[Path | None, Mapping[str, Any]]:
+        """The newest complete checkpoint or copy, and its state; None and that of the run's start without any."""
+        found: tuple[Path | None, Mapping[str, Any]] = self.plan.start.resume, self.plan.start.state
+        for saves in self._saves:
+            with contextlib.suppress(CorerlError):  # then an older one is the newest
+                saves.rescue(ask=False)
+            if saves.newest is not None and saves.newest != self.plan.start.resume:
+                state = read_state(saves.newest)
+                if state["rollout_step"] > found[1].get("rollout_step", -1):
+                    found = saves.newest, state
+        return found
 
     def _restart_ranks(self, checkpoint: Path | None) -> None:
         for role in self.roles.values():
@@ -550,9 +572,19 @@ class Run:
         with self.progress.seconds("save"):
             self.checkpoints.complete(wait=False)
             if self.checkpoints.due(self.progress.step):
-                self._start_save(background=self.plan.checkpoint.background)
+                self._start_save(self.checkpoints, background=self.plan.checkpoint.background)
+            if self.copies is not None and self._resumable:
+                self._start_copy(self.copies)
 
-    def _start_save(self, *, background: bool) -> None:
+    def _start_copy(self, copies: Checkpoints) -> None:
+        try:
+            self._start_save(copies, background=True)
+        except SaveFailed as error:
+            self.progress.notice(f"no more copies in memory are kept: {error.message}")
+            copies.forget()
+            self.copies = None
+
+    def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
         state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
@@ -561,7 +593,7 @@ class Run:
             "config": self.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }
-        self.checkpoints.start(
+        saves.start(
             self.progress.step,
             state,
             background=background,
@@ -604,7 +636,7 @@ class Run:
         self.progress.begin("saving")
         if self.checkpoints.last_step != self.progress.step:
             self.residency.enter(REST)
-            self._start_save(background=False)
+            self._start_save(self.checkpoints, background=False)
         self.checkpoints.complete(wait=True)
         newest = self.checkpoints.newest
         if newest is None:

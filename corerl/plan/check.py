@@ -38,6 +38,13 @@ def _mode(config: Config) -> Iterator[str]:
         yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
     if from_files and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
+    if config.checkpoint.memory and config.cluster.address:
+        yield (
+            f"checkpoint.memory: keeps copies in this machine's memory, but cluster.address={config.cluster.address!r} "
+            "may place ranks on others; leave it out, and set checkpoint.every to what may be lost"
+        )
+    if config.checkpoint.memory and not os.path.isdir("/dev/shm"):
+        yield "checkpoint.memory: this machine has no /dev/shm, which keeps files in memory; leave it out"
     sends = config.run.samples and config.run.trains
     if sends and config.weights.every > 1 and config.checkpoint.every % config.weights.every:
         yield (

@@ -255,10 +255,10 @@ def sources() -> Picture:
         920,
         572,
         title="Four sources of batches",
-        description="Synchronous: engines sample a batch, then ranks train on it. Streamed: ranks begin with the prompts "
-        "that are scored while engines sample the others of the batch. One step off: while ranks train on a batch, "
-        "engines sample the next one with the weights from before. Asynchronous: engines generate all the time, updates "
-        "interrupt them, and responses that are unfinished go on with the new weights.",
+        description="Synchronous: engines sample a batch, then ranks train on it. Streamed: ranks begin with the "
+        "prompts that are scored while engines sample the others of the batch. One step off: while ranks train on a "
+        "batch, engines sample the next one with the weights from before. Asynchronous: engines generate all the time, "
+        "updates interrupt them, and responses that are unfinished go on with the new weights.",
     )
     for y, name, small in (
         (60.0, "synchronous", "staleness 0"),

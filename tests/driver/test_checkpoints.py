@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from corerl.calls import Future
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
-from corerl.driver.checkpoints import Checkpoints
+from corerl.driver import checkpoints as module
+from corerl.driver.checkpoints import Checkpoints, copies_of
 from corerl.driver.progress import Progress
 from corerl.errors import SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
@@ -187,3 +189,35 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
         checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
     assert [event.step for event in heard.saved] == [2]
+
+
+def test_copies_are_of_the_newest_step_alone_told_to_nobody_and_gone_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    heard = Heard()
+    saves = make(tmp_path / "run", heard, actor=Group())
+    with contextlib.contextmanager(copies_of)(saves) as copies:
+        (directory,) = (tmp_path / "memory").iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        for step in (1, 2, 3):
+            assert copies.due(step)
+            copies.start(*at(step), background=False)
+        assert copies.newest == path(directory, 3) and read_state(path(directory, 3)) == {"rollout_step": 3}
+        assert [each.name for each in (directory / "checkpoints").iterdir()] == ["step-00000003"]
+    assert heard.saved == [] and list((tmp_path / "memory").iterdir()) == [] and saves.newest is None
+    # What a killed run has left goes when its directory is used again.
+    (directory / "checkpoints/step-00000003").mkdir(parents=True)
+    with contextlib.contextmanager(copies_of)(saves):
+        assert list(directory.iterdir()) == []
+
+
+def test_a_run_that_is_rewound_forgets_the_save_in_flight(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, Heard(), actor=(group := Group()))
+    checkpoints.start(*at(2), background=False)
+    checkpoints.start(*at(4), background=True)
+    checkpoints.rewound(2)
+    group.write()  # too late
+    checkpoints.complete(wait=True)
+    assert (checkpoints.newest, checkpoints.last_step) == (path(tmp_path, 2), 2)

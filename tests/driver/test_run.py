@@ -19,7 +19,7 @@ from corerl.driver import run as driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.run import Run, answers_in
 from corerl.driver.snapshots import Snapshots
-from corerl.errors import DataError, WorkerDied
+from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
@@ -808,3 +808,25 @@ def test_other_errors_leave_as_they_are(make_run: Callable[..., Run], anew: list
     with pytest.raises(DataError), run.healing():
         raise DataError("of the user's")
     assert anew == []
+
+
+def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_that_fail(
+    make_run: Callable[..., Run],
+) -> None:
+    class Full(Saves):
+        def start(self, step: Any, state: dict[str, Any], **how: Any) -> None:
+            raise SaveFailed("no space left in memory")
+
+        def forget(self) -> None:
+            self.newest = None
+
+    ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
+    saved: dict[str, Any] = {"source": Source(), "ears": ears}
+    copies = Saves(0)
+    for step in (1, 2):
+        make_run(config, checkpoints=Saves(0), copies=copies, rollout_step=step, **saved).save()
+    assert copies.log == [("start 2", True)]
+    run = make_run(config, checkpoints=Saves(0), copies=(full := Full(0)), rollout_step=2, **saved)
+    run.save()
+    assert run.copies is None and full.newest is None
+    assert told(ears) == ["no more copies in memory are kept: no space left in memory"]

@@ -3,6 +3,7 @@ steps that are done again are what they were."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
         for end in (run_dir / "checkpoints/step-00000005", undisturbed / "checkpoints/step-00000005")
     )
     assert found == wanted and len(found) == 2
+
+
+def test_with_copies_in_memory_no_step_is_lost(tmp_path: Path, undisturbed: Path) -> None:
+    kept = ["checkpoint.memory=true", "checkpoint.every=0"]
+    killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), *kept)
+    (told,) = re.findall("; all ranks are started anew from the copy in memory of step (.*)", killed.out)
+    assert told in ("3", "2; step 3 is done again")  # the one that was being written when the rank died
+    assert_same(tmp_path / "run", undisturbed)
 
 
 def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:

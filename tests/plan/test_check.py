@@ -290,6 +290,13 @@ def test_a_mode_that_could_do_nothing_is_refused() -> None:
     assert line.startswith("rollout.saved: set, but run.mode='train' does not read saved batches")
 
 
+def test_copies_in_memory_are_of_ranks_on_this_machine() -> None:
+    kept = evolve(VALID, checkpoint=CheckpointConfig(memory=True))
+    assert contradictions(kept) == []
+    (line,) = contradictions(evolve(kept, cluster=ClusterConfig(address="head:6379")))
+    assert line.startswith("checkpoint.memory: keeps copies in this machine's memory, but cluster.address='head:6379'")
+
+
 def test_checkpoints_are_where_weights_are_new() -> None:
     apart = evolve(VALID, weights=WeightsConfig(every=3))
     assert contradictions(evolve(apart, run=evolve(VALID.run, mode="rollout-only"))) == []  # nothing is sent
