@@ -66,19 +66,25 @@ def title_in(directory: Path) -> str:
 
 
 def main() -> None:
+    from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
     sys.path.append(
         str(Path(__file__).resolve().parents[2])
     )  # of this process alone: nodes look for packages themselves
+    from tests.forks.ray import fork_workers
     from tests.forks.server import forking
 
     subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]  # Ray's own processes
     nodes = Cluster()
-    own = sys.executable
+    own, as_ray_does = sys.executable, ray_constants.SETUP_WORKER_FILENAME
     settings = {"_system_config": {"prestart_worker_first_driver": False}}  # of all: workers that no one has asked for
     for arguments in json.loads(sys.argv[1]):
         sys.executable = arguments.pop("python", own)  # what Ray starts a node's processes with
+        if sys.executable == own:
+            fork_workers()
+        else:  # what is forked would have the server's interpreter
+            ray_constants.SETUP_WORKER_FILENAME = as_ray_does
         nodes.add_node(**arguments, **settings)
         settings = {}
     sys.executable = own
