@@ -23,6 +23,7 @@ from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints, copies_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
+from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, changed_rates
@@ -43,6 +44,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
 from corerl.event_loop import EventLoop
 from corerl.messages import one_line
+from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import residency_plan
@@ -219,7 +221,11 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
-    reward = Scoring(scorer, loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread)
+    reward = Scoring(
+        scorer,
+        loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
+        noted=functools.partial(progress.spans, SCORING),
+    )
     source, sampler = start_source(plan, fleet, reward, progress, stack)
     sharing = plan.processes.sharing
     residency = Residency(
@@ -329,7 +335,7 @@ def _start_processes(
         stack.callback(functools.partial(_end, groups[name]))
     fleet: EngineFleet | None = None
     if engine is not None:
-        fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings)
+        fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
     return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
@@ -447,7 +453,12 @@ def _notices(plan: Plan) -> Iterator[str]:
 
 
 def make_fleet(
-    plan: EnginePlan, slots: Sequence[Slot], watching: Watching, loop: EventLoop, rollout: RolloutConfig
+    plan: EnginePlan,
+    slots: Sequence[Slot],
+    watching: Watching,
+    loop: EventLoop,
+    rollout: RolloutConfig,
+    spans: Spans,
 ) -> EngineFleet:
     """Start a process for each replica, on the devices of its slot; returns at once."""
     assignments = [
@@ -470,4 +481,5 @@ def make_fleet(
         calls=plan.calls,
         width=rows_of_a_call(rollout, replicas=len(assignments), calls=plan.calls),
         restarts=rollout.restarts,
+        noted=spans,
     )

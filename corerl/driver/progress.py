@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from attrs import define, field
 
 from corerl.cluster.watchdog import frame_of, stand
-from corerl.observability.timing import Phases
+from corerl.observability.timing import Phases, Spans
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 
@@ -42,6 +42,7 @@ class Progress:
     observers: Observers
     step: int  # rollout steps done
     seconds: Phases = field(factory=Phases)  # of the current step, by phase
+    spans: Spans = field(factory=Spans)  # of phases, and of what else is done meanwhile
     watchdog: float = 0.0  # as cluster.watchdog
     clock: Callable[[], float] = time.monotonic
     began: float = field(factory=time.monotonic)  # when the run was launched, before anything was prepared
@@ -71,7 +72,7 @@ class Progress:
     def phase(self, name: str) -> Iterator[None]:
         """Announce a phase and time it for the step's metrics."""
         self.begin(name)
-        with self.seconds(name):
+        with self.seconds(name), self.spans(name):
             yield
 
     def count(self, what: str, done: int, of: int) -> None:

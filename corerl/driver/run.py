@@ -23,6 +23,7 @@ from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.early import Early
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
+from corerl.driver.idle import idle_seconds
 from corerl.driver.metrics import (
     compilations,
     first_step_mismatch,
@@ -484,6 +485,8 @@ class Run:
         metrics |= self.residency.metrics()
         metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
+        engines = self.updates.fleet.names if self.updates is not None else ()
+        metrics |= idle_seconds(self.progress.spans.take(), self._step_started, now, engines=engines)
         self._warn(scored, batch)
         self._warn_of_compilations(scored.step, results)
         self._step_started = now
@@ -569,7 +572,7 @@ class Run:
 
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
-        with self.progress.seconds("save"):
+        with self.progress.seconds("save"), self.progress.spans("save"):
             self.checkpoints.complete(wait=False)
             if self.checkpoints.due(self.progress.step):
                 self._start_save(self.checkpoints, background=self.plan.checkpoint.background)

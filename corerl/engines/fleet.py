@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from corerl.calls import Future
@@ -69,10 +70,13 @@ class EngineFleet:
         calls: int = 1,
         width: int = UNLIMITED,
         restarts: int = 0,
+        noted: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         """`calls`: how many `generate` calls a replica answers at once; requests that wait for one are sent together,
-        at most `width` rows. `restarts`: how often a replica may be restarted without a completed step in between."""
+        at most `width` rows. `restarts`: how often a replica may be restarted without a completed step in between. A
+        call of a replica is in a context of its name, `noted(name)`."""
         self.processes = processes
+        self._noted = noted
         self.assignments = list(assignments)
         self.loop = loop
         self._allowed = restarts
@@ -209,7 +213,8 @@ class EngineFleet:
         try:
             if not self.serves(replica):  # lost while the request waited; a new process may be there, without weights
                 return None
-            drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
+            with self._noted(self.names[replica]):
+                drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
         finally:
             self._changed()
         if drawn is not None and ended == self._pauses:

@@ -1,10 +1,50 @@
-"""Measure how many seconds each phase of a step takes."""
+"""Measure how many seconds each phase of a step takes, and from when to when something is done."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from attrs import frozen
+
+
+@frozen
+class Span:
+    name: str
+    began: float  # of the clock of whoever has noted it
+    ended: float
+
+
+class Spans:
+    """Notes from when to when something is done, in any thread: `with spans("engine-0"): ...`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[str, float]] = {}
+        self._ended: list[Span] = []
+        self._changing = threading.Lock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with self._changing:
+            number, self._open[number] = next(self._numbers), (name, self.clock())
+        try:
+            yield
+        finally:
+            with self._changing:
+                name, began = self._open.pop(number)
+                self._ended.append(Span(name, began, self.clock()))
+
+    def take(self) -> list[Span]:
+        """Those that have ended since the last call, and those that go on, as if they ended now."""
+        with self._changing:
+            now, ended = self.clock(), self._ended
+            self._ended = []
+            return [*ended, *(Span(name, began, now) for name, began in self._open.values())]
 
 
 class Phases:

@@ -32,6 +32,7 @@ from corerl.errors import (
     SaveFailed,
     WorkerDied,
 )
+from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
 from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
@@ -73,7 +74,7 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
         train = {"precision": precision}
         plan = make_plan(config_in(tmp_path / "run", backend={"name": backend}, roles={"actor": {"train": train}}))
         assert plan.processes.engine is not None
-        fleet = make_fleet(plan.processes.engine, [slot], Watching(), NO_LOOP, plan.rollout.settings)
+        fleet = make_fleet(plan.processes.engine, [slot], Watching(), NO_LOOP, plan.rollout.settings, Spans())
         (engine,) = fleet.assignments
         assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
         assert engine.context.run_dir == str(tmp_path / "run")

@@ -193,7 +193,7 @@ def steps_done(run_dir: Path) -> int:
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock measured."""
     return [
-        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/", "idle/"))}
         for line in metrics(run_dir)
     ]
 

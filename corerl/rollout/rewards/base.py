@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise, repeat
 from pathlib import Path
 from types import FrameType
@@ -333,18 +334,28 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
 class Scoring:
     """Scores rollouts one after the other, as rewards need not be thread-safe, while the event loop goes on."""
 
-    def __init__(self, scorer: Scorer, call: Callable[[Callable[[], Scores]], Awaitable[Scores]]) -> None:
-        """`call` runs the scorer in a thread that may wait."""
+    def __init__(
+        self,
+        scorer: Scorer,
+        call: Callable[[Callable[[], Scores]], Awaitable[Scores]],
+        noted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`call` runs the scorer in a thread that may wait; its turns are in contexts of `noted`."""
         self._scorer = scorer
         self._call = call
+        self._noted = noted
         self._turn = asyncio.Lock()
 
     async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
         await self._turn.acquire()
-        scoring = asyncio.ensure_future(self._call(functools.partial(self._scorer.score, rollout, part=part)))
+        scoring = asyncio.ensure_future(self._scored(rollout, part=part))
         scoring.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(scoring)
+
+    async def _scored(self, rollout: Rollout, *, part: bool) -> Scores:
+        with self._noted():
+            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
 
 
 def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from corerl.driver.idle import SCORING, idle_seconds
+from corerl.observability.timing import Span, Spans
+
+ENGINES = ("engine-0", "engine-1")
+
+
+def test_a_synchronous_step_second_by_second() -> None:
+    spans = [
+        Span("engine-0", 0.0, 4.0),
+        Span("engine-1", 0.0, 3.0),  # waits a second for the other's samples
+        Span(SCORING, 4.0, 6.0),
+        Span("train", 6.5, 9.0),  # after half a second of the driver's
+        Span("update_weights", 9.0, 10.0),
+    ]
+    found = idle_seconds(spans, 0.0, 10.0, engines=ENGINES)
+    assert found == pytest.approx(
+        {
+            "idle/ranks": 6.5,
+            "idle/ranks/samples": 4.0,
+            "idle/ranks/rewards": 2.0,
+            "idle/ranks/driver": 0.5,
+            "idle/engines": 0.5 + 2.0 + 0.5 + 2.5,
+            "idle/engines/longest": 0.5,
+            "idle/engines/rewards": 2.0,
+            "idle/engines/driver": 0.5,
+            "idle/engines/training": 2.5,
+        }
+    )
+
+
+def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
+    """One step off: the next batch is drawn while ranks train."""
+    spans = [
+        Span("engine-0", -3.0, 12.0),
+        Span("engine-1", 1.0, 4.0),
+        Span("engine-1", 3.0, 8.0),
+        Span("train", 0.0, 10.0),
+    ]
+    assert idle_seconds(spans, 0.0, 10.0, engines=ENGINES) == pytest.approx(
+        {"idle/ranks": 0.0, "idle/engines": 1.5, "idle/engines/training": 1.5}
+    )
+
+
+def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
+    assert idle_seconds([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=()) == {
+        "idle/ranks": 2.0,
+        "idle/ranks/driver": 2.0,
+    }
+
+
+def test_spans_of_all_threads_are_taken_once_and_one_that_goes_on_in_every_step() -> None:
+    now = [0.0]
+    spans = Spans(lambda: now[0])
+    go, entered = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with spans("engine-0"):
+            entered.set()
+            go.wait(60.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(60.0)
+    with spans("train"):
+        now[0] = 2.0
+    now[0] = 3.0
+    assert spans.take() == [Span("train", 0.0, 2.0), Span("engine-0", 0.0, 3.0)]
+    now[0] = 5.0
+    go.set()
+    thread.join()
+    assert spans.take() == [Span("engine-0", 0.0, 5.0)] and spans.take() == []
