@@ -35,15 +35,13 @@ def test_a_synchronous_step_second_by_second() -> None:
 
 
 def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
-    """One step off: the next batch is drawn while ranks train."""
+    """One step off: the next batch is drawn while ranks train, by engines that answer several requests at once."""
     spans = [
-        Span("engine-0", -3.0, 12.0),
-        Span("engine-1", 1.0, 4.0),
-        Span("engine-1", 3.0, 8.0),
-        Span("train", 0.0, 10.0),
+        *(Span("engine-0", -3.0, 9.0), Span("engine-1", 1.0, 4.0), Span("engine-1", 3.0, 8.0)),
+        Span("train", 0.0, 12.0),
     ]
     assert idle_seconds(spans, 0.0, 10.0, engines=ENGINES) == pytest.approx(
-        {"idle/ranks": 0.0, "idle/engines": 1.5, "idle/engines/training": 1.5}
+        {"idle/ranks": 0.0, "idle/engines": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
     )
 
 
