@@ -26,6 +26,7 @@ from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
+from corerl.driver.restarts import Restarts
 from corerl.driver.roles import Role, changed_rates
 from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import occupied, write_config
@@ -281,6 +282,15 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         held_out=rollout.prompts.held_out_prompts(),
         checkpoints=checkpoints,
         copies=copies,
+        restarts=Restarts(
+            roles=roles,
+            residency=residency,
+            checkpoints=checkpoints,
+            copies=copies,
+            start=start,
+            progress=progress,
+            stop=stop,
+        ),
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),

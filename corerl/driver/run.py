@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,6 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
-from corerl.checkpoint.commit import read_state
 from corerl.cluster import services
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
@@ -35,6 +35,7 @@ from corerl.driver.metrics import (
 )
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
+from corerl.driver.restarts import Point, Restarts
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
 from corerl.driver.run_dir import require_there
@@ -42,7 +43,7 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, SaveFailed, WorkerDied
+from corerl.errors import SaveFailed
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
@@ -107,6 +108,7 @@ class Run:
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
     copies: Checkpoints | None = None  # of every step, in memory
+    restarts: Restarts
 
     source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
@@ -123,8 +125,6 @@ class Run:
         takes_self=True,
     )
     _evaluation: dict[str, float] = field(factory=dict)
-    _restarts: int = 0  # of the ranks, since the last step that was not done before
-    _furthest: int = 0  # the most steps that were ever done
     _early: Early | None = None  # what has begun of the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -334,91 +334,28 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def healing(self) -> Iterator[Callable[[], bool]]:
-        """If ranks die in the block, or were ended as they were frozen, start others from the newest checkpoint: the
-        steps since are to be done again. Yields whether the block has ended otherwise. Their error is raised if
-        `train.restarts` does not allow that, or something else has ended the ranks."""
-        healed: list[CorerlError] = []
-        try:
-            yield lambda: not healed
-        except WorkerDied as error:
-            healed.append(error)
-        while healed:
-            self._require_healable(healed[-1])
-            try:
-                return self._start_anew(healed[-1])
-            except WorkerDied as error:
-                healed.append(error)
+    def healing(self) -> AbstractContextManager[Callable[[], bool]]:
+        """A context in which ranks may die: then others begin with the newest checkpoint, and the steps since are to be
+        done again. Yields whether the block has ended otherwise."""
+        return self.restarts.around(self._rewind)
 
-    def _require_healable(self, error: CorerlError) -> None:
-        ended = any(role.group.processes.ended for role in self.roles.values())
-        if not ended or services.died() or self.stop.requested:
-            raise error
-        if self._restarts >= self.actor.train.restarts:
-            if self._restarts:
-                times = f"{self._restarts} time{'s' * (self._restarts > 1)}"
-                error.add_note(f"the ranks had already been started anew {times} (train.restarts)")
-            raise error
-
-    def _start_anew(self, error: CorerlError) -> None:
-        self._restarts += 1
-        newest, state = self._newest()
-        step, done = int(state.get("rollout_step", self.plan.first_step)), self.progress.step
-        again = f"step {done} is" if done == step + 1 else f"steps {step + 1} to {done} are"
-        lost = f"; {again} done again" if done > step else ""
-        of_memory = self.copies is not None and newest is not None and newest == self.copies.newest
-        kind = "copy in memory" if of_memory else "checkpoint"
-        where = f"the {kind} of step {step}" if newest is not None else "the initial weights"
-        self.progress.notice(f"{error.message}; all ranks are started anew from {where}{lost}")
+    def _rewind(self, point: Point) -> None:
+        """Go on with ranks that were started anew."""
         self.source.close()
-        self._early = None
-        with self.progress.phase("starting the ranks anew"):
-            self._restart_ranks(newest)
-        for saves in self._saves:
-            saves.rewound(-1 if newest is None or of_memory else step)
-        self.progress.step = step
-        self.progress.tell(RunRewound(step=step))
+        self._early, self._pushed_at = None, None
+        self.progress.step = point.step
+        self.progress.tell(RunRewound(step=point.step))
         self.snapshots = evolve(self.snapshots, made=0)
-        for text in self.snapshots.begin(step, resumed=bool(state)):
+        for text in self.snapshots.begin(point.step, resumed=bool(point.state)):
             self.progress.notice(text)
         settings = self.plan.algorithm.settings
-        self.kl_coef = state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
-        self.source = self.source_of(state if self.plan.run.trains else {}, newest)
+        self.kl_coef = point.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
+        self.source = self.source_of(point.state, point.checkpoint)
         if self.updates is not None:
             self.updates.renewed(self.source)
             self.loop.run(self.updates.fleet.resumed())
-        self._pushed_at = None
         self.bring_weights()
         self.evaluate()
-
-    @property
-    def _saves(self) -> list[Checkpoints]:
-        return [self.checkpoints, *([self.copies] if self.copies is not None else [])]
-
-    def _newest(self) -> tuple[Path | None, Mapping[str, Any]]:
-        """The newest complete checkpoint or copy, and its state; None and that of the run's start without any."""
-        found: tuple[Path | None, Mapping[str, Any]] = self.plan.start.resume, self.plan.start.state
-        for saves in self._saves:
-            with contextlib.suppress(CorerlError):  # then an older one is the newest
-                saves.rescue(ask=False)
-            if saves.newest is not None and saves.newest != self.plan.start.resume:
-                state = read_state(saves.newest)
-                if state["rollout_step"] > found[1].get("rollout_step", -1):
-                    found = saves.newest, state
-        return found
-
-    def _restart_ranks(self, checkpoint: Path | None) -> None:
-        for role in self.roles.values():
-            role.group.processes.kill()
-        self.residency.make_room()
-        starting = {
-            name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
-            for name, role in self.roles.items()
-        }
-        for name, init in wait_all(starting).items():
-            self.roles[name].restarted(init)
-        self.residency.ranks_changed()
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -480,8 +417,7 @@ class Run:
             metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step
         if self.updates is not None:
             self.updates.fleet.step_completed()
-        if self.progress.step > self._furthest:
-            self._furthest, self._restarts = self.progress.step, 0
+        self.restarts.step_done()
         metrics |= self.residency.metrics()
         metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from corerl.driver import run as driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.run import Run, answers_in
 from corerl.driver.snapshots import Snapshots
-from corerl.errors import DataError, SaveFailed, WorkerDied
+from corerl.errors import DataError, SaveFailed
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
@@ -87,6 +88,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
+                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
             }
@@ -744,70 +746,6 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     # Those of other data say nothing of these: they were answers to other prompts.
     _, _, ears = evaluating("at the resume", before=answers("of other data", prompt="c"), rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at the resume"),) * 2
-
-
-# ---- ranks that die --------------------------------------------------------------------------------------------------
-
-
-def a_role(*, ended: bool = True, restarts: int = 2) -> Any:
-    processes = SimpleNamespace(ended=ended)
-    return SimpleNamespace(group=SimpleNamespace(processes=processes), train=SimpleNamespace(restarts=restarts))
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the ranks of a run were started anew for; a start for "no luck" ends as those before."""
-    told: list[str] = []
-
-    def start_anew(run: Run, error: Exception) -> None:
-        told.append(str(error))
-        run._restarts += 1
-        if "no luck" in str(error):
-            raise WorkerDied(f"{error} again")
-
-    monkeypatch.setattr(Run, "_start_anew", start_anew)
-    return told
-
-
-def test_ranks_are_started_anew_as_often_as_the_config_says(make_run: Callable[..., Run], anew: list[str]) -> None:
-    run = make_run(make_config(), roles={"actor": a_role()}, stop=SimpleNamespace(requested=False))
-    for cause in ("one", "two"):
-        with run.healing() as fine:
-            raise WorkerDied(cause)
-        assert not fine()
-    with run.healing() as fine:
-        pass
-    assert fine() and anew == ["one", "two"]
-    with pytest.raises(WorkerDied, match="three") as caught, run.healing():
-        raise WorkerDied("three")
-    assert caught.value.__notes__ == ["the ranks had already been started anew 2 times (train.restarts)"]
-
-
-def test_ranks_that_die_as_they_start_are_started_once_more(make_run: Callable[..., Run], anew: list[str]) -> None:
-    run = make_run(make_config(), roles={"actor": a_role()}, stop=SimpleNamespace(requested=False))
-    with pytest.raises(WorkerDied, match="no luck again again"), run.healing():
-        raise WorkerDied("no luck")
-    assert anew == ["no luck", "no luck again"]
-
-
-@pytest.mark.parametrize(
-    ("ended", "requested", "restarts"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
-)
-def test_nothing_is_started_anew_where_no_rank_has_ended_or_the_user_stops_or_wants_none(
-    make_run: Callable[..., Run], anew: list[str], ended: bool, requested: bool, restarts: int
-) -> None:
-    roles = {"actor": a_role(ended=ended, restarts=restarts)}
-    run = make_run(make_config(), roles=roles, stop=SimpleNamespace(requested=requested))
-    with pytest.raises(WorkerDied) as caught, run.healing():
-        raise WorkerDied("an engine, perhaps")
-    assert anew == [] and not hasattr(caught.value, "__notes__")
-
-
-def test_other_errors_leave_as_they_are(make_run: Callable[..., Run], anew: list[str]) -> None:
-    run = make_run(make_config(), roles={"actor": a_role()}, stop=SimpleNamespace(requested=False))
-    with pytest.raises(DataError), run.healing():
-        raise DataError("of the user's")
-    assert anew == []
 
 
 def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_that_fail(

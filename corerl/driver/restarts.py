@@ -1,0 +1,122 @@
+"""Start other ranks where some have died, or were ended as they were frozen, and say from where the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from corerl.calls import wait_all
+from corerl.checkpoint.commit import read_state
+from corerl.cluster import services
+from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.progress import Progress
+from corerl.driver.residency import Residency
+from corerl.driver.roles import Role
+from corerl.driver.stop import StopRequest
+from corerl.errors import CorerlError, WorkerDied
+from corerl.plan.start import Start
+from corerl.plugin.spec import ACTOR
+
+
+@frozen(kw_only=True)
+class Point:
+    """From where a run goes on."""
+
+    checkpoint: Path | None  # None: the weights that the run began with
+    state: Mapping[str, Any]  # the driver's, in the checkpoint
+    kind: str = "checkpoint"
+
+    @property
+    def step(self) -> int:
+        """Rollout steps done."""
+        return int(self.state.get("rollout_step", 0))
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of step {self.step}" if self.checkpoint is not None else "the initial weights"
+
+
+@define(kw_only=True, eq=False)
+class Restarts:
+    """Starts all ranks of a run anew, as often as `train.restarts` of the actor says without a new step."""
+
+    roles: Mapping[str, Role]
+    residency: Residency
+    checkpoints: Checkpoints
+    copies: Checkpoints | None  # in memory, of every step
+    start: Start
+    progress: Progress
+    stop: StopRequest
+
+    _used: int = field(default=0, init=False)  # since the last step that was not done before
+    _furthest: int = field(default=0, init=False)  # the most steps that were ever done
+
+    @contextlib.contextmanager
+    def around(self, rewind: Callable[[Point], None]) -> Iterator[Callable[[], bool]]:
+        """If ranks die in the block, start others from the newest checkpoint, and let the run `rewind` to it. Yields
+        whether the block has ended otherwise. Raises the error if that is not allowed, or no rank has ended."""
+        died: list[WorkerDied] = []
+        try:
+            yield lambda: not died
+        except WorkerDied as error:
+            died.append(error)
+        while died:
+            self._require_allowed(died[-1])
+            self._used += 1
+            try:
+                return rewind(self._start_anew(died[-1]))
+            except WorkerDied as error:
+                died.append(error)
+
+    def step_done(self) -> None:
+        if self.progress.step > self._furthest:
+            self._furthest, self._used = self.progress.step, 0
+
+    def _require_allowed(self, error: WorkerDied) -> None:
+        ended = any(role.group.processes.ended for role in self.roles.values())
+        if not ended or services.died() or self.stop.requested:
+            raise error
+        if self._used >= self.roles[ACTOR].train.restarts:
+            if self._used:
+                times = f"{self._used} time{'s' * (self._used > 1)}"
+                error.add_note(f"the ranks had already been started anew {times} (train.restarts)")
+            raise error
+
+    def _start_anew(self, error: WorkerDied) -> Point:
+        point, done = self._newest(), self.progress.step
+        again = f"step {done} is" if done == point.step + 1 else f"steps {point.step + 1} to {done} are"
+        lost = f"; {again} done again" if done > point.step else ""
+        self.progress.notice(f"{error.message}; all ranks are started anew from {point}{lost}")
+        with self.progress.phase("starting the ranks anew"):
+            self._restart_ranks(point.checkpoint)
+        self.checkpoints.rewound(point.step if point.checkpoint == self.checkpoints.newest else -1)
+        if self.copies is not None:
+            self.copies.rewound(-1)
+        return point
+
+    def _newest(self) -> Point:
+        """The newest complete checkpoint or copy, or the run's start."""
+        found = Point(checkpoint=self.start.resume, state=self.start.state)
+        saves = {"checkpoint": self.checkpoints, **({"copy in memory": self.copies} if self.copies is not None else {})}
+        for kind, each in saves.items():
+            with contextlib.suppress(CorerlError):  # then an older one is the newest
+                each.rescue(ask=False)
+            if each.newest is not None and each.newest != self.start.resume:
+                point = Point(checkpoint=each.newest, state=read_state(each.newest), kind=kind)
+                found = point if found.checkpoint is None or point.step > found.step else found
+        return found
+
+    def _restart_ranks(self, checkpoint: Path | None) -> None:
+        for role in self.roles.values():
+            role.group.processes.kill()
+        self.residency.make_room()
+        starting = {
+            name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
+            for name, role in self.roles.items()
+        }
+        for name, init in wait_all(starting).items():
+            self.roles[name].restarted(init)
+        self.residency.ranks_changed()
