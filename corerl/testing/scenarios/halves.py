@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import numpy as np
 from attrs import evolve, frozen
 
 from corerl.data.plan import count_loss_tokens
@@ -22,7 +22,7 @@ from corerl.testing.harness import (
 )
 from corerl.testing.inprocess import InProcessSender
 from corerl.testing.scenarios.states import Fault, failing
-from corerl.testing.scenarios.training import Skipped, Trained
+from corerl.testing.scenarios.training import Skipped, Trained, skip_a_step
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, Output, PackedBatch, SampleBatch, TrainResult
 
@@ -108,27 +108,8 @@ def refused_between(setup: Setup, directory: str) -> tuple[dict[str, str], Train
 
 
 def skip_a_step_in_calls(setup: Setup) -> Skipped:
-    """Train steps 0 and 1, then a step whose first call has NaN advantages, then step 2, all in calls."""
-    with running(setup) as worker:
-        for number in (0, 1):
-            take_step(worker, setup, number, announced=False)
-        before, steps_before = state_of(worker), worker.backend.adam_step
-        samples = samples_at(1)
-        advantages = samples.columns["advantages"].copy()
-        advantages[: samples.offsets[1]] = np.nan
-        bad = samples.with_columns(advantages=advantages)
-        result = take_step(worker, setup, 2, announced=False, samples=bad)
-        after, steps_after = state_of(worker), worker.backend.adam_step
-        then = take_step(worker, setup, 2, announced=False)
-        return Skipped(
-            before=before,
-            steps_before=steps_before,
-            result=result,
-            after=after,
-            steps_after=steps_after,
-            then=then,
-            end=state_of(worker),
-        )
+    """All steps in calls, the first of which has the NaN advantages."""
+    return skip_a_step(setup, partial(take_step, announced=False))
 
 
 @frozen(kw_only=True)

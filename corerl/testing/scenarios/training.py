@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -113,18 +113,18 @@ class Skipped:
     end: State
 
 
-def skip_a_step(setup: Setup) -> Skipped:
-    """Train steps 0 and 1, then a step whose first sample has NaN advantages, then step 2."""
+def skip_a_step(setup: Setup, take: Callable[..., TrainResult] = train) -> Skipped:
+    """Train steps 0 and 1, then a step whose first sample has NaN advantages, then step 2, each as `take` does."""
     with running(setup) as worker:
         for number in (0, 1):
-            train(worker, setup, number)
+            take(worker, setup, number)
         before, steps_before = state_of(worker), worker.backend.adam_step
         samples = samples_at(1)
         advantages = samples.columns["advantages"].copy()
         advantages[: samples.offsets[1]] = np.nan
-        result = train(worker, setup, 2, samples=samples.with_columns(advantages=advantages))
+        result = take(worker, setup, 2, samples=samples.with_columns(advantages=advantages))
         after, steps_after = state_of(worker), worker.backend.adam_step
-        then = train(worker, setup, 2)
+        then = take(worker, setup, 2)
         return Skipped(
             before=before,
             steps_before=steps_before,
