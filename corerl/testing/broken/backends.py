@@ -390,6 +390,14 @@ class LeaksOnSleep(PlainBackend):
         return super().sleep(kinds)
 
 
+class KeepsGradients(PlainBackend):
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        result = super().optimizer_step(step, scale)
+        for param in self.params.values():
+            param.grad = torch.zeros_like(param)
+        return result
+
+
 class KeepsMomentsAwake(PlainBackend):
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         return [] if kind is MemoryKind.OPTIMIZER else super().tensors(kind)

@@ -47,6 +47,7 @@ class Slept:
     resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
     alive: int  # bytes of all storages in the process while awake
     alive_asleep: int  # the same while asleep, including the host copies
+    gradients_asleep: int  # bytes of what `.grad` of any tensor holds then
     sleeps: Sequence[SleepResult]
     resident_asleep: Sequence[int]  # bytes of each kind's storages, right after it was put to sleep
     again: SleepResult  # of sleeping once more
@@ -71,7 +72,7 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         for kind in down:
             sleeps.append(worker.sleep({kind}))
             asleep.append(resident(worker, kind))
-        state_bytes_asleep, alive_asleep = resident_bytes(views), alive()
+        state_bytes_asleep, alive_asleep, gradients_asleep = resident_bytes(views), alive(), gradients()
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
             "forward_backward": error_of(lambda: train(worker, setup, 2)),
@@ -92,6 +93,7 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
             resident=awake,
             alive=living,
             alive_asleep=alive_asleep,
+            gradients_asleep=gradients_asleep,
             sleeps=sleeps,
             resident_asleep=asleep,
             again=again,
@@ -124,9 +126,19 @@ def resident(worker: Worker, kind: MemoryKind) -> int:
 def alive() -> int:
     """Bytes of the distinct storages of every tensor in the process, found by the garbage collector. Fake tensors that
     torch keeps from compilation have no storage, and may have symbolic sizes."""
+    return resident_bytes(_living())
+
+
+def gradients() -> int:
+    """Bytes of the gradients of every tensor in the process; the garbage collector does not know those that no Python
+    code holds."""
+    return resident_bytes(each.grad for each in _living() if each.is_leaf and each.grad is not None)
+
+
+def _living() -> list[torch.Tensor]:
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    return resident_bytes(each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta")
+    return [each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta"]
 
 
 @frozen(kw_only=True)

@@ -45,6 +45,10 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         )
         # Host copies replace what sleeps; a storage that someone keeps would add to them.
         assert rank.alive_asleep <= rank.alive
+        assert rank.gradients_asleep == 0, (
+            f"gradients of {rank.gradients_asleep} bytes stay while all kinds sleep; free them in optimizer_step, as "
+            "zero_grad(set_to_none=True) does, or give them in tensors(MemoryKind.GRAD)"
+        )
         assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]
         assert {verb for verb, error in rank.refused.items() if not error.startswith("NotResident: ")} == set()
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
