@@ -163,6 +163,7 @@ class Run:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
         if self.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+            self.actor.begin()
             self._early = Early(
                 step=self.progress.step,
                 training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
