@@ -369,7 +369,7 @@ class Run:
         self.source.close()
         self._early = None
         with self.progress.phase("starting the ranks anew"):
-            self._restart_ranks(newest)
+            version = self._restart_ranks(newest)
         self.checkpoints.rewound(step if newest is not None else -1)
         self.progress.step = step
         self.progress.tell(RunRewound(step=step))
@@ -380,23 +380,29 @@ class Run:
         self.kl_coef = state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
         self.source = self.source_of(state if self.plan.run.trains else {}, newest)
         if self.updates is not None:
+            self.source.renumber(self.updates.version - version)
             self.updates.renewed(self.source)
             self.loop.run(self.updates.fleet.resumed())
         self._pushed_at = None
         self.bring_weights()
         self.evaluate()
 
-    def _restart_ranks(self, checkpoint: Path | None) -> None:
+    def _restart_ranks(self, checkpoint: Path | None) -> int:
+        """Returns the version of the actor's weights."""
         for role in self.roles.values():
             role.group.processes.kill()
+        if self.updates is not None:
+            self.updates.given_up()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
         starting = {
             name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
             for name, role in self.roles.items()
         }
-        for name, init in wait_all(starting).items():
+        started = wait_all(starting)
+        for name, init in started.items():
             self.roles[name].restarted(init)
         self.residency.ranks_changed()
+        return started[ACTOR].weights_version
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 

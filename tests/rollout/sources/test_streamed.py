@@ -208,5 +208,7 @@ def test_steps_without_loss_tokens_leave_no_gradients_behind(tmp_path: Path, agg
     for found, wanted in zip(rows["streamed"], rows["synchronous"], strict=True):
         assert found.keys() == wanted.keys()
         if "train/loss" in found:
-            assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=GRAD_NORM.relative, abs=1e-9)
+            assert found["train/grad_norm"] == pytest.approx(
+                wanted["train/grad_norm"], rel=GRAD_NORM.relative, abs=1e-9
+            )
     assert weights_apart(*[masters(tmp_path / name, 8) for name in rows]) < WEIGHTS_L2
