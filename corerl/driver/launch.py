@@ -287,6 +287,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             residency=residency,
             checkpoints=checkpoints,
             copies=copies,
+            updates=updates,
             start=start,
             progress=progress,
             stop=stop,

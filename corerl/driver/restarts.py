@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from corerl.calls import wait_all
 from corerl.checkpoint.commit import read_state
@@ -17,6 +17,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.stop import StopRequest
+from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
@@ -29,6 +30,7 @@ class Point:
     checkpoint: Path | None  # None: the weights that the run began with
     state: Mapping[str, Any]  # the driver's, in the checkpoint
     kind: str = "checkpoint"
+    version: int = 0  # of the actor's weights in it
 
     @property
     def step(self) -> int:
@@ -47,6 +49,7 @@ class Restarts:
     residency: Residency
     checkpoints: Checkpoints
     copies: Checkpoints | None  # in memory, of every step
+    updates: WeightUpdates | None
     start: Start
     progress: Progress
     stop: StopRequest
@@ -91,11 +94,11 @@ class Restarts:
         lost = f"; {again} done again" if done > point.step else ""
         self.progress.notice(f"{error.message}; all ranks are started anew from {point}{lost}")
         with self.progress.phase("starting the ranks anew"):
-            self._restart_ranks(point.checkpoint)
+            version = self._restart_ranks(point.checkpoint)
         self.checkpoints.rewound(point.step if point.checkpoint == self.checkpoints.newest else -1)
         if self.copies is not None:
             self.copies.rewound(-1)
-        return point
+        return evolve(point, version=version)
 
     def _newest(self) -> Point:
         """The newest complete checkpoint or copy, or the run's start."""
@@ -109,14 +112,19 @@ class Restarts:
                 found = point if found.checkpoint is None or point.step > found.step else found
         return found
 
-    def _restart_ranks(self, checkpoint: Path | None) -> None:
+    def _restart_ranks(self, checkpoint: Path | None) -> int:
+        """Returns the version of the actor's weights."""
         for role in self.roles.values():
             role.group.processes.kill()
+        if self.updates is not None:
+            self.updates.given_up()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
         starting = {
             name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
             for name, role in self.roles.items()
         }
-        for name, init in wait_all(starting).items():
+        started = wait_all(starting)
+        for name, init in started.items():
             self.roles[name].restarted(init)
         self.residency.ranks_changed()
+        return started[ACTOR].weights_version

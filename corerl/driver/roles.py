@@ -35,6 +35,7 @@ class Role:
     # Of a batch's first step, whose gradients are added while other prompts are sampled:
     _denominator: float = field(default=0.0, init=False)  # so far
     _unit: float = field(default=0.0, init=False)  # of its token weights; 0 before the first call
+    _begun: bool = field(default=False, init=False)  # whether the ranks have any
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -55,7 +56,11 @@ class Role:
     def restarted(self, init: InitResult) -> None:
         """Go on where the ranks, which were started anew, do."""
         self.optimizer_step = init.optimizer_step
-        self._denominator = self._unit = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another batch comes. The one before may have been skipped: then what was counted of it is void."""
+        self._denominator, self._unit, self._begun = 0.0, 0.0, False
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
@@ -81,7 +86,10 @@ class Role:
             self._unit = 2.0 ** round(math.log2(count / share)) if count else 0.0
         plan, count = self.group.plan_part(samples, unit=self._unit or 1.0)
         self._denominator += count
-        return self.group.forward_backward(SharedBatch(samples), plan, loss) if plan.scales.any() else None
+        if not samples.columns["loss_mask"].any():  # it may count all the same, by its length
+            return None
+        self._begun = True
+        return self.group.forward_backward(SharedBatch(samples), plan, loss)
 
     def start(
         self, shared: SharedBatch, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
@@ -90,17 +98,16 @@ class Role:
         without loss tokens are skipped: momentum and decay would move the weights without a gradient. If gradients have
         been added, they are the first step's."""
         started = []
-        begun, self._denominator = self._denominator, 0.0
         for number, plan in enumerate(plans):
             if not plan.scales.any():
                 continue
             step = self.step(rollout_step)
-            if begun and not number:
-                started.append(self.group.optimizer_step(step, scale=self._unit / begun))
+            if self._begun and not number:
+                started.append(self.group.optimizer_step(step, scale=self._unit / self._denominator))
             else:
                 started.append(self.group.train(shared, plan, loss, step))
             self.optimizer_step += 1
-        self._unit = 0.0
+        self.begin()
         return started
 
     def start_forward(

@@ -170,6 +170,7 @@ class Run:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
         if self.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+            self.actor.begin()
             self._early = Early(
                 step=self.progress.step,
                 training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
@@ -352,6 +353,7 @@ class Run:
         self.kl_coef = point.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
         self.source = self.source_of(point.state, point.checkpoint)
         if self.updates is not None:
+            self.source.renumber(self.updates.version - point.version)
             self.updates.renewed(self.source)
             self.loop.run(self.updates.fleet.resumed())
         self.bring_weights()

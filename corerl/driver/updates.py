@@ -20,6 +20,7 @@ from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
@@ -61,6 +62,10 @@ class WeightUpdates:
         while missed := self._attempt(verify=verify):
             self._evict(missed)
         self._updates += 1
+
+    def given_up(self) -> None:
+        """Note that the ranks have ended, maybe in an update: engines must not wait for them."""
+        TRANSPORTS[self.address.transport].give_up(self.address)
 
     def renewed(self, source: Source) -> None:
         """Note that the ranks were replaced by new ones, and the source by another."""

@@ -48,7 +48,7 @@ class Role:
                 self.fails -= 1
                 raise WorkerDied("no luck")
             layout = ParallelLayout.data_parallel(rank=0, world_size=1)
-            return InitResult(layout=layout, optimizer_step=7)
+            return InitResult(layout=layout, optimizer_step=7, weights_version=4)
 
         return Future(self, lambda timeout: True, wait)
 
@@ -96,6 +96,7 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
         "residency": SimpleNamespace(make_room=lambda: None, ranks_changed=lambda: actor.log.append("changed")),
         "checkpoints": Saves(),
         "copies": None,
+        "updates": SimpleNamespace(given_up=lambda: actor.log.append("given up")),
         "start": SimpleNamespace(resume=None, state={}),
         "progress": progress(ears, step=done),
         "stop": SimpleNamespace(requested=requested),
@@ -107,8 +108,8 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
 def test_ranks_are_started_anew_as_often_as_the_config_says_without_a_new_step() -> None:
     case = make(done=3)
     case.dies("one")
-    assert case.actor.log == ["kill", "restart from ''", "at step 7", "changed"]
-    assert case.points == [Point(checkpoint=None, state={})]
+    assert case.actor.log == ["kill", "given up", "restart from ''", "at step 7", "changed"]
+    assert case.points == [Point(checkpoint=None, state={}, version=4)]
     case.dies("two")
     with pytest.raises(WorkerDied, match="three") as caught:
         case.dies("three")
@@ -154,7 +155,7 @@ def test_they_begin_with_the_newest_of_checkpoints_and_copies(tmp_path: Path) ->
         path, words = point
         assert [each.checkpoint for each in case.points] == [path]
         assert told(case.ears) == [f"it; all ranks are started anew from {words}"]
-        assert case.actor.log[1] == f"restart from '{path}/actor'"
+        assert case.actor.log[2] == f"restart from '{path}/actor'"
         assert (saves.log, copies.log if copies else None) == after
     assert teacher.log[1::4][0] == "restart from ''"  # which no checkpoint has
 
@@ -164,7 +165,7 @@ def test_a_resumed_run_without_a_checkpoint_of_its_own_goes_back_to_where_it_beg
     state = {"rollout_step": 3, "as": "the run has read it"}
     case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), done=4)
     case.dies("it")
-    assert case.points == [Point(checkpoint=begun, state=state)]
+    assert case.points == [Point(checkpoint=begun, state=state, version=4)]
     assert told(case.ears) == ["it; all ranks are started anew from the checkpoint of step 3; step 4 is done again"]
 
 

@@ -15,14 +15,16 @@ NAME = "tests.end_to_end.faulty:SPEC"
 
 @frozen(kw_only=True)
 class FaultyConfig(FsdpConfig):
-    hook: Literal["", "init", "optimizer_step", "save"] = option("where it fails; empty never", default="")
+    hook: Literal["", "init", "optimizer_step", "save", "update_weights"] = option(
+        "where it fails; empty never", default=""
+    )
     how: Literal["raise", "kill", "freeze", "wait", "full"] = option(
         "raise ValueError, SIGKILL itself, SIGSTOP itself, wait for a file `go` in the run directory, or write no "
         "large file any more",
         default="raise",
     )
     rank: int = option("the rank that fails", default=1)
-    step: int = option("the rollout step at which it fails, in train and save", default=0)
+    step: int = option("the rollout step at which it fails, in an update the weights' version", default=0)
     once: bool = option("not again if it has failed before in this run directory", default=False)
 
 

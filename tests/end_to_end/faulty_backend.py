@@ -11,7 +11,8 @@ from pathlib import Path
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
-from corerl.types import ParallelLayout, SaveResult, Step, StepResult
+from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
+from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend
 
 LARGE = 64 * 1024  # bytes: more than Ray's log of a process, less than a rank's part of a checkpoint
@@ -27,6 +28,11 @@ class FaultyBackend(FsdpBackend):
         if self.fails_in("optimizer_step", step):
             self.fail()
         return super().optimizer_step(step, scale)
+
+    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+        if self.fails_in("update_weights", Step(optimizer_step=0, rollout_step=version, lr=0.0)):
+            self.fail()
+        return super().update_weights(sender, version)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         if self.fails_in("save", step) and self.config.options.how == "full":

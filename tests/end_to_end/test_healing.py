@@ -65,3 +65,12 @@ def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_pa
     assert "actor rank 1: its process had not said for " in frozen.out
     assert "; all ranks are started anew from the initial weights; step 1 is done again" in frozen.out
     assert_same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("transport", ["collective", "disk"])
+def test_a_rank_that_is_killed_in_an_update_costs_no_engine(tmp_path: Path, undisturbed: Path, transport: str) -> None:
+    how = f"weights.transport={transport}"
+    killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), how)
+    assert "actor rank 1: its process died during update_weights" in killed.out
+    assert "is replaced" not in killed.out and "update_weights for" not in killed.out
+    assert_same(tmp_path / "run", undisturbed)

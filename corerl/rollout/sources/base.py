@@ -119,6 +119,10 @@ class Source(ABC):
         """Continue from `position`; `checkpoint` is the directory that `save` wrote into. Raises CheckpointError if the
         data differ from the checkpoint's."""
 
+    def renumber(self, updates: int) -> None:  # noqa: B027  -- most keep no samples
+        """After `restore`: engines have had so many updates since the checkpoint that are void. Samples of it are as
+        many versions behind as they were."""
+
     def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
         """Write the state that `position` does not hold. Raises DataError."""
 

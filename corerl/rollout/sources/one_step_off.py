@@ -108,6 +108,12 @@ class OneStepOff(Source):
             self._read = read_rollout(file_of(checkpoint, self._step))
             self._draws.stream.restore(position["sampled"])
 
+    def renumber(self, updates: int) -> None:
+        if self._read is not None:
+            batch = self._read.rollout.batch
+            batch = batch.with_columns(versions=batch.columns["versions"] + updates)
+            self._read = evolve(self._read, rollout=evolve(self._read.rollout, batch=batch))
+
     async def _in_flight(self) -> Scored | None:
         """Wait for the batch of the next step; None if there is none or it failed, which `next` will raise, or if no
         engine is left to sample it."""

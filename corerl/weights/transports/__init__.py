@@ -12,7 +12,7 @@ from corerl.messages import did_you_mean
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 from corerl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
-from corerl.weights.transports.disk import DiskReceiver, DiskSender
+from corerl.weights.transports.disk import DiskReceiver, DiskSender, give_up
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 
 SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
@@ -30,6 +30,8 @@ class Transport:
     capability: str  # required of the backend, by its name in the spec
     one_device: bool = False  # both ends access the same device memory
     joins: bool = False  # both ends join a process group, meeting at the address
+    # Ends the receivers' wait for a sender that has ended, where they do not notice that themselves; never raises.
+    give_up: Callable[[Address], None] = lambda address: None
 
 
 TRANSPORTS = {
@@ -38,11 +40,17 @@ TRANSPORTS = {
         sender=CollectiveSender, receiver=CollectiveReceiver, capability="update-collective", joins=True
     ),
     "disk": Transport(
-        sender=lambda address, rank: DiskSender(address), receiver=DiskReceiver, capability="update-disk"
+        sender=lambda address, rank: DiskSender(address),
+        receiver=DiskReceiver,
+        capability="update-disk",
+        give_up=give_up,
     ),
     # The same stream in other files.
     "delta": Transport(
-        sender=lambda address, rank: DeltaSender(address), receiver=DeltaReceiver, capability="update-disk"
+        sender=lambda address, rank: DeltaSender(address),
+        receiver=DeltaReceiver,
+        capability="update-disk",
+        give_up=give_up,
     ),
 }
 

@@ -3,6 +3,7 @@
     PATH/v00000007/bucket-00000.safetensors   one flat tensor, `bucket`
     PATH/v00000007/manifest.json              digest, checksum of each bucket; or the sender's error
     PATH/v00000007/for-NONCE                  admits the receiver that asked with this nonce: it may read
+    PATH/given-up-TOKEN                       ends the wait of receivers at the address with this token
     PATH/engine-0.json                        receiver 0's state: version, nonce, whether it waits or is done, its
                                               error, and, if relevant, which update it holds
 
@@ -13,6 +14,7 @@ admitted does not belong to this update.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +34,7 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 
 PARTIAL = ".partial"
+GIVEN_UP = "given-up-"
 POLL_SECONDS = 0.005
 TENSOR = "bucket"
 
@@ -43,6 +46,17 @@ def _directory(path: str, version: int) -> Path:
 def _directories(path: str) -> list[Path]:
     """All versions' directories, including partial ones, but none of the user's own."""
     return [each for each in Path(path).glob("v*") if re.fullmatch(rf"v\d{{8,}}({re.escape(PARTIAL)})?", each.name)]
+
+
+def _given_up(address: Address) -> Path:
+    return Path(address.path) / f"{GIVEN_UP}{address.token}"
+
+
+def give_up(address: Address) -> None:
+    """Let receivers at this address wait no more: the sender has ended. Never raises: they may wait in vain."""
+    with contextlib.suppress(OSError):
+        Path(address.path).mkdir(parents=True, exist_ok=True)
+        _given_up(address).touch()
 
 
 def bucket_file(index: int) -> str:
@@ -129,6 +143,8 @@ class DiskSender(WeightSender):
             return
         for version in _directories(self._address.path):
             shutil.rmtree(version, ignore_errors=True)
+        for file in Path(self._address.path).glob(f"{GIVEN_UP}*"):
+            file.unlink(missing_ok=True)
 
     def _publish(self, directory: Path) -> None:
         self._partial.mkdir(exist_ok=True)
@@ -216,6 +232,8 @@ class DiskReceiver(WeightReceiver):
         seconds = 2 * self._address.timeout  # the sender may be writing, or waiting for another engine
         deadline = time.monotonic() + seconds
         while not (directory / f"for-{self._nonce}").exists():
+            if _given_up(self._address).exists():
+                raise WeightUpdateError(f"{directory} was not written: its sender has ended")
             if time.monotonic() > deadline:
                 raise WeightUpdateError(
                     f"{directory} was not written within {seconds:g} s; raise cluster.timeout, or use a "

@@ -339,3 +339,23 @@ def test_the_batch_in_flight_is_a_part_of_a_checkpoint(engines: Engines, tmp_pat
         one_step_off(engines).restore({**position, "prompts": {**position["prompts"], "seed": 8}}, tmp_path)
     for each in (resumed, again):
         each.close()
+
+
+def test_after_updates_that_are_void_a_checkpoints_batch_is_as_many_versions_behind_as_it_was(
+    engines: Engines, tmp_path: Path
+) -> None:
+    source = one_step_off(engines)
+    engines.next(source)
+    position = source.position
+    source.save(tmp_path / "checkpoint")
+    sampled = engines.next(source)
+    anew = one_step_off(engines)
+    anew.restore(position, tmp_path / "checkpoint")
+    anew.renumber(3)
+    found = engines.next(anew)
+    mask = sampled.rollout.batch.columns["loss_mask"]
+    versions = [each.rollout.batch.columns["versions"][mask] for each in (found, sampled)]
+    np.testing.assert_array_equal(versions[0], versions[1] + 3)
+    assert found.rollout.texts == sampled.rollout.texts
+    for each in (source, anew):
+        each.close()

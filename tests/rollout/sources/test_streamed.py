@@ -191,3 +191,24 @@ def test_a_streamed_run_is_the_synchronous_one_up_to_rounding(tmp_path: Path, ow
         assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=GRAD_NORM.relative)
     ends = [masters(tmp_path / name, 5) for name in rows]
     assert weights_apart(*ends) < WEIGHTS_L2
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "constant-length"])
+def test_steps_without_loss_tokens_leave_no_gradients_behind(tmp_path: Path, aggregation: str) -> None:
+    """Samples of a constant length count without them too."""
+    settings = [f"algorithm.aggregation={aggregation}", "algorithm.overlong=mask", "algorithm.on_mismatch=off"]
+    own = [*settings, "cluster.offload=never", "run.steps=8", "rollout.prompts=4", "rollout.samples=2"]
+    own += ["rollout.max_tokens=2", "train.mini_batches=2", "train.epochs=2"]
+    rows = {}
+    for name in ("synchronous", "streamed"):
+        execute_here(small(tmp_path, *own, f"rollout.source={name}", f"run.dir={tmp_path / name}"))
+        rows[name] = numbers(tmp_path / name)
+    skipped = ["train/loss" not in row for row in rows["streamed"]]
+    assert any(skipped) and not all(skipped)
+    for found, wanted in zip(rows["streamed"], rows["synchronous"], strict=True):
+        assert found.keys() == wanted.keys()
+        if "train/loss" in found:
+            assert found["train/grad_norm"] == pytest.approx(
+                wanted["train/grad_norm"], rel=GRAD_NORM.relative, abs=1e-9
+            )
+    assert weights_apart(*[masters(tmp_path / name, 8) for name in rows]) < WEIGHTS_L2
