@@ -172,10 +172,11 @@ def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines
                 continued += len(set(drawn)) > 1
     assert max(oldest) == max_staleness and min(oldest) >= 0
     dropped = sum(count["stale_samples"] for count in counts)
-    # Where episodes may be three updates old, their threads' turns decide whether one grows too old.
-    assert dropped > 0 or (max_staleness == 3 and function is not None)
+    # Where episodes may be three updates old, their threads' turns decide whether one is interrupted, or grows too old.
+    chance = max_staleness == 3 and function is not None
+    assert dropped > 0 or chance
     assert sum(count["stale_tokens"] for count in counts) >= dropped
-    assert continued > 0 or max_staleness == 1
+    assert continued > 0 or max_staleness == 1 or chance
 
     # What was dropped is drawn again, and no prompt is lost or trained on twice.
     for path in tmp_path.iterdir():
