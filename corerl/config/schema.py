@@ -850,3 +850,4 @@ class ClusterInfo:
     train: TrainConfig | None = None  # the role's training settings; None if no run is known
     weights: WeightsConfig | None = None  # for an engine, how its weights travel; None if no run is known
     frozen: bool = False  # the role is never trained: weights are in `train.precision`
+    streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale

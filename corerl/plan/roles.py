@@ -144,6 +144,7 @@ def cluster_of(
         model=model or {},
         train=evolve(train, layout=layout) if layout else train,
         frozen=frozen,
+        streamed=role == ACTOR and config.rollout.source == "streamed",
     )
 
 

@@ -21,6 +21,7 @@ from corerl.config.schema import (
     OptimizerConfig,
     RoleChoice,
     RolesConfig,
+    RolloutConfig,
     RunConfig,
     SideRoleChoice,
     TrainConfig,
@@ -300,3 +301,12 @@ def test_a_model_with_weights_in_buffers_is_asked_of_the_backend_by_the_name_of_
     assert (
         found[Capability.BUFFERS] == "a model with weights in buffers (model.layers.1.mlp.gate.e_score_correction_bias)"
     )
+
+
+def test_a_spec_is_told_that_the_actors_steps_are_streamed() -> None:
+    roles = RolesConfig(critic=SideRoleChoice())
+    config = Config(backend=BackendChoice(name="plain"), roles=roles, algorithm=AlgorithmConfig(name="ppo"))
+    streamed = evolve(config, rollout=RolloutConfig(source="streamed"))
+    for each, of_actor in ((config, False), (streamed, True)):
+        told = {role: cluster_of(role, each, device="cpu").streamed for role in ("actor", "critic")}
+        assert told == {"actor": of_actor, "critic": False}

@@ -113,6 +113,14 @@ def test_one_that_does_not_is_refused_under_the_setting_that_mends_it(
     assert any(found.startswith(line) for found in told(ranks, model, **options)), told(ranks, model, **options)
 
 
+def test_experts_are_not_balanced_in_a_step_whose_tokens_are_not_known_when_it_begins() -> None:
+    config = MegatronConfig(aux_loss_coef=0.1)
+    cluster = ClusterInfo(device="cpu", ranks=1, model=MOE, train=TRAIN)
+    assert list(check(config, cluster)) == []
+    (problem,) = check(config, evolve(cluster, streamed=True))
+    assert problem.path == "aux_loss_coef" and "is not known when rollout.source='streamed' begins" in problem.text
+
+
 def test_layers_are_recomputed_in_groups_that_divide_a_stages() -> None:
     recomputing, options = evolve(TRAIN, recompute="full"), {"pipeline_parallel": 2, "recompute_layers": 3}
     (said,) = told(2, QWEN3, train=recomputing, **options)

@@ -50,6 +50,12 @@ def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
 def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
+    if config.aux_loss_coef and cluster.streamed:
+        yield Problem(
+            "aux_loss_coef",
+            f"{config.aux_loss_coef}, but the balancing loss weighs tokens by how many a step has, which is not known "
+            "when rollout.source='streamed' begins with it; set it to 0, or rollout.source to 'synchronous'",
+        )
     if config.bridge:
         yield from _bridge(config, cluster)
     elif cluster.model:
