@@ -151,11 +151,14 @@ def summary(session: Session) -> Iterator[str]:
         counts = [sum(line.level == level and line.outcome == outcome for line in lines) for outcome in OUTCOMES]
         yield "  ".join([str(level).ljust(5), *(str(count or "-").rjust(11) for count in counts)])
     for outcome in ("not run", "expected", "failed"):
-        seen: dict[str, str] = {}
+        seen: set[str] = set()
+        first: dict[str, str] = {}  # reason -> the check that it was told of
         for line in lines:
-            if line.outcome == outcome:
-                seen.setdefault(line.id, f"{line.id} {outcome}: {_sentence(line.name)}: {line.reason}")
-        yield from seen.values()
+            if line.outcome == outcome and line.id not in seen:
+                seen.add(line.id)
+                at = first.setdefault(line.reason, line.id)
+                reason = line.reason if at == line.id else f"as {at}"
+                yield f"{line.id} {outcome}: {_sentence(line.name)}: {reason}"
     roots: dict[str, list[str]] = {}
     for line in lines:
         if line.outcome == "blocked" and line.blocked_by != line.id:  # not by itself on one rank

@@ -140,7 +140,8 @@ class RankPool:
         if not ok:
             if not self._all_refuse(rank, value):
                 self.close()
-            raise RankFailed(f"{function}: rank {rank} raised\n{value}")
+            told = (value.strip().splitlines() or ["an error"])[-1]  # first, where a summary shows it
+            raise RankFailed(f"{function}: rank {rank} raised {told}\n{value}")
         return value
 
     def _all_refuse(self, first: int, text: str) -> bool:

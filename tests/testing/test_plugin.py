@@ -58,6 +58,9 @@ def test_on_ranks_too(world_size): pass
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
 def test_of_a_kind(kind): pass
 
+@check("C15", level=1)
+def test_what_has_the_same_cause(): assert False, "it is this one"
+
 def test_of_someone_else(): pass
 """
 
@@ -94,6 +97,7 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
         ("C12", "on 1 rank(s)"): "blocked",
         ("C12", "on 2 rank(s)"): "blocked",
         ("C14", ""): "blocked",  # without an expectation of its own
+        ("C15", ""): "failed",
         ("C13", "qwen3"): "passed",
         ("C13", "qwen3-moe"): "passed",
     }
@@ -106,11 +110,13 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
     assert order[0] == "C01"  # its level is the lowest
     assert order.index("C02") < order.index("C03") < order.index("C04") < order.index("C05")
     assert {key[0]: each["level"] for key, each in found.items()} | {"C11": 2, "C12": 2} == {
-        **dict.fromkeys([f"C{number:02}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 13, 14)], 1),
+        **dict.fromkeys([f"C{number:02}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15)], 1),
         "C01": 0,
         "C11": 2,
         "C12": 2,
     }
+    assert "C03 failed: root: AssertionError: it is this one\n" in out
+    assert "C15 failed: what has the same cause: as C03\n" in out  # a cause is told once
     assert "C03 blocks: C04, C05" in out and "1 passed, and" not in out
     assert "test_above" not in out
 

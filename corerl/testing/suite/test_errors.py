@@ -72,7 +72,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
 @check("C28", level=2, builds_on=["C24"], ranks=[2])
 def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_for_it(subject: Subject) -> None:
     with pytest.raises(
-        RankFailed, match=r"rank 1 raised\n(.*\n)*.*forward_backward failed at optimizer step 1: Fault: no such batch"
+        RankFailed, match=r"rank 1 raised .*forward_backward failed at optimizer step 1: Fault: no such batch"
     ):
         subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
     # The next check gets new ranks.
