@@ -115,8 +115,8 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
         "C11": 2,
         "C12": 2,
     }
-    assert "C03 failed: root: AssertionError: it is this one\n" in out
-    assert "C15 failed: what has the same cause: as C03\n" in out  # a cause is told once
+    assert "C15 failed: what has the same cause: AssertionError: it is this one\n" in out  # it comes before C03
+    assert "C03 failed: root: as C15\n" in out  # a cause is told once
     assert "C03 blocks: C04, C05" in out and "1 passed, and" not in out
     assert "test_above" not in out
 
