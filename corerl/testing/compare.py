@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint.reader import CheckpointSource
@@ -24,6 +24,7 @@ from corerl.types import Array, FloatArray, ForwardResult, Output, SampleBatch, 
 Tensors = dict[str, Array]  # whole tensors by HF name
 
 SAVED = ("master", "exp_avg", "exp_avg_sq")
+CLOSE = 1e-3  # relative: what is further apart than by rounding, of gradients and of weights after one step
 
 
 # ---- all ranks' reports together -------------------------------------------------------------------------------------
@@ -40,6 +41,7 @@ class Trajectory:
     state: dict[str, Tensors]  # "master", "exp_avg", ... -> whole tensors, at the end
     adam_step: int
     optimizer_step: int  # of InitResult
+    first: dict[str, Tensors] = field(factory=dict)  # masters and first moments after the first of several steps
 
 
 def together(reports: Sequence[training.Trained]) -> Trajectory:
@@ -56,6 +58,7 @@ def together(reports: Sequence[training.Trained]) -> Trajectory:
         state=whole([report.state for report in reports]),
         adam_step=reports[0].adam_step,
         optimizer_step=reports[0].init.optimizer_step,
+        first=whole([report.first for report in reports]),
     )
 
 
@@ -126,20 +129,86 @@ def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
     assert len(found.losses) == len(wanted.losses)
     for step, (loss, norm) in enumerate(zip(wanted.losses, wanted.grad_norms, strict=True)):
         near = pytest.approx(loss, rel=LOSS.relative, abs=LOSS.absolute)
-        assert found.losses[step] == near, _apart("loss", step, found.losses, loss)
+        assert found.losses[step] == near, _told("loss", step, found.losses, loss) + (
+            _after_the_first(found, wanted) if step else ""
+        )
         near = pytest.approx(norm, rel=GRAD_NORM.relative)
-        assert found.grad_norms[step] == near, _apart("gradient norm", step, found.grad_norms, norm)
+        assert found.grad_norms[step] == near, _told("gradient norm", step, found.grad_norms, norm) + (
+            _after_the_first(found, wanted) if step else _in_the_first(found, wanted)
+        )
     assert weights_apart(found.state["master"], wanted.state["master"]) < WEIGHTS_L2
 
 
-def _apart(what: str, step: int, found: Sequence[float], wanted: float) -> str:
-    """Say which number differs first, and what that points to if earlier steps agree."""
-    told = f"the {what} of step {step} is {found[step]}, expected {wanted}"
-    if step == 0:
+def _told(what: str, step: int, found: Sequence[float], wanted: float) -> str:
+    return f"the {what} of step {step} is {found[step]}, expected {wanted}"
+
+
+def _after_the_first(found: Trajectory, wanted: Trajectory) -> str:
+    """What the state after the first step says of a later difference; "" if it is not known."""
+    if not found.first or not wanted.first:
+        return ""
+    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"]):
         return told
-    if what == "loss":
-        return f"{told}; the first step agrees, so the optimizer's step must differ"
-    return f"{told}; its loss and the earlier steps agree: check that all gradients are cleared after each step"
+    mine, others, start = found.first["master"], wanted.first["master"], wanted.at_start["master"]
+    wrong = [name for name in others if _l2(mine[name] - others[name]) > CLOSE * _l2(others[name] - start[name])]
+    if wrong:
+        return (
+            f"; the gradients of the first step agree, but not the weights after it, in {_such(wrong, others)}: look "
+            "at weight decay, the learning rate and bias correction"
+        )
+    return (
+        "; gradients and weights of the first step agree: check that gradients are cleared after each step, and the "
+        "learning rate of later ones"
+    )
+
+
+def _in_the_first(found: Trajectory, wanted: Trajectory) -> str:
+    """What it says of the first gradient norm."""
+    if not found.first or not wanted.first:
+        return ""
+    clipped = found.grad_norms[0] / wanted.grad_norms[0]
+    return _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"]) or (
+        f"; clipped, the gradients agree: before, they are {clipped:.4g} times what they must be"
+    )
+
+
+def _of_gradients(found: Tensors, wanted: Tensors) -> str:
+    """What is wrong with the gradients of the first step, of which first moments are a share; "" if nothing is."""
+    wrong = [name for name in wanted if not _close(found[name], wanted[name])]
+    if not wrong:
+        return ""
+    for name in wrong:
+        for other in wrong:
+            same_shape = name != other and found[name].shape == wanted[other].shape
+            if same_shape and _close(found[name], wanted[other]):
+                return f"; in the first step {name} has the gradient of {other}: names are swapped"
+    factors = [_factor(found[name], wanted[name]) for name in wrong]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) == len(wrong) and max(known) - min(known) <= CLOSE * abs(known[0]):
+        return f"; the gradients of the first step are {known[0]:.4g} times what they must be in {_such(wrong, wanted)}"
+    return (
+        f"; the gradients of the first step differ in {_such(wrong, wanted)}: they may not be summed over all ranks, "
+        "or some samples be left out"
+    )
+
+
+def _such(names: Sequence[str], of: Tensors) -> str:
+    return f"{len(names)} of {len(of)} tensors, such as {names[0]}"
+
+
+def _close(found: Array, wanted: Array) -> bool:
+    return _l2(found - wanted) <= CLOSE * _l2(wanted)
+
+
+def _factor(found: Array, wanted: Array) -> float | None:
+    """The number by which `wanted` was multiplied; None if `found` is no multiple of it."""
+    squares = float((wanted.astype(np.float64) ** 2).sum())
+    factor = float((found.astype(np.float64) * wanted).sum()) / squares if squares else 0.0
+    return factor if _l2(found - factor * wanted) <= CLOSE * _l2(found) else None
+
+
+def _l2(values: Array) -> float:
+    return float(np.sqrt((values.astype(np.float64) ** 2).sum()))
 
 
 def weights_apart(found: Tensors, wanted: Tensors) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -268,10 +268,11 @@ class Box:
 State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
 
 
-def state_of(worker: Worker) -> dict[str, list[Box]]:
-    """Copies of this rank's masters, moments, parameters and buffers."""
+def state_of(worker: Worker, keys: Sequence[StateKey] = ()) -> dict[str, list[Box]]:
+    """Copies of this rank's masters, moments, parameters and buffers, or only of what `keys` name."""
     backend = worker.backend
-    held = {BUFFER: backend.buffers(), **{key.value: backend.local_state(key) for key in (*SAVED, StateKey.PARAM)}}
+    held = {key.value: backend.local_state(key) for key in keys or (*SAVED, StateKey.PARAM)}
+    held |= {} if keys else {BUFFER: backend.buffers()}
     return {
         key: [
             Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=_copied(chunk.view))

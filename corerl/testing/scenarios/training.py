@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
+from corerl.backend.base import StateKey
 from corerl.testing.harness import (
     LOSS,
     Setup,
@@ -34,6 +35,7 @@ from corerl.types import (
 )
 
 EXPERTS = Output.ROUTED_EXPERTS.value
+FIRST = (StateKey.MASTER, StateKey.EXP_AVG)
 
 
 @frozen(kw_only=True)
@@ -45,6 +47,7 @@ class Trained:
     results: list[TrainResult]
     state: State  # at the end
     adam_step: int
+    first: State = field(factory=dict)  # masters and first moments after the first of several steps
 
 
 def train_steps(
@@ -53,14 +56,22 @@ def train_steps(
     """Train steps `numbers`; after step `save_after`, save the rank's part of a checkpoint to `save_to`."""
     worker, init = start(setup, resume=resume)
     at_start = state_of(worker)
-    results = []
+    results: list[TrainResult] = []
+    first: State = {}
     for number in numbers:
         results.append(train(worker, setup, number))
+        if len(results) == 1 and len(numbers) > 1:
+            first = state_of(worker, FIRST)
         if number == save_after:
             saved = worker.save(save_to, step_at(number + 1), False)
             assert saved.complete and saved.path == save_to, saved
     report = Trained(
-        init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step
+        init=init,
+        at_start=at_start,
+        results=results,
+        state=state_of(worker),
+        adam_step=worker.backend.adam_step,
+        first=first,
     )
     worker.shutdown("the check is done")
     return report
