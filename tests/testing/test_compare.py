@@ -89,7 +89,7 @@ def trained(
         ),
         (
             trained(decayed=1e-4, losses=(1.0, 2.5)),
-            "the gradients of the first step agree, but not the weights after it, in 1 of 4 tensors, such as norm: look",
+            "the gradients of the first step agree, but not the weights after it, in 1 of 4 tensors, such as norm",
         ),
         (
             trained(losses=(1.0, 2.5)),
