@@ -58,6 +58,12 @@ def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_pa
     assert_same(tmp_path / "run", undisturbed)
 
 
+def test_a_rank_that_is_killed_in_the_first_update_costs_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    killed = run(tmp_path, *fault("update_weights", "kill", step=0, once=True))
+    assert "; all ranks are started anew from the initial weights\n" in killed.out
+    assert_same(tmp_path / "run", undisturbed)
+
+
 @pytest.mark.parametrize("transport", ["collective", "disk", "delta"])
 def test_a_rank_that_is_killed_in_an_update_costs_no_engine(tmp_path: Path, undisturbed: Path, transport: str) -> None:
     how = f"weights.transport={transport}"
