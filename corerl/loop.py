@@ -16,10 +16,11 @@ from corerl.plan.make import make_plan
 
 
 def training(run: Run) -> None:
-    with run.training():
-        run.push_weights()
-    run.check_logprobs()
-    run.evaluate()
+    with run.healing():
+        with run.training():
+            run.push_weights()
+        run.check_logprobs()
+        run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
         with run.healing():  # if ranks die, the steps since the last checkpoint come again
             with run.training():

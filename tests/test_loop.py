@@ -62,6 +62,10 @@ class FakeRun:
         self.log.append(f"evaluate {self.progress.step}")
 
     @contextlib.contextmanager
+    def healing(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         self.log.append("enter")
         yield

@@ -512,8 +512,9 @@ class Run:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
             self.checkpoints.complete(wait=False)
-            if self.checkpoints.due(self.progress.step):
-                self._start_save(self.checkpoints, background=self.plan.checkpoint.background)
+            last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
+            if last or self.checkpoints.due(self.progress.step):
+                self._start_save(self.checkpoints, background=self.plan.checkpoint.background and not last)
             if self.copies is not None and self._resumable:
                 self._start_copy(self.copies)
 

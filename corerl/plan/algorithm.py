@@ -196,6 +196,11 @@ def _against_streaming(config: Config) -> Iterator[str]:
                 f"{name}: {function!r} reads the whole batch, but rollout.source='streamed' trains on a prompt's "
                 f"samples before the others are there; remove it, or {others}"
             )
+    if algorithm.routing_replay == "engine" and config.rollout.function:
+        yield (
+            "algorithm.routing_replay: 'engine', but a prompt whose episodes draw nothing has no experts, and "
+            f"rollout.source='streamed' trains on it before the others are there; set it to 'recompute', or {others}"
+        )
     if algorithm.dynamic_sampling:
         yield (
             f"algorithm.dynamic_sampling: {algorithm.dynamic_sampling}, but which prompts are drawn again is known "

@@ -75,7 +75,7 @@ def _source(config: Config) -> Iterator[str]:
             f"rollout.source: {rollout.source!r} samples while the model trains, but run.mode={config.run.mode!r} "
             f"{'only samples' if config.run.samples else 'does not sample'}; set it to 'synchronous'"
         )
-    if config.weights.every > 1:
+    if config.weights.every > 1 and rollout.source != "streamed":
         yield (
             f"weights.every: {config.weights.every}, but rollout.source={rollout.source!r} counts staleness in "
             "updates, one per step; set it to 1"

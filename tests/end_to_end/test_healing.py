@@ -67,10 +67,15 @@ def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_pa
     assert_same(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize("transport", ["collective", "disk"])
-def test_a_rank_that_is_killed_in_an_update_costs_no_engine(tmp_path: Path, undisturbed: Path, transport: str) -> None:
-    how = f"weights.transport={transport}"
-    killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), how)
+def test_a_rank_that_is_killed_in_the_first_update_costs_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    killed = run(tmp_path, *fault("update_weights", "kill", step=0, once=True))
+    assert "; all ranks are started anew from the initial weights\n" in killed.out
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path: Path, undisturbed: Path) -> None:
+    """Which does not notice by itself that nobody sends any more."""
+    killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), "weights.transport=disk")
     assert "actor rank 1: its process died during update_weights" in killed.out
     assert "is replaced" not in killed.out and "update_weights for" not in killed.out
     assert_same(tmp_path / "run", undisturbed)
