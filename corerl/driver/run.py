@@ -515,7 +515,7 @@ class Run:
             last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
             if last or self.checkpoints.due(self.progress.step):
                 self._start_save(self.checkpoints, background=self.plan.checkpoint.background and not last)
-            if self.copies is not None and self._resumable:
+            if self.copies is not None and self._resumable and not last:
                 self._start_copy(self.copies)
 
     def _start_copy(self, copies: Checkpoints) -> None:

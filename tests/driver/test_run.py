@@ -88,6 +88,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
+                "stop": SimpleNamespace(requested=False),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
@@ -768,3 +769,21 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
     run.save()
     assert run.copies is None and full.newest is None
     assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
+
+
+def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_run: Callable[..., Run]) -> None:
+    config = make_config(run={"steps": 4}, checkpoint={"every": 3})
+
+    class Due(Saves):
+        def due(self, step: int) -> bool:
+            return step == 3
+
+    for step, requested, log in (
+        (2, False, []),
+        (3, False, [("start 3", True)]),
+        (4, False, [("start 4", False)]),
+        (2, True, [("start 2", False)]),  # by a signal, which makes it the last one
+    ):
+        saves = Due(0)
+        make_run(config, checkpoints=saves, source=Source(), rollout_step=step, stop=Stop(requested)).save()
+        assert saves.log == [("complete", False), *log]

@@ -62,7 +62,7 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"role": "reference"}, ["unknown role 'reference'"]),
+        ({"role": "referee"}, ["unknown role 'referee'"]),
         ({"role": "critic"}, ["roles.critic: missing"]),
         (
             {"role": "critic", "roles": {"critic": {"ranks": 1}}},
