@@ -132,8 +132,8 @@ class TrainGroup:
 
     def restart(self, resume: str) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
-        directory `resume`, or the model if it is empty. For a group that was launched."""
-        assert self._again is not None
+        directory `resume`, or the model if it is empty."""
+        assert self._again is not None  # it was launched
         self.processes.kill()
         assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments)
         self.plan = evolve(self.plan, assignments=assignments)
@@ -236,7 +236,9 @@ class TrainGroup:
             return Gradients(
                 metrics=merge_metrics(result.metrics for result in results),
                 tokens=self._tokens(results),
-                outputs=scatter(found, wanted, shared.samples, plan.members, role=self.role) if wanted else {},
+                outputs=scatter(found, wanted, shared.samples, plan.members, role=self.role, verb="forward_backward")
+                if wanted
+                else {},
             )
 
         return self._calls.add(pending, merged)
@@ -520,6 +522,7 @@ def scatter(
     once: IntArray | None = None,
     *,
     role: str,
+    verb: str = "forward",
 ) -> dict[Output, Array]:
     """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
     sample, or each of `once` and no other, came back exactly once, with its length and every output, of equal dtype and
@@ -530,10 +533,10 @@ def scatter(
         if not len(result.samples):  # not an output rank, or it only got fillers
             continue
         if result.samples.min() < 0 or result.samples.max() >= len(batch):
-            raise ContractError(f"{role}: forward returned samples outside its batch of {len(batch)}")
+            raise ContractError(f"{role}: {verb} returned samples outside its batch of {len(batch)}")
         np.add.at(times, result.samples, 1)
         if not np.array_equal(np.diff(result.offsets), all_lengths[result.samples]):
-            raise ContractError(f"{role}: forward returned samples whose lengths differ from the batch")
+            raise ContractError(f"{role}: {verb} returned samples whose lengths differ from the batch")
         # Sample by sample: an index for every token would take more memory than the columns, and longer.
         into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.samples.tolist()]
         parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
@@ -542,12 +545,12 @@ def scatter(
             tokens = int(result.offsets[-1])
             if values is None or len(values) != tokens:
                 got = "no" if values is None else len(values)
-                raise ContractError(f"{role}: forward returned {got} {output}, expected {tokens}: one for each token")
+                raise ContractError(f"{role}: {verb} returned {got} {output}, expected {tokens}: one for each token")
             column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
             if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
                 kinds = [f"{each.dtype} {list(each.shape[1:])} per token" for each in (column, values)]
                 raise ContractError(
-                    f"{role}: forward returned {output} as {' on one rank and as '.join(kinds)} on another"
+                    f"{role}: {verb} returned {output} as {' on one rank and as '.join(kinds)} on another"
                 )
             for place, part in zip(into, parts, strict=True):
                 column[place] = values[part]
@@ -558,6 +561,6 @@ def scatter(
     if (times != expected).any():
         sample = int(np.flatnonzero(times != expected)[0])
         wanted = "exactly once" if expected[sample] else "never, as it is not in the plan"
-        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected {wanted}")
+        raise ContractError(f"{role}: {verb} returned sample {sample} {times[sample]} times, expected {wanted}")
     # Without samples, no rank reports a dtype or shape.
     return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}
