@@ -313,9 +313,9 @@ def test_what_a_call_adds_is_summed_over_data_parallel_ranks_and_its_outputs_are
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ([(2, 0, 1), (3,)], "forward returned sample 1 1 times, expected never, as it is not in the plan"),
-        ([(2,), (3,)], "forward returned sample 0 0 times, expected exactly once"),
-        ([(2, 0), (3, 0)], "forward returned sample 0 2 times, expected exactly once"),
+        ([(2, 0, 1), (3,)], "forward_backward returned sample 1 1 times, expected never, as it is not in the plan"),
+        ([(2,), (3,)], "forward_backward returned sample 0 0 times, expected exactly once"),
+        ([(2, 0), (3, 0)], "forward_backward returned sample 0 2 times, expected exactly once"),
     ],
 )
 def test_outputs_of_other_samples_than_a_calls_own_are_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
