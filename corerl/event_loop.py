@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 IDLE = "idle"  # the name of a thread that waits for a call of `in_thread`
 IDLE_SECONDS = 5.0  # after which it ends
+HEARING_SECONDS = 1.0  # Ctrl-C just before the main thread begins to wait is heard only when that wait ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
 
 
@@ -53,12 +54,18 @@ class EventLoop:
         future.add_done_callback(lambda _: self._calls.put(None))
         try:
             while not future.done():
-                if (call := self._calls.get()) is not None:
+                if (call := self._call()) is not None:
                     call()
         except BaseException:
             future.cancel()
             raise
         return future.result()
+
+    def _call(self) -> Callable[[], None] | None:
+        try:
+            return self._calls.get(timeout=HEARING_SECONDS)
+        except queue.Empty:
+            return None
 
     async def in_caller(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that waits in `run`, or will: where a program's main thread is needed."""

@@ -17,18 +17,18 @@ def idle_seconds(spans: Sequence[Span], began: float, ended: float, *, engines: 
     """Seconds between `began` and `ended` in which devices did nothing, by cause; means over the engines, of which each
     has spans under its name, and of the ranks, which work together.
 
-    idle/ranks             without a verb, of which they waited for
+    idle/ranks/total       without a verb, of which they waited for
     idle/ranks/samples       engines
     idle/ranks/rewards       rewards, while no engine sampled
     idle/ranks/driver        anything else
 
-    idle/engines           without a request, and no update of weights, of which they waited for
+    idle/engines/total     without a request, and no update of weights, of which they waited for
     idle/engines/longest     the samples of another engine
     idle/engines/rewards     rewards, while no engine sampled
     idle/engines/training    ranks
     idle/engines/driver      anything else
     """
-    found = defaultdict(float, dict.fromkeys(("idle/ranks", *(["idle/engines"] if engines else [])), 0.0))
+    found = defaultdict(float, dict.fromkeys(("idle/ranks/total", *(["idle/engines/total"] if engines else [])), 0.0))
     changes: list[tuple[float, int, str]] = []
     for span in spans:
         low, high = max(span.began, began), min(span.ended, ended)
@@ -49,10 +49,10 @@ def _account(found: dict[str, float], active: set[str], seconds: float, engines:
     busy = active.intersection(engines)
     shared = "rewards" if SCORING in active else "driver"
     if not active & OF_RANKS:
-        found["idle/ranks"] += seconds
+        found["idle/ranks/total"] += seconds
         found[f"idle/ranks/{'samples' if busy else shared}"] += seconds
     if engines and not active & OF_WEIGHTS and len(busy) < len(engines):
         of_engines = seconds * (len(engines) - len(busy)) / len(engines)
-        found["idle/engines"] += of_engines
+        found["idle/engines/total"] += of_engines
         cause = "longest" if busy else "training" if active & OF_RANKS else shared
         found[f"idle/engines/{cause}"] += of_engines

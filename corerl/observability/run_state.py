@@ -33,8 +33,8 @@ NUMBERS: Mapping[str, str] = {
     "response length": "rollout/response_length",
     "truncated share": "rollout/truncated",
     "tokens/s": "perf/tokens_per_second",
-    "ranks idle, s/step": "idle/ranks",
-    "engines idle, s/step": "idle/engines",
+    "ranks idle, s/step": "idle/ranks/total",
+    "engines idle, s/step": "idle/engines/total",
 }
 
 

@@ -32,6 +32,7 @@ def weighted(inputs: LossInputs) -> LossResult:
 
 
 LOSS = LossSpec(name="tests.backend.test_passes:weighted")
+OF_EACH_TOKEN = [4.0 * token for token in [0, 1, 2, 100, 101, 200, 201, 202, 203]]  # of the samples 0, 1 and 2
 
 
 class Slope:
@@ -57,7 +58,7 @@ def test_a_steps_losses_come_one_by_one_and_add_up(lazily: bool) -> None:
     micros = [FIRST, SECOND]
     model = Slope()
     batch = PackedBatch(micro_batches=iter(micros) if lazily else micros, count=2, temperature=0.5)
-    losses = StepLosses(model, batch, LOSS, device=CPU)
+    losses = StepLosses(model, batch, LOSS, (Output.ENTROPY,), device=CPU)
     gradients = []
     for value in losses:
         value.backward()
@@ -65,9 +66,19 @@ def test_a_steps_losses_come_one_by_one_and_add_up(lazily: bool) -> None:
         gradients.append(model.slope.grad.item())
     of_each = [float((micro.columns["weights"] * micro.tokens).sum()) / 0.5 for micro in micros]
     assert gradients == [of_each[0], sum(of_each)]
-    assert losses.tokens == 10
-    mean = losses.metrics.finish()["mean"]
+    result = losses.result()
+    assert result.tokens == 10
+    mean = result.metrics["mean"]
     assert (mean.value, mean.weight) == (sum(4.0 * float(micro.tokens.sum()) for micro in micros) / 10, 10)
+    assert result.outputs is not None and result.outputs.samples.tolist() == [0, 1, 2]
+    assert result.outputs.outputs[Output.ENTROPY].tolist() == OF_EACH_TOKEN
+
+
+def test_a_step_that_wants_no_outputs_keeps_none() -> None:
+    losses = StepLosses(Slope(), PackedBatch(micro_batches=[FIRST], count=1, temperature=0.5), LOSS, (), device=CPU)
+    for value in losses:
+        value.backward()
+    assert losses.result().outputs is None
 
 
 class Listening(Routers):
@@ -103,6 +114,7 @@ def test_experts_are_told_until_the_end_of_the_backward_pass_and_of_each_micro_b
         Slope(),
         PackedBatch(micro_batches=micros, count=3, temperature=0.5),
         LossSpec(name=LOSS.name),
+        (),
         device=CPU,
         routers=routers,
     )
@@ -119,7 +131,7 @@ def test_the_experts_that_were_chosen_are_an_output_beside_those_of_the_model() 
     batch = PackedBatch(micro_batches=micros, count=2, temperature=0.5)
     wanted = (Output.ENTROPY, Output.ROUTED_EXPERTS)
     found = forward_outputs(Slope(), batch, wanted, device=CPU, routers=Listening()).outputs
-    assert found[Output.ENTROPY].tolist() == [4.0 * token for token in [0, 1, 2, 100, 101, 200, 201, 202, 203]]
+    assert found[Output.ENTROPY].tolist() == OF_EACH_TOKEN
     of_all = np.concatenate([micro.columns["routed_experts"] for micro in micros])
     assert found[Output.ROUTED_EXPERTS].tolist() == of_all[:9].tolist()  # but for the filler
 
@@ -129,6 +141,5 @@ def test_outputs_are_those_of_the_samples_without_gradient() -> None:
     result = forward_outputs(Slope(), batch, (Output.ENTROPY,), device=CPU)
     assert result.samples.tolist() == [0, 1, 2]
     assert result.offsets.tolist() == [0, 3, 5, 9]
-    wanted = [4.0 * token for token in [0, 1, 2, 100, 101, 200, 201, 202, 203]]
     assert result.outputs.keys() == {Output.ENTROPY}
-    assert result.outputs[Output.ENTROPY].tolist() == wanted
+    assert result.outputs[Output.ENTROPY].tolist() == OF_EACH_TOKEN

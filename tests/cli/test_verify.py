@@ -97,7 +97,7 @@ def test_an_algorithm_is_verified_with_the_settings_given_and_its_fault_is_named
     found = json.loads(report.read_text())
     outcomes = {each["id"]: each["outcome"] for each in found["checks"]}
     assert (outcomes.pop("A01"), outcomes.pop("A15")) == ("expected", "failed")
-    assert set(outcomes.values()) == {"passed"} and len(outcomes) == 15
+    assert set(outcomes.values()) == {"passed"} and len(outcomes) == 16
     assert (found["algorithm"], found["value"], found["levels"]) == (name, name, [0, 1])
     lines = done.stdout.splitlines()
     assert any(line.startswith(f"corerl algorithm: {name!r}") for line in lines)

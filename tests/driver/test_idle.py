@@ -21,11 +21,11 @@ def test_a_synchronous_step_second_by_second() -> None:
     found = idle_seconds(spans, 0.0, 10.0, engines=ENGINES)
     assert found == pytest.approx(
         {
-            "idle/ranks": 6.5,
+            "idle/ranks/total": 6.5,
             "idle/ranks/samples": 4.0,
             "idle/ranks/rewards": 2.0,
             "idle/ranks/driver": 0.5,
-            "idle/engines": 0.5 + 2.0 + 0.5 + 2.5,
+            "idle/engines/total": 0.5 + 2.0 + 0.5 + 2.5,
             "idle/engines/longest": 0.5,
             "idle/engines/rewards": 2.0,
             "idle/engines/driver": 0.5,
@@ -41,13 +41,13 @@ def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
         Span("train", 0.0, 12.0),
     ]
     assert idle_seconds(spans, 0.0, 10.0, engines=ENGINES) == pytest.approx(
-        {"idle/ranks": 0.0, "idle/engines": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
+        {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
     )
 
 
 def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
     assert idle_seconds([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=()) == {
-        "idle/ranks": 2.0,
+        "idle/ranks/total": 2.0,
         "idle/ranks/driver": 2.0,
     }
 

@@ -23,10 +23,3 @@ def test_the_scale_moves_as_that_of_torch_does() -> None:
         seen.add(scale.value)
     assert scale.value == scaler.get_scale()
     assert seen == {INITIAL, INITIAL / 2, INITIAL / 4}
-
-
-def test_gradients_are_divided_by_the_scale() -> None:
-    params = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(1))]
-    params[0].grad = torch.tensor([8.0, -2.0, 0.5])
-    LossScale(value=4.0).unscale(params)
-    assert params[0].grad.tolist() == [2.0, -0.5, 0.125] and params[1].grad is None

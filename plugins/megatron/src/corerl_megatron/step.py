@@ -105,6 +105,8 @@ class Pipeline:
             forward_only=not backward,
             collect_non_loss_data=not backward,
         )
+        for module in self.model.modules:
+            module.set_input_tensor(None)  # else the last micro-batch's input, and its gradient, stay for good
 
     def outputs(
         self, packed: Packed, module: PackedModel, hidden: Tensor, wanted: Sequence[Output], temperature: float
