@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,15 @@ def test_an_engines_error_and_the_last_death_that_is_allowed_are_raised_once_and
     assert dying.log == ["replace 0", "receive"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_wait_and_what_was_waited_for(use: Use[Engines]) -> None:
     class Interrupting(Engines):
         def draw(self, replica: int, request: GenerateRequest) -> Generation:
