@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, evolve
 
 from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Future
@@ -15,7 +15,7 @@ from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
-from corerl.trainer.group import Gradients, TrainGroup
+from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
@@ -32,10 +32,6 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
-    # Of a batch's first step, whose gradients are added while other prompts are sampled:
-    _denominator: float = field(default=0.0, init=False)  # so far
-    _unit: float = field(default=0.0, init=False)  # of its token weights; 0 before the first call
-    _begun: bool = field(default=False, init=False)  # whether the ranks have any
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -56,11 +52,6 @@ class Role:
     def restarted(self, init: InitResult) -> None:
         """Go on where the ranks, which were started anew, do."""
         self.optimizer_step = init.optimizer_step
-        self.begin()
-
-    def begin(self) -> None:
-        """Another batch comes. The one before may have been skipped: then what was counted of it is void."""
-        self._denominator, self._unit, self._begun = 0.0, 0.0, False
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
@@ -77,37 +68,28 @@ class Role:
     def _seed(self, rollout_step: int) -> int:
         return self.seed * 1_000_003 + rollout_step
 
-    def add_gradients(self, samples: SampleBatch, loss: LossSpec, *, share: float) -> Future[Gradients] | None:
-        """Start to add the gradients of some groups of the batch's first step, which `start` then takes; None if they
-        have no loss tokens. `share`: of the step's groups."""
-        if not self._unit:
-            _, count = self.group.plan_part(samples)
-            # A power of two, which rounds nothing: how much comes first is chance.
-            self._unit = 2.0 ** round(math.log2(count / share)) if count else 0.0
-        plan, count = self.group.plan_part(samples, unit=self._unit or 1.0)
-        self._denominator += count
-        if not samples.columns["loss_mask"].any():  # it may count all the same, by its length
-            return None
-        self._begun = True
-        return self.group.forward_backward(SharedBatch(samples), plan, loss)
-
     def start(
-        self, shared: SharedBatch, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
+        self,
+        shared: SharedBatch,
+        plans: Sequence[StepPlan],
+        rollout_step: int,
+        loss: LossSpec,
+        *,
+        begun: float | None = None,
     ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
-        without loss tokens are skipped: momentum and decay would move the weights without a gradient. If gradients have
-        been added, they are the first step's."""
+        without loss tokens are skipped: momentum and decay would move the weights without a gradient. `begun`: the
+        scale of the first step's gradients, where ranks have them already."""
         started = []
         for number, plan in enumerate(plans):
             if not plan.scales.any():
                 continue
             step = self.step(rollout_step)
-            if self._begun and not number:
-                started.append(self.group.optimizer_step(step, scale=self._unit / self._denominator))
+            if begun is not None and not number:
+                started.append(self.group.optimizer_step(step, scale=begun))
             else:
                 started.append(self.group.train(shared, plan, loss, step))
             self.optimizer_step += 1
-        self.begin()
         return started
 
     def start_forward(

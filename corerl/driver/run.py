@@ -170,7 +170,6 @@ class Run:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
         if self.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
-            self.actor.begin()
             self._early = Early(
                 step=self.progress.step,
                 training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
@@ -314,7 +313,8 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef))
+            begun = self._early.scale if self._early is not None and name == ACTOR else None
+            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), begun=begun)
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
