@@ -100,6 +100,12 @@ class RayGroup:
         return [slot.node for slot in self._slots]
 
     @property
+    def devices(self) -> list[tuple[str, int]]:
+        """All GPUs of the members, as (Ray's id of the machine, number there); one on two members stands there
+        twice."""
+        return [(slot.node, device) for slot in self._slots for device in slot.devices]
+
+    @property
     def ended(self) -> bool:
         """Whether the group was killed, by its owner or because a member failed."""
         return not self._alive
@@ -250,7 +256,7 @@ class RayGroup:
             self.target,
             options={**self._slots[member].options(), "max_concurrency": self._threads},
             neighbors=self._slots[member].neighbors,
-            environment=self._environment,
+            environment={**self._environment, **self._slots[member].environment()},
             failure=self._failure,
             traced=self._watching.on_answer is not None,
         )

@@ -273,7 +273,7 @@ def test_each_process_needs_a_seat(slots: list[Slot]) -> None:
 
 def test_seats_are_shares_of_their_bundles(slots: list[Slot]) -> None:
     assert [(slot.cpus, slot.gpus) for slot in slots] == [(1.0, 0.0)] * 3
-    assert [(slot.bundle, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
+    assert [(slot.bundles[0].index, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
     with reserved(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
         assert [(slot.bundle, slot.cpus) for slot in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
