@@ -508,7 +508,7 @@ def make_fleet(
         assignments,
         loop,
         calls=plan.calls,
-        width=rows_of_a_call(rollout, replicas=len(assignments), calls=plan.calls),
+        width=lambda replicas: rows_of_a_call(rollout, replicas=replicas, calls=plan.calls),
         restarts=rollout.restarts,
         noted=spans,
     )
