@@ -39,7 +39,7 @@ from corerl.driver.sampling import (
     unseen_tokens,
 )
 from corerl.driver.scaling import Scaling
-from corerl.driver.sizes import Sizes
+from corerl.driver.sizes import Sizes, seated
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
@@ -490,10 +490,7 @@ def make_fleet(
     spans: Spans,
 ) -> EngineFleet:
     """Start a process for each replica, on the devices of its slot; returns at once."""
-    assignments = [
-        evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
-        for assignment, slot in zip(plan.assignments, slots, strict=True)
-    ]
+    assignments = seated(plan, slots)
     processes = RayGroup(
         [assignment.context.name for assignment in assignments],
         "corerl.engines.service:EngineService",

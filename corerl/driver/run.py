@@ -390,7 +390,7 @@ class Run:
                 changed.append(line)
                 self.progress.notice(line)
         except (UserError, ResizeFailed) as error:
-            self.progress.notice(f"the sizes stay as they are: {' '.join(error.message.split(chr(10)))}")
+            self.progress.notice(f"the sizes stay as they are: {'; '.join(error.message.splitlines())}")
             return changed, error.message
         finally:
             if self.sizes.now != before:

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import define, evolve
 
-from corerl.cluster.placement import Room
+from corerl.cluster.placement import Room, Slot
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
+from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ProcessPlan
+from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
 from corerl.plan.sizes import of_engines
@@ -80,17 +81,29 @@ class Sizes:
                 self.roles[name].group.move(after.roles[name], slots[name], self.roles[name].step(self.progress.step))
             self.residency.ranks_changed([name])
             self.room.take({name: slots[name]})
+            roles = {**self.plan.processes.roles, name: after.roles[name]}
+            self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
             yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
         if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
             began = time.monotonic()
+            self.residency.enter(REST)  # new engines load where others may be
             with self.progress.phase("resize"):
-                self.updates.fleet.resize(after.engine.assignments, slots[ENGINES])
+                self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
             self.room.take({ENGINES: slots[ENGINES]})
+            self.residency.engines_changed()
             yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
         if self.updates is not None:
             self.updates.resized(functools.partial(self.address_of, after))
+
+
+def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
+    """The engines' assignments, with the devices of their slots."""
+    return [
+        evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
+        for assignment, slot in zip(plan.assignments, slots, strict=True)
+    ]
 
 
 def _engines(plan: ProcessPlan) -> Sequence[object]:

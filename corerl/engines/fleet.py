@@ -21,7 +21,7 @@ from corerl.engines.batching import Batcher, Count
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, WorkerDied
+from corerl.errors import CorerlError, ResizeFailed, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
@@ -433,7 +433,7 @@ class EngineFleet:
         Those that stay keep their assignments, and may be sampling meanwhile.
 
         New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
-        a CorerlError says so. Of more than are wanted, the last ones end, dead or alive; others go on with what they
+        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others go on with what they
         were drawing, and the samples are the same."""
         _require_same(self.assignments, assignments)
         if len(assignments) > len(self):
@@ -451,7 +451,7 @@ class EngineFleet:
         except CorerlError as error:
             if self._failure is not None:  # meanwhile, of all
                 raise self._failure from None
-            stays = CorerlError(
+            stays = ResizeFailed(
                 f"the engines stay {len(self)} and do not become {len(self) + len(names)}, since not all of "
                 f"{', '.join(names)} have started: {error.message}"
             )
@@ -536,16 +536,16 @@ class EngineFleet:
 
 
 def _require_same(old: Sequence[EngineAssignment], new: Sequence[EngineAssignment]) -> None:
-    """Raise CorerlError if there would be none, or other ones in the place of those that stay."""
+    """Raise ResizeFailed if there would be none, or other ones in the place of those that stay."""
     if not new:
-        raise CorerlError("the engines cannot become 0: nothing would sample; keep 1 or more")
+        raise ResizeFailed("the engines cannot become 0: nothing would sample; keep 1 or more")
     for was, wanted in zip(old, new, strict=False):
         if was.context != wanted.context:
             ours, theirs = asdict(was.context, recurse=False), asdict(wanted.context, recurse=False)
             changed = "; ".join(
                 f"{name} {ours[name]!r}, wanted {theirs[name]!r}" for name in ours if ours[name] != theirs[name]
             )
-            raise CorerlError(
+            raise ResizeFailed(
                 f"{was.context.name} runs with other settings than those wanted ({changed}), and engines that run are "
                 "not moved; add or remove the last ones"
             )

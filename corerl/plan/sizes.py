@@ -20,6 +20,7 @@ def of_engines(override: str) -> bool:
 def with_other_sizes(config: Config, overrides: Sequence[str]) -> Config:
     """The config with overrides, such as "roles.actor.ranks=4". Raises ConfigError for other settings, and as
     `load_config` does."""
+    changed = as_config(config, overrides)  # first: it knows what a misspelt key was meant to be
     keys = [override.partition("=")[0].strip() for override in overrides]
     refused = [key for key in keys if key != REPLICAS and not OF_RANKS.fullmatch(key)]
     if refused:
@@ -30,4 +31,4 @@ def with_other_sizes(config: Config, overrides: Sequence[str]) -> Config:
                 for key in refused
             )
         )
-    return as_config(config, overrides)
+    return changed

@@ -29,6 +29,7 @@ from attrs import define, field, frozen
 from corerl.errors import ContractError, ResizeFailed
 from corerl.messages import first_line
 from corerl.weights.chunks import Box, Chunk, intersect, within
+from corerl.weights.manifest import proportionate_bucket
 
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
 
@@ -47,7 +48,7 @@ class Handover:
     givers: int
     takers: int
     device: str = "cpu"  # through whose memory state travels; "cuda" only if no two ranks share a device
-    bucket_bytes: int
+    bucket_bytes: int  # as weights.bucket_bytes: 0 for a part of the weights
     timeout: float = 600.0  # seconds that one rank waits for another
 
     def open_store(self, *, master: bool) -> dist.Store:
@@ -274,8 +275,9 @@ def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
     dtype = torch.bool  # the least of all
     for name in {dtype for rows in has for _, _, _, dtype in rows}:
         dtype = torch.promote_types(dtype, getattr(torch, name))
-    elements = max(1, handover.bucket_bytes // max(1, dtype.itemsize))
-    return _Plan(list(transfers(has, wants, elements)), dtype)
+    shapes = {name: shape for rows in has for name, shape, _, _ in rows}
+    most = handover.bucket_bytes or proportionate_bucket(dtype.itemsize * sum(map(math.prod, shapes.values())))
+    return _Plan(list(transfers(has, wants, max(1, most // dtype.itemsize))), dtype)
 
 
 def _require_covered(kind: str, has: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]]) -> None:
