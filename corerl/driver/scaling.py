@@ -37,6 +37,11 @@ class Answer:
     error: str = ""
 
 
+def begin(run_dir: Path) -> None:
+    """Forget a request that was made of an earlier run there."""
+    (run_dir / REQUEST).unlink(missing_ok=True)
+
+
 def asked(run_dir: Path) -> Request | None:
     """The request that waits, which is then taken."""
     path = run_dir / REQUEST
@@ -136,8 +141,6 @@ class Scaling:
 
     def wanted(self, step: int, sizes: Mapping[str, int]) -> list[str]:
         """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
-        if not self._steps:
-            return []
         try:
             found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
             return [f"{name}={int(value)}" for name, value in found.items() if sizes.get(name) != value]
