@@ -16,7 +16,8 @@ from typing import Any
 
 from attrs import frozen
 
-from benchmarks.report import ROOT, environment
+from benchmarks.report import ROOT
+from benchmarks.report import environment as own_environment
 
 LOOK_SECONDS = 0.02  # between two looks at a run
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
@@ -53,8 +54,15 @@ class Ended:
 class Watched:
     """One run. Use it as a context: whatever is left of it is killed at the end."""
 
-    def __init__(self, *settings: str, directory: Path, config: Path = QUICKSTART) -> None:
-        """In `directory`, which must not have held a run; `settings` as on the command line."""
+    def __init__(
+        self,
+        *settings: str,
+        directory: Path,
+        config: Path = QUICKSTART,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """In `directory`, which must not have held a run; `settings` as on the command line. Its processes get
+        `environment` too."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory / "run"
         self._output = directory / "output"
@@ -70,7 +78,7 @@ class Watched:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**environment(), "TMPDIR": str(self.temporary)},
+                env={**own_environment(), **(environment or {}), "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 
@@ -132,6 +140,8 @@ def value(given: Any) -> str:
         return "{" + ",".join(f"{key}={value(each)}" for key, each in given.items()) + "}"
     if isinstance(given, bool):
         return str(given).lower()
+    if isinstance(given, list):
+        return "[" + ",".join(map(value, given)) + "]"
     return f"'{given}'" if isinstance(given, str) else str(given)
 
 

@@ -9,8 +9,10 @@ from attrs import frozen
 
 from corerl.config import above, at_least, between, option
 
-# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing.
-CALLS = 16
+# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has
+# prompts, where each is to be answered by itself, since what finds no free call is not decoded meanwhile.
+CALLS = 128
+ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
 
 
 @frozen(kw_only=True)
