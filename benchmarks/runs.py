@@ -34,7 +34,7 @@ SERVER = {
 class Ended:
     """What a run left."""
 
-    status: int | None  # its exit status; None where the deadline ended it
+    status: int | None  # its exit status; None where it had not ended
     seconds: float  # from its start
     steps: Sequence[Mapping[str, float]]  # metrics of each rollout step
     evaluations: Sequence[Mapping[str, float]]
@@ -119,10 +119,12 @@ class Watched:
         """The engines' servers: processes that lead a session of their own."""
         return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
 
-    def wait(self, deadline: float, look: Callable[[Watched], None] = lambda watched: None) -> Ended:
-        """Until it ends, or `deadline` seconds after its start; `look` is called every few milliseconds meanwhile."""
+    def wait(self, deadline: float, look: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
+        """Until it ends, or `deadline` seconds after its start, or `look`, which is called every few milliseconds
+        meanwhile, says with True that it has seen enough."""
         while (status := self.process.poll()) is None and time.monotonic() - self._began < deadline:
-            look(self)
+            if look(self):
+                break
             time.sleep(LOOK_SECONDS)
         lines = self.lines()
         return Ended(

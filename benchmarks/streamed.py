@@ -23,9 +23,9 @@ has not yet saved anything, and the seconds for which the loop waited.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import tempfile
@@ -44,11 +44,12 @@ from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import Ended, Watched, sglang, value
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
+from corerl.driver.checkpoints import MEMORY
 from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.types import IntArray
 
 SYNCHRONOUS, STREAMED, AHEAD = "synchronous", "streamed", "one-step-off"
-DISK, MEMORY = "disk", "memory"
+DISK, COPIED = "disk", "memory"
 TARGET, COPIES = 0.75, 1.02  # of the synchronous step; of the step without copies
 DIE = "CORERL_BENCHMARK_DIE"  # names a file: once it is there, a rank writes when it dies beside it, and dies
 CUDA = "CUDA_VISIBLE_DEVICES"
@@ -95,13 +96,20 @@ def model(args: argparse.Namespace) -> list[str]:
         *(f"model.config.{name}={value(shape[name])}" for name in (*FIELDS, *MORE)),
         *("model.config.max_position_embeddings=4096", "model.config.initializer_range=0.02"),
         *("cluster.device=cuda", "train.precision=bfloat16", f"train.tokens_per_micro_batch={args.micro_batch}"),
-        *sglang(
-            memory=args.memory,
-            attention_backend=os.environ.get("ATTENTION", "triton"),
-            # Larger batches than its CUDA graphs are decoded at half the speed.
-            server={"cuda_graph_max_bs_decode": args.prompts * args.samples},
-        ),
+        *engine(args),
     ]
+
+
+def engine(args: argparse.Namespace) -> list[str]:
+    if args.engine != "sglang":
+        return [f"rollout.engine={args.engine}"]
+    rows = args.prompts * args.samples
+    return sglang(
+        memory=args.memory,
+        attention_backend=os.environ.get("ATTENTION", "triton"),
+        # Larger batches than its CUDA graphs are decoded at half the speed.
+        server={"cuda_graph_max_bs_decode": rows},
+    )
 
 
 def settings(args: argparse.Namespace, *more: str) -> list[str]:
@@ -161,8 +169,7 @@ def sources(args: argparse.Namespace, directory: Path) -> tuple[Report, bool]:
             found[source] = ended = run.wait(args.deadline)
             if ended.status == 0 and source == SYNCHRONOUS:
                 sampled = lengths(run.directory)
-        tell(source, ended)
-        keep(args, source, ended)
+        tell(source, ended, well=ended.status == 0)
     good = all(ended.status == 0 for ended in found.values())
     return sources_report(args, found, sampled), good
 
@@ -221,20 +228,23 @@ class Killing:
 
     told: Path  # whose presence kills the rank
     after: int
+    over: bool = False  # a step is done that was not done before
     died: float = 0.0
     ends: list[tuple[float, int]] = field(factory=list)  # of steps after it, with how many are done then
     _lines: int = 0
 
-    def __call__(self, run: Watched) -> None:
+    def __call__(self, run: Watched) -> bool:
         lines = sum("time/step" in line for line in run.lines())
         if self.died and lines > self._lines:
             self.ends.append((time.monotonic(), lines))
+            self.over = lines > self.after
         self._lines = lines
         if not self.died and lines >= self.after:
             if (when := self.told.with_suffix(".died")).exists() and (text := when.read_text()):
                 self.died = float(text)
             elif not self.told.with_suffix(".told").exists():
                 self.told.touch()
+        return self.over
 
     def seconds(self) -> tuple[float, float]:
         """From its death to the end of the next step, and of the first that was not done before."""
@@ -254,7 +264,7 @@ def heal(args: argparse.Namespace, directory: Path) -> tuple[Report, bool]:
     """The run on disk saves a step before the other is killed, and both are killed in the step after that."""
     kept = {
         DISK: [f"checkpoint.every={args.warm + args.steps}"],
-        MEMORY: ["checkpoint.every=0", "checkpoint.memory=true"],
+        COPIED: ["checkpoint.every=0", "checkpoint.memory=true"],
     }
     with ThreadPoolExecutor(args.gpus) as threads:
         running = {
@@ -263,9 +273,8 @@ def heal(args: argparse.Namespace, directory: Path) -> tuple[Report, bool]:
         }
         found = {kind: each.result() for kind, each in running.items()}
     for kind, each in found.items():
-        tell(kind, each.ended)
-        keep(args, kind, each.ended)
-    good = all(each.ended.status == 0 and each.told for each in found.values())
+        tell(kind, each.ended, well=each.new_step > 0)
+    good = all(each.told and each.new_step > 0 for each in found.values())
     return heal_report(args, found), good
 
 
@@ -274,8 +283,12 @@ def killed(args: argparse.Namespace, kind: str, more: Sequence[str], directory: 
     killing = Killing(directory / "die", args.warm + args.steps + 1)
     environment = {DIE: str(killing.told), **({} if args.tiny else {CUDA: str(gpu)})}
     own = [f"run.steps={killing.after + 2}", "cluster.offload=never", "algorithm.loss=benchmarks.streamed:mortal"]
+    copies = f"corerl-{os.getuid()}-*"
+    before = set(MEMORY.glob(copies))
     with Watched(*settings(args, *own, *more), directory=directory, environment=environment) as run:
         ended = run.wait(args.deadline, killing)
+    for left in set(MEMORY.glob(copies)) - before if kind == COPIED else ():
+        shutil.rmtree(left, ignore_errors=True)  # a run that ends by itself does so
     told = re.search(r"all ranks are started anew from ([^\n]*)", " ".join(ended.output.split("\n")))
     next_step, new_step = killing.seconds()
     return Healed(ended=ended, next_step=next_step, new_step=new_step, told=told[1][:80] if told else "")
@@ -286,7 +299,7 @@ def heal_report(args: argparse.Namespace, found: Mapping[str, Healed]) -> Report
     before = {kind: each.ended.steps[compared] for kind, each in found.items()}
     if min(map(len, before.values())) < 1:
         raise SystemExit("a run has no step that counts; see above")
-    pairs = list(zip(before[MEMORY], before[DISK], strict=False))
+    pairs = list(zip(before[COPIED], before[DISK], strict=False))
     comparisons = [
         Comparison(
             what=f"{name}, with copies in memory",
@@ -328,9 +341,9 @@ def heal_report(args: argparse.Namespace, found: Mapping[str, Healed]) -> Report
 # ---- program ---------------------------------------------------------------------------------------------------------
 
 
-def tell(name: str, ended: Ended) -> None:
+def tell(name: str, ended: Ended, *, well: bool) -> None:
     """What each step took, at once: a command that is cut off leaves what it found."""
-    if ended.status != 0:
+    if not well:
         print(f"{name}: the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
     for number, step in enumerate(ended.steps):
         seconds = (
@@ -338,13 +351,6 @@ def tell(name: str, ended: Ended) -> None:
         )
         idle = (f"{each} {took:.3g}" for each, took in step.items() if each.startswith("idle/"))
         print(f"{name}, step {number}: {', '.join([*seconds, *idle])}", flush=True)
-
-
-def keep(args: argparse.Namespace, name: str, ended: Ended) -> None:
-    """The run's metrics and output, beside the result."""
-    if args.output:
-        Path(args.output).with_suffix(f".{name}.json").write_text(json.dumps(list(ended.steps)))
-        Path(args.output).with_suffix(f".{name}.txt").write_text(ended.output)
 
 
 def main() -> int:
@@ -359,10 +365,12 @@ def main() -> int:
     command.add_argument("--warm", type=int, default=1, help="steps before them: kernels are compiled, memory pinned")
     command.add_argument("--micro-batch", type=int, help="tokens; 16384, and 8192 in heal")
     command.add_argument("--memory", type=float, help="share of the GPU for engines; 0.8, and 0.4 in heal")
+    command.add_argument("--engine", default="sglang", help="or transformers")
     command.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="of heal")
     command.add_argument("--deadline", type=float, default=400.0, help="seconds of a run, its start included")
     command.add_argument("--set", nargs="*", default=[], help="more settings of the runs")
     command.add_argument("--tiny", action="store_true", help="on a CPU: the quickstart's model, engine transformers")
+    command.add_argument("--runs", help="a directory in which the runs are left; without it they are removed")
     command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     usual = {"prompts": 96, "new": 2048, "micro_batch": 16384, "memory": 0.8}
@@ -373,7 +381,7 @@ def main() -> int:
     args = argparse.Namespace(**{name: usual.get(name) if own is None else own for name, own in vars(args).items()})
     with tempfile.TemporaryDirectory(prefix="streamed-") as directory:
         part = {"sources": sources, "heal": heal}[args.part]
-        report, good = part(args, Path(directory))
+        report, good = part(args, Path(args.runs or directory))
     finish(report, args.output)
     if args.output:
         finish(report, None)
