@@ -9,6 +9,7 @@
       WeightUpdateError               an update was refused or did not commit
       LogprobMismatch                 trainer and engines do not compute the same
       SaveFailed                      a checkpoint could not be written
+      ResizeFailed                    a group could not be given another size, and is as before
       MemoryHeld                      a sleeping rank holds more memory than it may
       EngineFailed                    a rollout engine raised or does not answer
       UserError                     something the user can fix              exit status 2
@@ -82,6 +83,12 @@ class LogprobMismatch(CorerlError):
 
 class SaveFailed(CorerlError):
     """A checkpoint could not be written; earlier ones are untouched."""
+
+    harmless = True
+
+
+class ResizeFailed(CorerlError):
+    """A group of ranks or engines could not be given another size, layout or backend; it is as before."""
 
     harmless = True
 

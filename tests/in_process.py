@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from attrs import frozen
 
-from corerl.cluster.placement import Placement, Slot
+from corerl.cluster.placement import Bundle, Placement, Slot
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.driver import launch
@@ -123,7 +123,10 @@ def execute_here(config: Config) -> Summary:
     @contextlib.contextmanager
     def reserved(placement: Placement, **_: Any) -> Iterator[dict[str, list[Any]]]:
         nowhere: Any = None  # these processes are no processes
-        yield {name: [Slot(nowhere, place, 0.0, 0.0) for place in places] for name, places in placement.places.items()}
+        yield {
+            name: [Slot((Bundle(nowhere, place),), 0.0, 0.0) for place in places]
+            for name, places in placement.places.items()
+        }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "ray_session", nothing)

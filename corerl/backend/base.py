@@ -8,6 +8,7 @@ each may be overridden.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -19,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import evolve
 
-from corerl.checkpoint.format import BUFFER, WEIGHTS, index_file, require_fields
-from corerl.checkpoint.reader import CheckpointSource, read_extra
+from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
+from corerl.checkpoint.format import BUFFER, require_fields
+from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import CheckpointError, ContractError, MemoryHeld
+from corerl.errors import ContractError, MemoryHeld
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
@@ -58,6 +60,7 @@ from corerl.types import (
 )
 from corerl.weights.chunks import Chunk, TensorSource, fill
 from corerl.weights.gather import GatherPlan
+from corerl.weights.handover import Handover, give
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import WeightSender
@@ -97,6 +100,7 @@ class Backend(BackendBase, ABC):
     adam_step = 0  # applied steps, for Adam's bias correction; `optimizer_step` adds 1 for each that it applies
     weights_version = 0  # the version that engines were last sent
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
+    handover: Handover | None = None  # of other ranks' state, to go on with; set before `init`
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -229,10 +233,11 @@ class Backend(BackendBase, ABC):
         if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
             self._sleeper.reserve(self.sleeping_bytes(), self.group)
         self.phase = "load"
-        optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
+        saved = self._saved()
+        optimizer_step = self._load_initial() if saved is None else self._resume(saved)
         self._gather_plan = GatherPlan.build(self.weights, self.group)
-        if config.resume:
-            self._require_all_taken(Path(config.resume))
+        if saved is not None:
+            saved.require_taken({name for name, _ in self._gather_plan.shapes})
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
         self.manifest: Manifest = build_manifest(
             self._gather_plan.shapes,
@@ -267,15 +272,8 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self._writer.wait()  # one save in flight; an earlier save's failure surfaces here
-        extra = {
-            "optimizer_step": step.optimizer_step,
-            "adam_step": self.adam_step,
-            "weights_version": self.weights_version,
-            "backend": type(self).__qualname__,
-            "world_size": self.layout.world_size,
-            **{f"rank/{name}": value for name, value in self.extra_state().items()},
-        }
-        staged = stage({BUFFER: self.buffers(), **{key.value: self.local_state(key) for key in SAVED}}, extra)
+        state = {BUFFER: self.buffers(), **{key.value: self.local_state(key) for key in SAVED}}
+        staged = stage(state, self._extra(step))
         if background:
             self._writer.submit(lambda: write(staged, Path(path), self.layout.rank))
         else:
@@ -344,6 +342,16 @@ class Backend(BackendBase, ABC):
         if wait:
             self._writer.wait()
         return self._writer.idle()
+
+    def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
+        """Give this rank's state, snapshots included, to the ranks of another group; returns the bytes sent. `step` is
+        the one that comes next. Raises ResizeFailed, also once `called_off` returns a reason."""
+        state = {key.value: self.local_state(key) for key in SAVED}
+        state[StateKey.MASTER.value] = [*state[StateKey.MASTER.value], *self.buffers()]
+        for name in self._snapshots.names:
+            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.weights)
+        note = to_text(self._extra(step))
+        return give(handover, self.layout.rank, state, note, called_off=called_off)
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
@@ -452,38 +460,45 @@ class Backend(BackendBase, ABC):
         self.after_load({key}, None)
         return 0
 
-    def _require_all_taken(self, directory: Path) -> None:
-        """Raise CheckpointError if the checkpoint holds tensors that no rank loaded: it is of a larger model."""
-        taken = {name for name, _ in self._gather_plan.shapes}
-        for name, shape in CheckpointSource(directory, *WEIGHTS).shapes.items():
-            if name not in taken:
-                raise CheckpointError(
-                    f"checkpoint {directory} contains {name!r} {list(shape)}, which this model does not have; resume "
-                    "with the model that the checkpoint was written with"
-                )
+    def _saved(self) -> TrainingState | None:
+        """What this rank goes on from; None if it begins with the model's own weights."""
+        if self.handover is not None:
+            return HandedOver(self.handover, self.layout.rank)
+        if self.config.resume:
+            return SavedState(self.config.resume, rank=self.layout.rank, ranks=self.layout.world_size)
+        return None
 
-    def _resume(self, directory: Path) -> int:
-        extra = read_extra(directory, 0)
+    def _extra(self, step: Step) -> dict[str, Any]:
+        """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""
+        return {
+            "optimizer_step": step.optimizer_step,
+            "adam_step": self.adam_step,
+            "weights_version": self.weights_version,
+            "backend": type(self).__qualname__,
+            "world_size": self.layout.world_size,
+            **{f"rank/{name}": value for name, value in self.extra_state().items()},
+        }
+
+    def _resume(self, saved: TrainingState) -> int:
+        extra = saved.extra(0)
         counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
-        require_fields(extra, {**counters, "backend": str}, where=f"{directory / index_file(0)}: extra")
-        saved, own = extra["world_size"], self.layout.world_size
-        if saved != own:
+        require_fields(extra, {**counters, "backend": str}, where=f"{saved}: extra")
+        ranks, own = extra["world_size"], self.layout.world_size
+        if ranks != own:
             self.require(
                 Capability.RESHARD,
-                f"resuming a checkpoint of {saved} ranks with roles.{self.context.role}.ranks = {own}",
+                f"going on from the state of {ranks} ranks with roles.{self.context.role}.ranks = {own}",
             )
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            master = key is StateKey.MASTER
-            chunks = [*self.local_state(key), *(self.buffers() if master else ())]
-            source = CheckpointSource(directory, *(WEIGHTS if master else [key.value]))
-            fill(chunks, source, what=f"checkpoint {directory}")
-            source.verify(rank=self.layout.rank, world_size=own)
+            saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
         self.after_load(set(SAVED), self.adam_step)
         self.weights_version = int(extra["weights_version"])
-        if (extra["backend"], saved) == (type(self).__qualname__, own):
-            of_rank = read_extra(directory, self.layout.rank)
+        if (extra["backend"], ranks) == (type(self).__qualname__, own):
+            of_rank = saved.extra(self.layout.rank)
             self.load_extra_state(
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
+        for name in saved.snapshots:
+            self._snapshots.make(name, self.weights, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
         return int(extra["optimizer_step"])

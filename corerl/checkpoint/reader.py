@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from corerl.checkpoint.format import (
+    WEIGHTS,
     SavedBox,
     checksum,
     index_file,
@@ -20,7 +21,7 @@ from corerl.checkpoint.format import (
 )
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.regular import require_regular
-from corerl.weights.chunks import finite, intersect, within
+from corerl.weights.chunks import Chunk, fill, finite, intersect, within
 
 
 class CheckpointSource:
@@ -115,6 +116,37 @@ class CheckpointSource:
         return values
 
 
+class SavedState:
+    """The training state in one role's part of a checkpoint, for one of the ranks that go on from it."""
+
+    def __init__(self, role_dir: str | Path, *, rank: int, ranks: int) -> None:
+        self._directory, self._rank, self._ranks = Path(role_dir), rank, ranks
+
+    def __str__(self) -> str:
+        return f"checkpoint {self._directory}"
+
+    snapshots: Sequence[str] = ()  # a checkpoint has none
+
+    def extra(self, rank: int) -> dict[str, Any]:
+        return read_extra(self._directory, rank)
+
+    def take(self, kind: str, chunks: Sequence[Chunk]) -> None:
+        """Fill the chunks with the saved state of this kind, for `master` that of buffers too, and verify this rank's
+        share of all of it."""
+        source = CheckpointSource(self._directory, *(WEIGHTS if kind in WEIGHTS else [kind]))
+        fill(chunks, source, what=str(self))
+        source.verify(rank=self._rank, world_size=self._ranks)
+
+    def require_taken(self, names: Collection[str]) -> None:
+        """Raise CheckpointError if the checkpoint holds other weights than these: it is of a larger model."""
+        for name, shape in CheckpointSource(self._directory, *WEIGHTS).shapes.items():
+            if name not in names:
+                raise CheckpointError(
+                    f"{self} contains {name!r} {list(shape)}, which this model does not have; resume "
+                    "with the model that the checkpoint was written with"
+                )
+
+
 def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Path) -> None:
     """Raise CheckpointError unless a tensor is the box that was saved, with this checksum and finite values."""
     what = f"{path}: {saved.key!r} of {saved.name!r}"
@@ -150,7 +182,17 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     try:
         require_regular(path)
         with safe_open(path, framework="pt") as handle:
-            extra: dict[str, Any] = _revive(index.extra, handle, index.sums, path)
+
+            def sound(stored: str) -> torch.Tensor:
+                tensor: torch.Tensor = handle.get_tensor(stored)
+                if checksum(tensor) != index.sums.get(stored):
+                    raise CheckpointDamaged(
+                        f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another "
+                        "checkpoint"
+                    )
+                return tensor
+
+            extra: dict[str, Any] = revived(index.extra, sound)
     except CheckpointError:
         raise
     except Exception as error:  # OSError, or the safetensors library's own
@@ -158,17 +200,13 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     return extra
 
 
-def _revive(value: Any, handle: Any, sums: Mapping[str, int], path: Path) -> Any:
+def revived(value: Any, tensor_named: Callable[[str], torch.Tensor]) -> Any:
+    """What `corerl.checkpoint.writer.plain` made plain, with its tensors."""
     match value:
         case {"tensor": str() as stored, **rest} if not rest:
-            tensor = handle.get_tensor(stored)
-            if checksum(tensor) != sums.get(stored):
-                raise CheckpointDamaged(
-                    f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another checkpoint"
-                )
-            return tensor
+            return tensor_named(stored)
         case dict():
-            return {key: _revive(item, handle, sums, path) for key, item in value.items()}
+            return {key: revived(item, tensor_named) for key, item in value.items()}
         case list():
-            return [_revive(item, handle, sums, path) for item in value]
+            return [revived(item, tensor_named) for item in value]
     return value

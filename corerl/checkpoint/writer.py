@@ -68,8 +68,7 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
     }
     for device in {view.device for view in on_device.values()}:
         torch.cuda.synchronize(device)
-    plain = _plain(extra, tensors, "extra")
-    return Staged(tensors, RankIndex(boxes=boxes, extra=plain))
+    return Staged(tensors, RankIndex(boxes=boxes, extra=plain(extra, tensors, "extra")))
 
 
 def summed(staged: Staged) -> RankIndex:
@@ -184,7 +183,7 @@ def rooms(
     return [found[index] for index in range(len(sizes))]
 
 
-def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+def plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     """Convert `value` to JSON data; tensors are moved to `tensors` and replaced by their names."""
     match value:
         case torch.Tensor():
@@ -196,9 +195,9 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
                 raise SaveFailed(
                     f"{where} is a mapping with non-string keys, or with 'tensor' as its only key; rename its keys"
                 )
-            return {key: _plain(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
+            return {key: plain(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
         case list() | tuple():
-            return [_plain(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+            return [plain(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
         case None | bool() | int() | float() | str():
             return value
     raise SaveFailed(f"{where} is a {type(value).__name__}; a checkpoint can contain only plain data and tensors")

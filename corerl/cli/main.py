@@ -18,7 +18,19 @@ from corerl.errors import CorerlError, UserError
 from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
-COMMANDS = ("train", "eval", "export", "config", "models", "plugins", "verify", "options", "doctor", "new_backend")
+COMMANDS = (
+    "train",
+    "eval",
+    "scale",
+    "export",
+    "config",
+    "models",
+    "plugins",
+    "verify",
+    "options",
+    "doctor",
+    "new_backend",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,7 +41,9 @@ class Pending:
     watch: Watch = field(factory=Watch)
     asked: float = field(factory=time.time)  # time.time() before the calls started
     told: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
-    pulses: Mapping[int, Pulse] = field(factory=dict)  # of the processes that were called; they may be replaced since
+    # Of the processes that were called; they may be replaced since, or gone from the group:
+    names: Mapping[int, str] = field(factory=dict)
+    pulses: Mapping[int, Pulse] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -72,8 +74,7 @@ class RayGroup:
     ) -> None:
         """`failure` is the type that foreign exceptions of the processes become. With one thread, calls run in the
         order they were started; with more, that many run at once."""
-        if len(names) != len(slots):
-            raise CorerlError(f"got {len(names)} processes and {len(slots)} slots; each process needs one slot")
+        _require_seats(names, slots)
         self.names = list(names)
         self.target = target
         self._environment = dict(environment)
@@ -98,6 +99,12 @@ class RayGroup:
     def nodes(self) -> list[str]:
         """Ray's id of each member's machine."""
         return [slot.node for slot in self._slots]
+
+    @property
+    def devices(self) -> list[tuple[str, int]]:
+        """All GPUs of the members, as (Ray's id of the machine, number there); one on two members stands there
+        twice."""
+        return [(slot.node, device) for slot in self._slots for device in slot.devices]
 
     @property
     def ended(self) -> bool:
@@ -132,9 +139,7 @@ class RayGroup:
 
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
         """Call `method` only in the members that `arguments` names."""
-        if not self._alive:
-            why = f" ({self._cause})" if self._cause else ""
-            raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
+        self._require_alive(method)
         asked = time.time()
         refs = [self._actors[member].call.remote(method, *args) for member, args in arguments.items()]
         return self._pending(method, arguments, refs, asked)
@@ -166,7 +171,7 @@ class RayGroup:
             errors = [outcome.error for outcome in failed.values()]
             if waiting or not all(error is not None and error.harmless for error in errors):
                 self.kill()
-            cause = self._first(failed, len(pending.members))
+            cause = _first(failed, pending)
             self._cause = "" if self._alive else shorten(cause.message, LONGEST)
             raise cause
         self._answered = time.monotonic()
@@ -184,7 +189,7 @@ class RayGroup:
                 timeout = COUNT_SECONDS if timeout is None else min(timeout, COUNT_SECONDS)
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
             if counted is not None and not ready:
-                counts = _counts(pending, self._statuses(waiting.values(), within=COUNTED_WITHIN))
+                counts = _counts(pending, _statuses(pending, waiting.values(), within=COUNTED_WITHIN))
                 counted({member: counts[member][0] if member in counts else None for member in waiting.values()})
             for ref in ready:
                 member = waiting.pop(ref)
@@ -215,11 +220,33 @@ class RayGroup:
             ray.kill(self._actors[member], no_restart=True)  # in case it only seemed dead
             self._actors[member] = self._spawn(member)
             self._pulses[member] = Pulse(actor=self._actors[member])
-        asked = time.time()
-        ref = self._actors[member].construct.remote(*arguments)
-        answer = self.answers(self._pending("start", [member], [ref], asked))[member]
-        if isinstance(answer, CorerlError):
-            raise answer
+        if failed := self._construct({member: arguments}):
+            raise failed[0]
+
+    def grow(self, names: Sequence[str], slots: Sequence[Slot], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Start more processes, behind the last member, and construct their objects; returns when they are ready. If
+        any fails, all of these are ended and the first one's error is raised; the other members go on."""
+        _require_seats(names, slots)
+        before = len(self)
+        with self._feeling:
+            self._require_alive("grow")
+            self.names += names
+            self._slots += slots
+            for member in range(before, len(self)):
+                self._actors.append(self._spawn(member))
+                self._pulses.append(Pulse(actor=self._actors[member]))
+        if failed := self._construct(dict(enumerate(arguments, before))):
+            self.shrink(len(names))
+            raise failed[0]
+
+    def shrink(self, count: int) -> None:
+        """End the last `count` members at once. To whoever waits for one of them, its process has died."""
+        rest = len(self) - count
+        with self._feeling:
+            ended = self._actors[rest:]
+            del self.names[rest:], self._slots[rest:], self._actors[rest:], self._pulses[rest:]
+        for actor in ended:
+            ray.kill(actor, no_restart=True)
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
@@ -241,8 +268,21 @@ class RayGroup:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _pending(self, method: str, members: Collection[int], refs: Sequence[Any], asked: float) -> Pending:
+        names = {member: self.names[member] for member in members}
         pulses = {member: self._pulses[member] for member in members}
-        return Pending(method, tuple(members), tuple(refs), asked=asked, pulses=pulses)
+        return Pending(method, tuple(members), tuple(refs), asked=asked, names=names, pulses=pulses)
+
+    def _construct(self, arguments: Mapping[int, tuple[Any, ...]]) -> list[CorerlError]:
+        """Construct these members' objects; returns why some could not be, in the members' order."""
+        asked = time.time()
+        refs = [self._actors[member].construct.remote(*args) for member, args in arguments.items()]
+        answers = self.answers(self._pending("start", arguments, refs, asked))
+        return [answers[member] for member in arguments if isinstance(answers[member], CorerlError)]
+
+    def _require_alive(self, method: str) -> None:
+        if not self._alive:
+            why = f" ({self._cause})" if self._cause else ""
+            raise WorkerDied(f"{self.names[0]} and its group have ended{why}; {method} can no longer be called")
 
     def _spawn(self, member: int) -> Any:
         return spawn(
@@ -250,7 +290,7 @@ class RayGroup:
             self.target,
             options={**self._slots[member].options(), "max_concurrency": self._threads},
             neighbors=self._slots[member].neighbors,
-            environment=self._environment,
+            environment={**self._environment, **self._slots[member].environment()},
             failure=self._failure,
             traced=self._watching.on_answer is not None,
         )
@@ -265,7 +305,7 @@ class RayGroup:
         if watch.due is None:  # calls may be queued: each begins when the previous one ends
             watch.started, watch.due = max(watch.started, self._answered), seconds
         if watch.seconds >= watch.due:
-            statuses = self._statuses(waiting)
+            statuses = _statuses(pending, waiting)
             if watch.seen is None:
                 watch.seen, watch.due = statuses, watch.seconds + SETTLE_SECONDS
             else:
@@ -275,7 +315,7 @@ class RayGroup:
                 still = all(parts <= watch.ended.get(member, 0) for member, parts in ended.items())
                 if still if counts else _stuck(watch.seen, statuses):
                     done = [member for member in pending.members if member not in waiting]
-                    notify(sentence(self.names, pending.method, watch.seconds, statuses, done, counts))
+                    notify(sentence(pending.names, pending.method, watch.seconds, statuses, done, counts))
                 watch.seen, watch.ended, watch.due = None, ended, 2 * watch.seconds
         return max(0.0, watch.due - watch.seconds)
 
@@ -296,20 +336,8 @@ class RayGroup:
                     status = pulses[member].status
                     pulses[member].end(functools.partial(overdue, seconds=bounds.start, status=status))
 
-    def _statuses(self, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
-        """Each member's status; None if it does not answer `within` seconds."""
-        asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within)
-        statuses: dict[int, Status | None] = dict.fromkeys(members)
-        for ref in answered:
-            try:
-                statuses[asked[ref]] = ray.get(ref)
-            except RayError:
-                continue  # it has died, which the awaited call reports
-        return statuses
-
     def _outcome(self, ref: Any, member: int, pending: Pending) -> Outcome:
-        name, method = self.names[member], pending.method
+        name, method = pending.names[member], pending.method
         pulse = pending.pulses[member]
         try:
             outcome: Outcome = ray.get(ref)
@@ -330,21 +358,41 @@ class RayGroup:
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
-    def _first(self, failed: Mapping[int, Outcome], called: int) -> CorerlError:
-        # Deaths come first: they have no timestamp and are never a consequence. Then the earliest failure.
-        member = min(failed, key=lambda index: (failed[index].ended, index))
-        error = failed[member].error
-        assert error is not None
-        if len(failed) > 1:
-            others = ", ".join(self.names[index] for index in sorted(failed) if index != member)
-            error.add_note(f"then {len(failed) - 1} of the {called - 1} others failed too: {others}")
-        return error
-
     def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:
         if len(arguments) != len(self):
             raise CorerlError(
                 f"{method}: got {len(arguments)} sets of arguments, expected one for each of {len(self)} processes"
             )
+
+
+def _require_seats(names: Sequence[str], slots: Sequence[Slot]) -> None:
+    if len(names) != len(slots):
+        raise CorerlError(f"got {len(names)} processes and {len(slots)} slots; each process needs one slot")
+
+
+def _first(failed: Mapping[int, Outcome], pending: Pending) -> CorerlError:
+    # Deaths come first: they have no timestamp and are never a consequence. Then the earliest failure.
+    member = min(failed, key=lambda index: (failed[index].ended, index))
+    error = failed[member].error
+    assert error is not None
+    if len(failed) > 1:
+        others = ", ".join(pending.names[index] for index in sorted(failed) if index != member)
+        error.add_note(f"then {len(failed) - 1} of the {len(pending.members) - 1} others failed too: {others}")
+    return error
+
+
+def _statuses(pending: Pending, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
+    """The status of each of these members that were called; None if it does not answer `within` seconds."""
+    actors = {member: pending.pulses[member].actor for member in members}
+    asked = {actor.status.options(concurrency_group=STATUS).remote(): member for member, actor in actors.items()}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within)
+    statuses: dict[int, Status | None] = dict.fromkeys(members)
+    for ref in answered:
+        try:
+            statuses[asked[ref]] = ray.get(ref)
+        except RayError:
+            continue  # it has died, which the awaited call reports
+    return statuses
 
 
 def _counts(pending: Pending, statuses: Mapping[int, Status | None]) -> dict[int, tuple[int, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import ray
 from attrs import field, frozen
@@ -14,29 +15,50 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from corerl.cluster import services
 from corerl.cluster.deaths import cause
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, UserError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
+
+
+@frozen
+class Bundle:
+    """A bundle that Ray has reserved."""
+
+    group: PlacementGroup
+    index: int  # in its group
+    node: str = ""  # Ray's id of its machine
+    gpu: int | None = None  # by the machine's numbering
 
 
 @frozen(eq=False)
 class Slot:
     """The place of one process: a share of one bundle, or of several adjacent ones."""
 
-    group: PlacementGroup
-    bundle: int  # the first
-    cpus: float
+    bundles: tuple[Bundle, ...]
+    cpus: float  # 0 for one that comes beside others that still have the whole bundle
     gpus: float
-    devices: tuple[int, ...] = ()  # GPUs of all its bundles, by the machine's numbering
     neighbors: int = 1  # bundles on its machine, including its own
-    node: str = ""  # Ray's id of its machine
+
+    @property
+    def node(self) -> str:
+        return self.bundles[0].node
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """GPUs of all its bundles, by the machine's numbering."""
+        return tuple(bundle.gpu for bundle in self.bundles if bundle.gpu is not None)
 
     def options(self) -> dict[str, object]:
         """Keyword arguments for a Ray actor's `.options`."""
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=self.bundle
+            placement_group=self.bundles[0].group, placement_group_bundle_index=self.bundles[0].index
         )
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": strategy}
+
+    def environment(self) -> dict[str, str]:
+        """What Ray does not set, for a process that requests nothing of its bundles."""
+        return {} if self.gpus or not self.devices else {VISIBLE: ",".join(map(str, self.devices))}
 
 
 @frozen(kw_only=True)
@@ -92,52 +114,128 @@ def arrange(
     return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths)
 
 
-@contextlib.contextmanager
-def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[dict[str, list[Slot]]]:
-    """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless
-    Ray itself ends then.
+class Room(Mapping[str, Sequence[Slot]]):
+    """The bundles that a run has reserved, as the slots of each group's processes. More are reserved as it grows.
 
-    Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
-    CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
-    machines.
-    """
-    bundle = dict(placement.bundle)
-    gpus = bundle.get("GPU", 0.0)
-    group = placement_group([bundle] * placement.bundles, strategy="PACK")
-    try:
-        if not group.wait(timeout_seconds=timeout):
-            there, free = ray.cluster_resources(), ray.available_resources()
-            needed = {name: amount * placement.bundles for name, amount in bundle.items()}
-            listed = ", ".join(
-                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount:g} needed"
-                for name, amount in needed.items()
-            )
-            raise CorerlError(
-                f"the cluster has no room for {placement.bundles} bundles of {bundle}: {listed}; "
-                "use fewer ranks or engines, or a larger cluster"
-            )
-        nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        numbers = gpus_of_bundles(group, nodes) if gpus else {}
-        order = physical_order(nodes, numbers)
-        neighbors = Counter(nodes.values())
-        slots: dict[str, list[Slot]] = {name: [] for name in placement.places}
-        for name, places in placement.places.items():
-            for place in places:
-                taken = [order[index] for index in placement.taken(name, place)]
-                if len({nodes[index] for index in taken}) > 1:
-                    raise CorerlError(
-                        f"{name}: one process takes {len(taken)} bundles, but Ray placed them on several machines; use "
-                        "machines whose device count is a multiple of that, or fewer devices per process"
-                    )
-                share = placement.share(place)
-                devices = tuple(numbers[index] for index in taken) if numbers else ()
-                node = nodes[taken[0]]
-                cpus, beside = bundle["CPU"] * share, neighbors[node]
-                slots[name].append(Slot(group, taken[0], cpus, gpus * share, devices, beside, node))
-        yield slots
-    finally:
-        if release and services.gcs_lives():  # else this would wait until Ray ends this process
+    Bundles are used in (node, device) order."""
+
+    def __init__(self, *, timeout: float) -> None:
+        """`timeout`: seconds to wait until the cluster has bundles free."""
+        self._timeout = timeout
+        self._bundles: list[Bundle] = []
+        self._slots: dict[str, Sequence[Slot]] = {}
+
+    def __getitem__(self, name: str) -> Sequence[Slot]:
+        return self._slots[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def arrange(
+        self, placement: Placement, staying: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, Sequence[Slot]]:
+        """Slots for all groups of the placement. The first so many processes of the groups in `staying` keep theirs;
+        the others' request nothing, as those that they are to replace still have the bundles. `take` makes it so.
+
+        Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
+        several machines."""
+        began = bool(self._slots)
+        at: dict[int, Bundle] = {}  # of the placement's bundles
+        for name, count in staying.items():
+            for place, slot in zip(placement.places[name], self._slots[name][:count], strict=False):
+                for index, bundle in zip(placement.taken(name, place), slot.bundles, strict=True):
+                    at.setdefault(index, bundle)
+        held = {
+            bundle for name, count in staying.items() for slot in self._slots[name][:count] for bundle in slot.bundles
+        }
+        open_ = [index for index in range(placement.bundles) if index not in at]
+        free = [bundle for bundle in self._bundles if bundle not in held]
+        if missing := len(open_) - len(free):
+            free += self._reserve(placement.bundle, missing) if missing > 0 else []
+        at |= dict(zip(open_, free, strict=False))
+        neighbors = Counter(bundle.node for bundle in self._bundles)
+        return {
+            name: [
+                self._slots[name][member]
+                if member < staying.get(name, 0)
+                else _slot(placement, name, place, at, neighbors, beside=began)
+                for member, place in enumerate(places)
+            ]
+            for name, places in placement.places.items()
+        }
+
+    def take(self, slots: Mapping[str, Sequence[Slot]]) -> None:
+        """Note that the groups' processes are in these slots now, and give back bundles that were reserved together
+        and that no process is on any more."""
+        self._slots |= slots
+        used = {bundle.group for slots in self._slots.values() for slot in slots for bundle in slot.bundles}
+        for group in {bundle.group for bundle in self._bundles} - used:
+            self._bundles = [bundle for bundle in self._bundles if bundle.group != group]
             remove_placement_group(group)
+
+    def release(self) -> None:
+        """Give all bundles back, unless Ray has died."""
+        if services.gcs_lives():  # else this would wait until Ray ends this process
+            for group in dict.fromkeys(bundle.group for bundle in self._bundles):
+                remove_placement_group(group)
+
+    def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
+        group = placement_group([dict(bundle)] * count, strategy="PACK")
+        try:
+            if not group.wait(timeout_seconds=self._timeout):
+                raise _no_room(dict(bundle), count)
+            nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+            numbers = gpus_of_bundles(group, nodes) if bundle.get("GPU") else {}
+        except BaseException:
+            if services.gcs_lives():
+                remove_placement_group(group)
+            raise
+        new = [Bundle(group, index, nodes[index], numbers.get(index)) for index in physical_order(nodes, numbers)]
+        self._bundles += new
+        return new
+
+
+def _slot(
+    placement: Placement, name: str, place: int, at: Mapping[int, Bundle], neighbors: Mapping[str, int], *, beside: bool
+) -> Slot:
+    bundles = tuple(at[index] for index in placement.taken(name, place))
+    if len({bundle.node for bundle in bundles}) > 1:
+        raise CorerlError(
+            f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
+            "machines whose device count is a multiple of that, or fewer devices per process"
+        )
+    share = 0.0 if beside else placement.share(place)
+    cpus, gpus = placement.bundle["CPU"] * share, placement.bundle.get("GPU", 0.0) * share
+    return Slot(bundles, cpus, gpus, neighbors[bundles[0].node])
+
+
+def _no_room(bundle: Mapping[str, float], count: int) -> UserError:
+    there, free = ray.cluster_resources(), ray.available_resources()
+    needed = {name: amount * count for name, amount in bundle.items()}
+    listed = ", ".join(
+        f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount:g} needed"
+        for name, amount in needed.items()
+    )
+    return UserError(
+        f"the cluster has no room for {count} bundles of {bundle}: {listed}; "
+        "use fewer ranks or engines, or a larger cluster"
+    )
+
+
+@contextlib.contextmanager
+def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[Room]:
+    """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless Ray itself ends
+    then. `timeout`: seconds to wait until the cluster has them free. Raises like `Room.arrange`."""
+    room = Room(timeout=timeout)
+    try:
+        room.take(room.arrange(placement))
+        yield room
+    finally:
+        if release:
+            room.release()
 
 
 def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:
@@ -148,7 +246,9 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[in
 def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, int]:
     """Bundle -> GPU index on its machine, as seen by a probe process on the bundle; `nodes` has each bundle's node.
     Raises CorerlError if a probe fails, or does not answer in time."""
-    probes = {index: _gpu_of_bundle.options(**Slot(group, index, 0.0, 1.0).options()).remote() for index in nodes}
+    probes = {
+        index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes
+    }
     found: dict[int, int] = {}
     for index, probe in probes.items():
         try:

@@ -30,6 +30,7 @@ from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError, WorkerDied
 from corerl.messages import first_line
 
+CPUS = 1024  # of a Ray that is started here, which only counts them: a run's groups may grow, and others may follow
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
 FORWARD_SECONDS = 3.0  # for Ray, which polls ten times a second if nothing else runs, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
@@ -39,7 +40,7 @@ DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticate
 
 
 @contextlib.contextmanager
-def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[bool]:
+def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> Iterator[bool]:
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
     Where this process has a Ray already, that is used, and left as it is. With `forward`, output of its processes is
     printed here too. A start that takes too long is tried once more.

@@ -103,7 +103,7 @@ def late(statuses: Mapping[int, Status | None]) -> list[int]:
 
 
 def sentence(
-    names: Sequence[str],
+    names: Sequence[str] | Mapping[int, str],
     method: str,
     seconds: float,
     statuses: Mapping[int, Status | None],

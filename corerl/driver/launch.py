@@ -15,10 +15,10 @@ from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster import services
 from corerl.cluster.group import Pending, RayGroup, Watching
-from corerl.cluster.placement import Slot, reserved
+from corerl.cluster.placement import Room, Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.pulse import Bounds
-from corerl.cluster.runtime import ray_session
+from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints, copies_of
@@ -38,6 +38,8 @@ from corerl.driver.sampling import (
     start_source,
     unseen_tokens,
 )
+from corerl.driver.scaling import Scaling
+from corerl.driver.sizes import Sizes
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
@@ -204,7 +206,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     loop = EventLoop("rollout")
     stack.callback(loop.close)
     beside = check.future if check is not None else None
-    groups, fleet, inits = _start_processes(plan, loop, progress, stack, beside=beside)
+    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack, beside=beside)
     roles = {
         name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
     }
@@ -237,6 +239,10 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         fleet=fleet,
         progress=progress,
     )
+
+    def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
+        return address_of(processes, receivers, start.run_dir, plan.cluster)
+
     updates: WeightUpdates | None = None
     if fleet is not None:
         updates = WeightUpdates(
@@ -245,7 +251,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             fleet=fleet,
             source=source,
             manifest=groups[ACTOR].manifest().result(),
-            address=groups[ACTOR].meeting(address_of(plan.processes, fleet.receivers, start.run_dir, plan.cluster)),
+            address=groups[ACTOR].meeting(address(plan.processes, fleet.receivers)),
             version=inits[ACTOR].weights_version,
             residency=residency,
             progress=progress,
@@ -292,6 +298,17 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress=progress,
             stop=stop,
         ),
+        sizes=Sizes(
+            plan=plan,
+            room=room,
+            roles=roles,
+            updates=updates,
+            saves=[checkpoints, *([copies] if copies is not None else [])],
+            residency=residency,
+            progress=progress,
+            address_of=address,
+        ),
+        scaling=Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),
@@ -325,15 +342,15 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 def _start_processes(
     plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
-) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
-    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a future
-    `beside`. `stack` ends them."""
+) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], Room]:
+    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready, or raises the
+    error of a future `beside`. `stack` ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
-    session = ray_session(address=plan.cluster.address, cpus=processes.placement.cpus, forward=hooktrace.wanted())
-    ends = stack.enter_context(session)
-    slots = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
-    progress.begin(f"starting {_counted(slots)}")
+    cpus = max(processes.placement.cpus, CPUS)
+    ends = stack.enter_context(ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()))
+    room = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
+    progress.begin(f"starting {_counted(room)}")
     watching = Watching(
         notify=progress.notice,
         seconds=plan.cluster.watchdog,
@@ -342,14 +359,15 @@ def _start_processes(
     )
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
-        groups[name] = TrainGroup.launch(role, slots[name], watching=watching)
+        groups[name] = TrainGroup.launch(role, room[name], watching=watching)
         stack.callback(functools.partial(_end, groups[name]))
     fleet: EngineFleet | None = None
     if engine is not None:
-        fleet = make_fleet(engine, slots[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
+        fleet = make_fleet(engine, room[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
-    return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
+    started = start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
+    return groups, fleet, started, room
 
 
 def _end(group: TrainGroup) -> None:
@@ -490,7 +508,7 @@ def make_fleet(
         assignments,
         loop,
         calls=plan.calls,
-        width=rows_of_a_call(rollout, replicas=len(assignments), calls=plan.calls),
+        width=lambda replicas: rows_of_a_call(rollout, replicas=replicas, calls=plan.calls),
         restarts=rollout.restarts,
         noted=spans,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import define, field
 
@@ -72,9 +72,10 @@ class Residency:
             self.fleet.sleep()
             self._engines = EngineMemory.NOTHING
 
-    def ranks_changed(self) -> None:
-        """Note that all ranks were replaced by new ones, which are awake."""
-        self._ranks, self._stage = dict.fromkeys(self.groups, ALL_KINDS), ""
+    def ranks_changed(self, roles: Collection[str]) -> None:
+        """Note that the ranks of these roles were replaced by new ones, which are awake."""
+        self._ranks |= dict.fromkeys(self.groups.keys() & set(roles), ALL_KINDS)
+        self._stage = ""
 
     def engines_changed(self) -> None:
         """Note that some engines were replaced by new ones, which are awake."""

@@ -126,5 +126,5 @@ class Restarts:
         started = wait_all(starting)
         for name, init in started.items():
             self.roles[name].restarted(init)
-        self.residency.ranks_changed()
+        self.residency.ranks_changed(self.roles)
         return started[ACTOR].weights_version

@@ -39,11 +39,13 @@ from corerl.driver.restarts import Point, Restarts
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
 from corerl.driver.run_dir import require_there
+from corerl.driver.scaling import Answer, Scaling, answer, asked
+from corerl.driver.sizes import Sizes
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import SaveFailed
+from corerl.errors import CorerlError, ResizeFailed, SaveFailed, UserError
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
@@ -109,6 +111,8 @@ class Run:
     checkpoints: Checkpoints
     copies: Checkpoints | None = None  # of every step, in memory
     restarts: Restarts
+    sizes: Sizes
+    scaling: Scaling | None  # None: only `corerl scale` asks for other sizes
 
     source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
@@ -359,6 +363,42 @@ class Run:
         self.bring_weights()
         self.evaluate()
 
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    def resize(self) -> None:
+        """Change the groups' sizes if somebody wants that, after a step's training and before its weights are pushed.
+        What cannot be is told, and the run goes on."""
+        run_dir = self.plan.start.run_dir
+        if (request := asked(run_dir)) is not None:
+            changed, error = self._resize(request.overrides)
+            answer(run_dir, request, Answer(changed=tuple(changed), error=error))
+        if self.scaling is not None:
+            try:
+                wanted = self.scaling.wanted(self.progress.step, self.sizes.now)
+            except CorerlError as error:
+                self.progress.notice(f"{error.message}; it is not asked again")
+                self.scaling = None
+                return
+            if wanted:
+                self._resize(wanted)
+
+    def _resize(self, overrides: Sequence[str]) -> tuple[list[str], str]:
+        """Returns a line for each group that has changed, and what went wrong."""
+        before, changed = self.sizes.now, []
+        try:
+            for line in self.sizes.change(overrides):
+                changed.append(line)
+                self.progress.notice(line)
+        except (UserError, ResizeFailed) as error:
+            self.progress.notice(f"the sizes stay as they are: {' '.join(error.message.split(chr(10)))}")
+            return changed, error.message
+        finally:
+            if self.sizes.now != before:
+                self._pushed_at = None  # new engines have no weights yet
+                if self.scaling is not None:
+                    self.scaling.changed(before)
+        return changed, ""
+
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def push_weights(self) -> None:
@@ -425,6 +465,8 @@ class Run:
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         engines = self.updates.fleet.names if self.updates is not None else ()
         metrics |= idle_seconds(self.progress.spans.take(), self._step_started, now, engines=engines)
+        if self.scaling is not None:
+            self.scaling.step_done(metrics)
         self._warn(scored, batch)
         self._warn_of_compilations(scored.step, results)
         self._step_started = now
@@ -532,7 +574,7 @@ class Run:
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.source.position,
-            "config": self.plan.record,
+            "config": self.sizes.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }
         saves.start(

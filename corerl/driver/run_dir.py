@@ -17,10 +17,12 @@ from corerl.plan.run_dir import unwritable
 
 
 @contextmanager
-def occupied(run_dir: Path) -> Iterator[None]:
-    """Lock the directory for this process. Raises ConfigError if another run holds it, or it is not writable."""
+def occupied(run_dir: Path, *, make: bool = True) -> Iterator[None]:
+    """Lock the directory for this process, and `make` it first if there is none. Raises ConfigError if another run
+    holds it, or it is not writable."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if make:
+            run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
         raise unwritable(run_dir, error) from error
@@ -35,6 +37,17 @@ def occupied(run_dir: Path) -> Iterator[None]:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
                 raise
         yield
+
+
+def is_occupied(run_dir: Path) -> bool:
+    """Whether a run is writing there. Raises ConfigError if there is no such directory."""
+    try:
+        with occupied(run_dir, make=False):
+            return False
+    except ConfigError:
+        if not run_dir.is_dir():
+            raise
+        return True
 
 
 def write_config(run_dir: Path, record: Mapping[str, Any]) -> None:

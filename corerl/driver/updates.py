@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -71,6 +71,12 @@ class WeightUpdates:
         """Note that the ranks were replaced by new ones, and the source by another."""
         self.source = source
         self.address = self.group.meeting(self.address)  # the old ranks are still part of the old group
+
+    def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
+        """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
+        self.manifest = self.group.manifest().result()
+        self.address = self.group.meeting(address_of(self.fleet.receivers))
+        self._served &= set(self.fleet.names)
 
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
         """Run one update; returns the engines that missed it, which now serve nothing, and why."""

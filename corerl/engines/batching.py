@@ -32,7 +32,7 @@ class Batcher:
         waited."""
         self._call = call
         self._calls = calls
-        self._width = width
+        self.width = width
         self._on_idle = idle
         self._waiting: list[_Waiting] = []  # lowest number first
         self._sending: set[asyncio.Task[None]] = set()
@@ -100,7 +100,7 @@ class Batcher:
     def _taken(self) -> list[_Waiting]:
         """The first request and others that fit beside it; fewer if other calls could begin too."""
         free = self._calls - len(self._sending)
-        room = min(self._width, -(-sum(len(each.request) for each in self._waiting) // free))
+        room = min(self.width, -(-sum(len(each.request) for each in self._waiting) // free))
         first = self._waiting[0]
         taken: list[_Waiting] = []
         for each in self._waiting:

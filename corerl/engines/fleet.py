@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+from attrs import asdict
+
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
 from corerl.engines.batching import Batcher, Count
@@ -47,6 +49,8 @@ class Processes(Protocol):
     def answers(self, pending: Any, counted: CallCounts | None = None) -> dict[int, Any]: ...
     def answered(self, pending: Any, timeout: float) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
+    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
+    def shrink(self, count: int) -> None: ...
     def kill(self) -> None: ...
 
 
@@ -55,7 +59,8 @@ class EngineFleet:
 
     If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
-    processes in their place, and an update has brought weights; `until` tells of that.
+    processes in their place, and an update has brought weights; `until` tells of that. The same holds for replicas that
+    `resize` ends, of which there are then fewer.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
     weights.
@@ -68,17 +73,18 @@ class EngineFleet:
         loop: EventLoop,
         *,
         calls: int = 1,
-        width: int = UNLIMITED,
+        width: Callable[[int], int] = lambda replicas: UNLIMITED,
         restarts: int = 0,
         noted: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         """`calls`: how many `generate` calls a replica answers at once; requests that wait for one are sent together,
-        at most `width` rows. `restarts`: how often a replica may be restarted without a completed step in between. A
-        call of a replica is in a context of its name, `noted(name)`."""
+        at most `width(len(self))` rows. `restarts`: how often a replica may be restarted without a completed step in
+        between. A call of a replica is in a context of its name, `noted(name)`."""
         self.processes = processes
         self._noted = noted
         self.assignments = list(assignments)
         self.loop = loop
+        self._calls, self._width = calls, width
         self._allowed = restarts
         self._changing = threading.Lock()
         self._asking = 0  # calls in progress
@@ -90,16 +96,18 @@ class EngineFleet:
         self._drawing = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
-        self._batchers = [
-            Batcher(functools.partial(self._call, replica), calls=calls, width=width, idle=self._relieve)
-            for replica in range(len(self))
-        ]
-        self._started = [1] * len(self.assignments)  # processes started so far, per replica
+        # Of each replica, and of those that `resize` has ended: what was on its way to one comes back from there.
+        self._batchers = [self._batcher(replica) for replica in range(len(self))]
+        self._started = [1] * len(self)  # processes so far; one more once `resize` has ended the last
         self._restarts: dict[int, int] = {}  # per replica, since the last completed step
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
-        self._without_weights: set[int] = set()  # dead replicas, and their replacements until an update
+        self._without_weights: set[int] = set()  # dead, ended and new replicas, and replacements, until an update
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
         self._serving.set()
+
+    def _batcher(self, replica: int) -> Batcher:
+        call = functools.partial(self._call, replica)
+        return Batcher(call, calls=self._calls, width=self._width(len(self)), idle=self._relieve)
 
     def start(self) -> Future[dict[str, CorerlError]]:
         """Construct all replicas; the result is there when they are ready. It says which have died meanwhile, and why:
@@ -208,7 +216,9 @@ class EngineFleet:
             if counted is not None and (ended := counts.get(replica)) is not None:
                 counted(ended)
 
-        ask = functools.partial(self._ask, "generate", {replica: (request,)}, None if counted is None else heard)
+        started = tuple(self._started)
+        counts = None if counted is None else heard
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts, started)
         ended = self._pauses - self._paused  # pauses; any other interrupts this call
         try:
             if not self.serves(replica):  # lost while the request waited; a new process may be there, without weights
@@ -217,7 +227,7 @@ class EngineFleet:
                 drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
         finally:
             self._changed()
-        if drawn is not None and ended == self._pauses:
+        if drawn is not None and ended == self._pauses and started[replica] == self._started[replica]:
             require_finished(drawn)
         return drawn
 
@@ -279,10 +289,11 @@ class EngineFleet:
 
     def _changed(self) -> None:
         """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
-        self._drawing = [replica for replica in range(len(self)) if self.serves(replica)]
+        before, self._drawing = self._drawing, [replica for replica in range(len(self)) if self.serves(replica)]
+        more = not set(before).issuperset(self._drawing)  # what waits is divided among them too
         held = self._paused or self._ensuring
         for replica, batcher in enumerate(self._batchers):
-            if replica not in self._drawing:
+            if more or replica not in self._drawing:
                 batcher.abandon()
             if held:
                 batcher.hold()
@@ -380,14 +391,18 @@ class EngineFleet:
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         counted: CallCounts | None = None,
+        started: Sequence[int] | None = None,
     ) -> dict[int, Any]:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
-        restarts are used up, kill all processes and raise the error."""
-        asked = tuple(self._started)
-        with self._changing:
-            self._asking += 1
+        restarts are used up, kill all processes and raise the error. Processes that have come since `_started` was
+        `started` are not asked, and how those fail that have gone since is no matter."""
         try:
-            answers = self.processes.answers(self.processes.start_some(method, arguments), counted)
+            with self._changing:
+                self._asking += 1
+                asked = tuple(self._started) if started is None else started
+                there = {each: own for each, own in arguments.items() if self._started[each] == asked[each]}
+                pending = self.processes.start_some(method, there)
+            answers = self.processes.answers(pending, counted)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:
@@ -395,20 +410,78 @@ class EngineFleet:
                 self._asking -= 1
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
+            with self._changing:
+                if self._started[replica] != asked[replica]:
+                    continue  # replaced or ended meanwhile: this is of its old process
+                if isinstance(error, WorkerDied):
+                    self._dead[replica] = error
+                    self._without_weights.add(replica)
             if not isinstance(error, WorkerDied):
                 self._failure = self._failure or error
                 self.processes.kill()
                 raise error
-            with self._changing:
-                if self._started[replica] != asked[replica]:
-                    continue  # replaced meanwhile: this death is of its old process
-                self._dead[replica] = error
-                self._without_weights.add(replica)
             self._require_allowed(replica, error)
         return {replica: answer for replica, answer in answers.items() if replica not in failed}
 
     def _ask_all(self, method: str, *args: Any) -> dict[int, Any]:
         return self._ask(method, dict.fromkeys((each for each in range(len(self)) if each not in self._dead), args))
+
+    # ---- more or fewer ----------------------------------------------------------------------------------------------
+
+    def resize(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+        """Start or end processes, so that there is one for each assignment, in its slot (as `RayGroup` takes them).
+        Those that stay keep their assignments, and may be sampling meanwhile.
+
+        New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
+        a CorerlError says so. Of more than are wanted, the last ones end, dead or alive; others go on with what they
+        were drawing, and the samples are the same."""
+        _require_same(self.assignments, assignments)
+        if len(assignments) > len(self):
+            self._add(assignments[len(self) :], slots[len(self) :])
+        elif len(assignments) < len(self):
+            self._end_last(len(self) - len(assignments))
+        for batcher in self._batchers:
+            batcher.width = self._width(len(self))
+        self._tell()
+
+    def _add(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+        names = [assignment.context.name for assignment in assignments]
+        try:
+            self.processes.grow(names, slots, [(assignment,) for assignment in assignments])
+        except CorerlError as error:
+            if self._failure is not None:  # meanwhile, of all
+                raise self._failure from None
+            stays = CorerlError(
+                f"the engines stay {len(self)} and do not become {len(self) + len(names)}, since not all of "
+                f"{', '.join(names)} have started: {error.message}"
+            )
+            stays.details = error.details
+            raise stays from error
+        with self._changing:
+            self._without_weights.update(range(len(self), len(self) + len(names)))
+            for replica in range(len(self._batchers), len(self) + len(names)):  # there never was one of this number
+                self._batchers.append(self._batcher(replica))
+                self._started.append(1)
+            self.assignments = [*self.assignments, *assignments]
+
+    def _end_last(self, count: int) -> None:
+        rest = len(self) - count
+        ending = range(rest, len(self))
+        with self._changing:
+            living = [replica for replica in ending if replica not in self._dead]
+            self._without_weights.update(ending)
+            for replica in ending:
+                self._started[replica] += 1  # from now on they get no calls, and their deaths are none
+                self._dead.pop(replica, None)
+                self._restarts.pop(replica, None)
+        self._tell()
+        try:
+            self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
+        except WorkerDied as gone:  # all have
+            raise self._failure or gone from None
+        with self._changing:
+            self.assignments = self.assignments[:rest]
+            self.processes.shrink(count)
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -435,10 +508,14 @@ class EngineFleet:
     def close(self) -> None:
         """End the replicas, even while they generate or hang."""
         try:
-            for method in ("pause", "close"):  # a replica that dies here has ended too
-                self.processes.answered(self.processes.start(method), CLOSE_SECONDS)
+            self._close(self.processes.start)
         finally:
             self.end()
+
+    def _close(self, start: Callable[[str], Any]) -> None:
+        """Let the replicas that `start` asks shut down by themselves; what they generate comes back unfinished."""
+        for method in ("pause", "close"):  # a replica that dies here has ended too
+            self.processes.answered(start(method), CLOSE_SECONDS)
 
     def end(self) -> None:
         """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
@@ -456,6 +533,22 @@ class EngineFleet:
                 self._dead.pop(replica, None)  # a death reported for an earlier process
         self._tell(forget=True)
         return {self.names[replica]: each for replica, each in fared.items()}
+
+
+def _require_same(old: Sequence[EngineAssignment], new: Sequence[EngineAssignment]) -> None:
+    """Raise CorerlError if there would be none, or other ones in the place of those that stay."""
+    if not new:
+        raise CorerlError("the engines cannot become 0: nothing would sample; keep 1 or more")
+    for was, wanted in zip(old, new, strict=False):
+        if was.context != wanted.context:
+            ours, theirs = asdict(was.context, recurse=False), asdict(wanted.context, recurse=False)
+            changed = "; ".join(
+                f"{name} {ours[name]!r}, wanted {theirs[name]!r}" for name in ours if ours[name] != theirs[name]
+            )
+            raise CorerlError(
+                f"{was.context.name} runs with other settings than those wanted ({changed}), and engines that run are "
+                "not moved; add or remove the last ones"
+            )
 
 
 async def _done(work: concurrent.futures.Future[Any]) -> None:

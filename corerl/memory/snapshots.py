@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -11,6 +12,8 @@ from attrs import evolve, frozen
 from corerl.errors import WrongState
 from corerl.memory.pool import ALIGNMENT, HostMemory, Piece, cut
 from corerl.weights.chunks import Chunk, TensorSource, fill
+
+T = TypeVar("T")
 
 
 @frozen(eq=False)
@@ -45,11 +48,18 @@ class Snapshots:
 
         The views are not touched. Raises ModelError if the source does not fit; an earlier snapshot is then kept.
         """
+        return self.make(name, chunks, lambda boxes: fill(boxes, source, what=f"the source of snapshot {name!r}"))
+
+    def make(self, name: str, chunks: Sequence[Chunk], write: Callable[[Sequence[Chunk]], T]) -> T:
+        """Keep what `write` writes into chunks of these boxes as snapshot `name`; returns what it returns."""
         with self._room(chunks) as copies:
-            boxes = [evolve(chunk, view=host) for chunk, host in zip(chunks, copies.tensors, strict=True)]
-            read = fill(boxes, source, what=f"the source of snapshot {name!r}")
+            made = write(_boxes(chunks, copies))
             self._keep(name, copies)
-        return read
+        return made
+
+    def chunks(self, name: str, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """The snapshot as chunks, in host memory."""
+        return _boxes(chunks, self._get(name))
 
     def drop(self, name: str) -> None:
         self._get(name)
@@ -89,6 +99,10 @@ class Snapshots:
         finally:
             if copies not in self._kept.values():
                 self._host.give_back(pieces)
+
+
+def _boxes(chunks: Sequence[Chunk], copies: Copies) -> list[Chunk]:
+    return [evolve(chunk, view=host) for chunk, host in zip(chunks, copies.tensors, strict=True)]
 
 
 def _shaped(slices: Sequence[torch.Tensor], chunk: Chunk) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -107,6 +109,19 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *(settled(asked, config) if device == "cuda" else ()),
         ),
     )
+
+
+def with_sizes(
+    config: Config, role: str, *, ranks: int = 0, backend: str = "", options: Mapping[str, Any] | None = None
+) -> Config:
+    """The config with another number of ranks of the role, another backend or other options; what is left out stays,
+    but for the options of another backend."""
+    choice = config.chosen_roles[role]
+    if options is None and not backend:
+        options = choice.options
+    chosen = evolve(choice, ranks=ranks or choice.ranks, backend=backend or choice.backend, options=options)
+    changed: Any = {role: chosen}  # of the role's own type
+    return evolve(config, roles=evolve(config.roles, **changed))
 
 
 def _alone(config: Config) -> Config:

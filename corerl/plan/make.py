@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
+from corerl.config.functions import imported
 from corerl.config.load import recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -35,6 +36,7 @@ from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
 from corerl.plan.run_dir import changed_settings
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
+from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
@@ -52,7 +54,11 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     `starting`, its directory may already hold one: the config that a run has written stays valid. A run goes on by
     itself from none of the checkpoints that ranks have found to be `damaged`.
     """
-    problems = Problems()
+
+    def resized(overrides: Sequence[str]) -> Plan:
+        return make_plan(with_other_sizes(given, overrides), starting=False)
+
+    given, problems = config, Problems()
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(config)
     known = problems.none_in("algorithm's spec")
@@ -69,6 +75,10 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     layouts = choose_layouts(config, built, problems)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
+    scaler: Callable[..., Any] | None = None
+    if config.cluster.scaler:
+        with problems.stage("cluster.scaler"):
+            scaler = imported(config.cluster.scaler, setting="cluster.scaler")
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -149,6 +159,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         checkpoint=config.checkpoint,
         eval=config.eval,
         extensions=config.extensions,
+        resized=resized,
+        scaler=scaler,
         record=record,
         memory=memory,
         notices=(

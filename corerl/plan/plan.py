@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -72,6 +72,8 @@ class Plan:
     checkpoint: CheckpointConfig
     eval: EvalConfig
     extensions: tuple[ExtensionChoice, ...]
+    resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
+    scaler: Callable[..., Any] | None  # which decides on them; None if nobody does
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
     memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training

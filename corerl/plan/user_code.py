@@ -32,7 +32,7 @@ def code_of(config: Config) -> UserCode:
     require_no_code_of_a_model(config)
     require_met(distributions_of(config))
     rewards = (config.reward.name, *(each.name for each in config.reward.functions))
-    names = (*rewards, config.rollout.function, config.rollout.postprocess)
+    names = (*rewards, config.rollout.function, config.rollout.postprocess, config.cluster.scaler)
     names += (config.algorithm.loss, config.algorithm.advantages, config.algorithm.postprocess)
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.

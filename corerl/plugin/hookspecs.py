@@ -112,10 +112,11 @@ RESULTS: dict[str, type] = {
     "sleep": SleepResult,
     "wake_up": WakeResult,
 }
+STATE = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})  # what training goes on from
 NEEDS: dict[str, frozenset[MemoryKind]] = {
     "forward_backward": frozenset(MemoryKind),
     "optimizer_step": frozenset(MemoryKind),
     "forward": frozenset({MemoryKind.PARAM}),
     "update_weights": frozenset({MemoryKind.PARAM}),
-    "save": frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER}),
+    "save": STATE,
 }

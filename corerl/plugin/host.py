@@ -72,7 +72,7 @@ VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Cap
 
 
 # Verbs of roles that are trained.
-TRAINED = ("forward_backward", "optimizer_step", "save", "update_weights")
+TRAINED = ("forward_backward", "optimizer_step", "save", "hand_over", "update_weights")
 # Verbs after whose failure nothing can go on.
 MODIFYING = ("init", "forward_backward", "optimizer_step")
 
@@ -303,7 +303,7 @@ class PluginHost:
             return "gradients wait for optimizer_step; call it first, or forward_backward for these samples too"
         if verb == "optimizer_step" and not self._begun:
             return "there are no gradients since the last step; call forward_backward first"
-        if verb == "save" and self._begun:
+        if verb in ("save", "hand_over") and self._begun:
             return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
         return ""
 

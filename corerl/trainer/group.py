@@ -9,20 +9,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.calls import Calls, Future
-from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.calls import Calls, Future, wait_all
+from corerl.cluster.group import GRACE_SECONDS, Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.pulse import Bounds
-from corerl.cluster.runtime import ray_session
+from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError
+from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
@@ -48,12 +48,15 @@ from corerl.types import (
     UpdateResult,
     merge_metrics,
 )
+from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
-CPUS = 1024  # of a Ray that is started here, which counts them only: other groups may follow
+
+
+Seated: TypeAlias = tuple[RolePlan, Sequence[Slot], Callable[[], None]]  # the last one is called once ranks are there
 
 
 class TrainGroup:
@@ -73,6 +76,8 @@ class TrainGroup:
         self.plan = plan
         self.role = plan.role
         self._again = again
+        self._watching = Watching()
+        self._planned: Callable[..., Seated] | None = None  # by `start`, of other sizes
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -95,18 +100,33 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.group import plan_group  # slow to import: takes seconds
+        from corerl.plan.group import plan_group, with_sizes  # slow to import: takes seconds
 
-        plan = plan_group(as_config(config), role, resume=resume)
+        current = as_config(config)
+        plan = plan_group(current, role, resume=resume)
         for line in plan.notices:
             notify(line)
         with (
             ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
-            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as slots,
+            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
         ):
+
+            def planned(**sizes: Any) -> Seated:
+                changed = with_sizes(current, role, **sizes)
+                again = plan_group(changed, role, resume="")
+                slots = room.arrange(again.placement)
+
+                def seated() -> None:
+                    nonlocal current
+                    current = changed
+                    room.take(slots)
+
+                return again.role, slots[role], seated
+
             bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
             watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
-            group = cls.launch(plan.role, slots[role], watching=watching)
+            group = cls.launch(plan.role, room[role], watching=watching)
+            group._planned = planned
             try:
                 group.init().result()
                 yield group
@@ -128,7 +148,9 @@ class TrainGroup:
             names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
             return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
 
-        return cls(processes(plan), plan, processes)
+        group = cls(processes(plan), plan, processes)
+        group._watching = watching or Watching()
+        return group
 
     def restart(self, resume: str) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
@@ -141,6 +163,90 @@ class TrainGroup:
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
+    def move(self, plan: RolePlan, slots: Sequence[Slot], step: Step) -> InitResult:
+        """Let other ranks go on in the place of these: of `plan`, which may be of another number of ranks, layout or
+        backend, in `slots`. They start while these still have the state, take it from them, rank to rank, snapshots
+        included, and then these end. `step` is the one that comes next. Ranks of a frozen role load its model anew.
+
+        Raises ResizeFailed, or the UserError of the new ranks, if they could not take over: then all is as before.
+        """
+        self._calls.wait()
+        others = TrainGroup.launch(plan, slots, watching=self._watching)
+        try:
+            result = others.init().result() if plan.objective is None else self._hand_over(others, step)
+        except BaseException:
+            others.processes.kill()
+            raise
+        before = TrainGroup(self.processes, self.plan)
+        before._calls = self._calls
+        self.processes, self.plan, self._again = others.processes, others.plan, others._again
+        self._calls, self.layouts, self._join_at = others._calls, others.layouts, others._join_at
+        try:
+            before.shutdown("resized")
+        except CorerlError as error:  # which the new ranks do not share
+            if self._watching.notify is not None:
+                self._watching.notify(f"the {self.role}'s old ranks did not end as they should: {error.message}")
+        return result
+
+    def resize(
+        self, step: Step, *, ranks: int = 0, backend: str = "", options: Mapping[str, Any] | None = None
+    ) -> InitResult:
+        """Go on with another number of ranks, another backend, or other `options` of it; what is left out stays as it
+        is, but for the options of another backend. For groups of `start`; `step` is the one that comes next.
+
+        New ranks start while the old ones still have the state, take it from them, rank to rank, snapshots included,
+        and then the old ones end. Devices that both are on need room for both. Raises UserError with a line for each
+        problem that can be known before a process starts, ResizeFailed if the new ranks could not take over, and
+        CorerlError if the cluster has no room: then all is as before.
+        """
+        if self._planned is None:
+            raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use move")
+        plan, slots, seated = self._planned(ranks=ranks, backend=backend, options=options)
+        result = self.move(plan, slots, step)
+        seated()
+        return result
+
+    def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
+        host, port, listening = self.processes.listen(0)
+        devices = [*self.processes.devices, *others.processes.devices]
+        config = others.plan.assignments[0].config
+        handover = Handover(
+            host=host,
+            port=port,
+            token=secrets.token_hex(16),
+            listening=listening,
+            givers=len(self.processes),
+            takers=len(others.processes),
+            device=config.device if len(set(devices)) == len(devices) else "cpu",
+            bucket_bytes=config.weights.bucket_bytes,
+            timeout=config.timeout,
+        )
+        taking = others.init(handover)
+        giving = self._calls.add(self._start("hand_over", handover, step), sum)
+        try:
+            both: Mapping[str, Future[Any]] = {"taking": taking, "giving": giving}
+            taken: InitResult = wait_all(both)["taking"]
+            return taken
+        except CorerlError as error:
+            # A giver that loses a taker may be heard first.
+            cause = error
+            if error.harmless and taking.ready(GRACE_SECONDS):
+                try:
+                    taking.result()
+                except CorerlError as own:
+                    cause = own
+            others.processes.kill()
+            if self.processes.ended:
+                raise
+            self.processes.aside("call_off", handover.token, cause.message)
+            with contextlib.suppress(ResizeFailed):
+                giving.result()
+            if isinstance(cause, UserError):
+                raise cause from None
+            raise ResizeFailed(
+                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {cause.message}"
+            ) from cause
+
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def construct(self) -> Future[None]:
@@ -150,14 +256,17 @@ class TrainGroup:
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         return self._calls.add(constructing, _nothing)
 
-    def init(self) -> Future[InitResult]:
-        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
+    def init(self, handover: Handover | None = None) -> Future[InitResult]:
+        """Connect the ranks, build, load and resume, with what other ranks hand over if they do. Raises ContractError
+        if they disagree on their state or layout."""
         if self._join_at is None:
             self.construct()
         assert self._join_at is not None
         host, port, listening = self._join_at
         token = secrets.token_hex(16)
-        meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
+        meeting = [
+            (host, port, listening if rank == 0 else None, token, handover) for rank in range(len(self.processes))
+        ]
         return self._calls.add(self.processes.start_each("init", meeting), self._agreed)
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:

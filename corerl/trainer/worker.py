@@ -22,6 +22,7 @@ from corerl.memory.communicators import lone_rank_options
 from corerl.plan.assignment import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import require_same
+from corerl.plugin.hookspecs import STATE
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
@@ -46,6 +47,7 @@ from corerl.types import (
     WakeResult,
     merge_metrics,
 )
+from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_sender, transport_named
@@ -104,6 +106,7 @@ class Worker:
         self.sender: WeightSender | None = None
         self._address: Address | None = None
         self._owns_process_group = False
+        self._called_off: dict[str, str] = {}  # handovers, by their tokens, that are not to be -> why
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
         self._compilations = Compilations()
@@ -127,10 +130,13 @@ class Worker:
 
     # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
-    def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
-        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
-        the ranks' keys begin with, nobody answers to one of them."""
+    def init(
+        self, host: str, port: int, listening: int | None = None, token: str = "", handover: Handover | None = None
+    ) -> InitResult:
+        """Meet the other ranks at rank 0's address, then build, load and resume, with what other ranks hand over if
+        they do. Rank 0 takes over the socket `listening`, if one already listens at that address; for a single rank,
+        port 0 will do. Without `token`, which the ranks' keys begin with, nobody answers to one of them."""
+        self.backend.handover = handover
         self._starting = "process group"
         self._join(host, port, listening, token)
         self._starting = "init"
@@ -233,6 +239,16 @@ class Worker:
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)
+
+    def hand_over(self, handover: Handover, step: Step) -> int:
+        """Give this rank's state to the ranks that are to go on with it; returns the bytes sent."""
+        with self.host.entering("hand_over", needs=STATE, at=step):
+            self.backend.saved(True)
+            return self.backend.hand_over(handover, step, lambda: self._called_off.get(handover.token, ""))
+
+    def call_off(self, token: str, reason: str) -> None:
+        """Called in another thread before or during the handover of this token: the other ranks will not go on."""
+        self._called_off[token] = reason
 
     def saved(self, wait: bool) -> bool:
         return self.backend.saved(wait)

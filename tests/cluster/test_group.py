@@ -273,7 +273,7 @@ def test_each_process_needs_a_seat(slots: list[Slot]) -> None:
 
 def test_seats_are_shares_of_their_bundles(slots: list[Slot]) -> None:
     assert [(slot.cpus, slot.gpus) for slot in slots] == [(1.0, 0.0)] * 3
-    assert [(slot.bundle, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
+    assert [(slot.bundles[0].index, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
     with reserved(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
         assert [(slot.bundle, slot.cpus) for slot in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
@@ -435,3 +435,69 @@ def test_foreign_errors_become_the_kind_that_the_group_was_given(start: Start) -
     group.wait(group.construct([(0,)]))
     with pytest.raises(EngineFailed, match="actor rank 0: fail_after: ValueError: out of tokens"):
         group.call("fail_after", [0.0], ["out of tokens"])
+
+
+def first_answers(group: RayGroup, pending: Pending) -> dict[int, Any]:
+    """The first answers that come."""
+    deadline = time.monotonic() + paced(60.0)
+    while not (found := group.answered(pending, 0.1)):
+        assert time.monotonic() < deadline
+    return found
+
+
+def test_members_that_come_later_answer_as_the_others_and_a_call_of_one_that_goes_ends_as_its_process_does(
+    start: Start, slots: list[Slot]
+) -> None:
+    group = members(start, 1)
+    (first,) = group.call("pid")
+    group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), (2,)])
+    assert (len(group), group.nodes) == (3, [slot.node for slot in slots])
+    assert group.call("answer", "all") == [(0, "all"), (1, "all"), (2, "all")]
+    pids = group.call("pid")
+    assert pids[0] == first and len(set(pids)) == 3
+
+    waiting = group.start("sleep")
+    group.shrink(2)
+    assert (len(group), group.names, group.nodes) == (1, ["actor rank 0"], [slots[0].node])
+    group.grow(["critic rank 0"], slots[1:2], [(2,)])  # in the place of one whose call is still looked at
+    assert wait_until_gone(pids[1:]) == []
+    found = first_answers(group, waiting)
+    assert {member: error.message.partition(" (")[0] for member, error in found.items()} == {
+        1: "actor rank 1: its process died during sleep",
+        2: "actor rank 2: its process died during sleep",
+    }
+    assert group.wait(group.start_some("answer", {1: ("x",)})) == [(2, "x")]
+    with pytest.raises(WorkerDied, match=r"^actor rank 1: its process died during sleep ") as raised:
+        group.wait(waiting)
+    assert raised.value.__notes__ == ["then 1 of the 2 others failed too: actor rank 2"]
+    with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended \(.*\); grow can no longer be "):
+        group.grow(["actor rank 2"], slots[2:], [(2,)])
+
+
+def test_members_that_do_not_start_leave_the_group_as_it_was(start: Start, slots: list[Slot]) -> None:
+    group = members(start, 1)
+    with pytest.raises(HookFailed, match=r"^actor rank 2: start: TypeError: .*missing 1 required positional argument"):
+        group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), ()])
+    with pytest.raises(CorerlError, match=r"^got 1 processes and 2 slots; each process needs one slot$"):
+        group.grow(["actor rank 1"], slots[1:], [(1,)])
+    assert (group.names, group.nodes) == (["actor rank 0"], [slots[0].node])
+    assert group.call("answer", "all") == [(0, "all")]
+
+
+def test_a_member_that_came_later_and_freezes_is_ended_too_and_one_that_is_gone_is_not_looked_for(
+    start: Start, slots: list[Slot]
+) -> None:
+    silence = paced(2.0)
+    group = start(1, watching=Watching(bounds=Bounds(silence=silence)))
+    group.wait(group.construct([(0,)]))
+    group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), (2,)])
+    pids = group.call("pid")
+    os.kill(pids[2], signal.SIGSTOP)
+    group.shrink(1)
+    time.sleep(1.5 * silence)
+    assert group.call("pid") == pids[:2]
+    sleeping = group.start_some("sleep", {1: ()})
+    os.kill(pids[1], signal.SIGSTOP)
+    assert first_answers(group, sleeping)[1].message.startswith(
+        f"actor rank 1: its process had not said for {silence:g} s ("
+    )

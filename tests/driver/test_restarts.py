@@ -93,7 +93,7 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
     ears, actor = Ears(), Role(SimpleNamespace(restarts=allowed), ended=ended)
     given: dict[str, Any] = {
         "roles": {"actor": actor},
-        "residency": SimpleNamespace(make_room=lambda: None, ranks_changed=lambda: actor.log.append("changed")),
+        "residency": SimpleNamespace(make_room=lambda: None, ranks_changed=lambda roles: actor.log.append("changed")),
         "checkpoints": Saves(),
         "copies": None,
         "updates": SimpleNamespace(given_up=lambda: actor.log.append("given up")),

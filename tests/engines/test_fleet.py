@@ -18,14 +18,15 @@ import torch
 from attrs import evolve
 
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import arrange, reserved
+from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
+from corerl.engines import fleet as fleet_module
 from corerl.engines.base import EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
-from corerl.event_loop import EventLoop
+from corerl.event_loop import EventLoop, in_thread
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.weights.manifest import build_manifest
@@ -64,22 +65,27 @@ def loop() -> Iterator[EventLoop]:
 
 
 @pytest.fixture
-def fleet(shared_ray: None, loop: EventLoop) -> Iterator[EngineFleet]:
-    assignments = assigned(2)
+def slots(shared_ray: None) -> Iterator[list[Slot]]:
+    """Of two CPUs, and one more that takes none."""
     with ray_session(address="", cpus=2):
-        with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as slots:
-            processes = RayGroup(
-                ["engine-0", "engine-1"],
-                "tests.engines.services:Mortal",
-                slots["engines"],
-                {"OMP_NUM_THREADS": "1"},
-                failure=EngineFailed,
-                threads=2,
-            )
-            fleet = EngineFleet(processes, assignments, loop, restarts=1)
-            fleet.start().result()
-            yield fleet
-            processes.kill()
+        with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as reservation:
+            yield [*reservation["engines"], evolve(reservation["engines"][1], cpus=0.0)]
+
+
+@pytest.fixture
+def fleet(slots: list[Slot], loop: EventLoop) -> Iterator[EngineFleet]:
+    processes = RayGroup(
+        ["engine-0", "engine-1"],
+        "tests.engines.services:Mortal",
+        slots[:2],
+        {"OMP_NUM_THREADS": "1"},
+        failure=EngineFailed,
+        threads=2,
+    )
+    fleet = EngineFleet(processes, assigned(2), loop, restarts=1)
+    fleet.start().result()
+    yield fleet
+    processes.kill()
 
 
 def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name(loop: EventLoop) -> None:
@@ -440,7 +446,7 @@ def test_an_engine_that_has_nothing_to_do_takes_what_waits_for_another(loop: Eve
             order.append((replica, request.noise_keys.tolist()))
             return {replica: slow(request) if replica == 1 else said(request)}
 
-    fleet = EngineFleet(TwoPaces(), assigned(2), loop, width=1)  # type: ignore[arg-type]  # as much of it as is asked
+    fleet = EngineFleet(TwoPaces(), assigned(2), loop, width=lambda replicas: 1)  # type: ignore[arg-type]  # as much of it as is asked
     rows = [REQUEST.rows(row, row + 1) for row in range(5)] + [REQUEST.rows(row, row + 1) for row in range(3)]
 
     async def all_at_once() -> list[Generation]:
@@ -482,6 +488,220 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
     fleet.lost_weights(fleet.names)
     with pytest.raises(KeyboardInterrupt):
         fleet.serve(fleet.generate(REQUEST), interrupts)
+
+
+class Sized(Scripted):
+    """As many replicas as are wanted, in slots that are their numbers. `gates` hold up calls of some."""
+
+    def __init__(self, size: int, *script: Callable[[GenerateRequest], Any]) -> None:
+        super().__init__(*script)
+        self.size = size
+        self.gates: dict[int, threading.Event] = {}
+        self.drawing = threading.Semaphore(0)  # calls that a gate has held up
+        self.error: CorerlError | None = None  # of the next start
+
+    def start_some(self, method: str, arguments: Any) -> Any:
+        assert all(replica < self.size for replica in arguments), "one that is not there is asked"
+        return method, arguments
+
+    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+        method, arguments = pending
+        if method == "generate":
+            for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:
+                self.drawing.release()
+                assert gate.wait(60.0)
+        return super().answers(pending, counted) if arguments else {}
+
+    def answered(self, pending: Any, timeout: float) -> dict[int, Any]:
+        method, arguments = pending
+        self.log.append(f"{method} {sorted(arguments)}")
+        if method == "pause":
+            self.paused.set()
+        return dict.fromkeys(arguments)
+
+    def grow(self, names: Any, slots: Any, arguments: Any) -> None:
+        self.log.append(f"grow {names} in {slots}")
+        assert [assignment.context.name for (assignment,) in arguments] == names
+        if self.error is not None:
+            raise self.error
+        self.size += len(names)
+
+    def shrink(self, count: int) -> None:
+        self.log.append(f"shrink {count}")
+        self.size -= count
+
+
+def resize(fleet: EngineFleet, count: int) -> None:
+    fleet.resize(assigned(count), range(count))
+
+
+def updated(fleet: EngineFleet, version: int = 1) -> None:
+    fleet._fared(dict.fromkeys(range(len(fleet)), Received(version=version, bytes=0)))
+
+
+def test_the_samples_of_engines_that_come_and_go_are_those_of_engines_that_stay(loop: EventLoop) -> None:
+    stays = EngineFleet(Sized(2), assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    expected = draw(stays, REQUEST)
+    sized = Sized(2)
+    fleet = EngineFleet(sized, assigned(2), loop)  # type: ignore[arg-type]
+    for count in (2, 4, 1, 3, 2):
+        resize(fleet, count)
+        assert len(fleet) == sized.size == count
+        assert fleet.names == fleet.receivers == tuple(f"engine-{index}" for index in range(count))
+        assert same(draw(fleet, REQUEST), expected)
+        updated(fleet)
+        sized.asked.clear()
+        assert same(draw(fleet, REQUEST), expected)
+        assert sorted(replica for replica, _, _ in sized.asked) == list(range(count))
+    assert sized.log == [
+        "grow ['engine-2', 'engine-3'] in range(2, 4)",
+        *("pause [1, 2, 3]", "close [1, 2, 3]", "shrink 3"),
+        "grow ['engine-1', 'engine-2'] in range(1, 3)",
+        *("pause [2]", "close [2]", "shrink 1"),
+    ]
+
+
+def test_what_waits_is_drawn_by_new_engines_too_but_not_before_they_have_weights(loop: EventLoop) -> None:
+    sized = Sized(1)
+    sized.gates[0] = threading.Event()
+    fleet = EngineFleet(sized, assigned(1), loop, width=lambda replicas: 3 - replicas)  # type: ignore[arg-type]
+    waiting = [loop.begin(fleet.generate(REQUEST.rows(0, 1)))]
+    assert sized.drawing.acquire(timeout=60.0)
+    waiting += [loop.begin(fleet.generate(REQUEST.rows(row, row + 1))) for row in range(1, 5)]
+    resize(fleet, 2)
+    waiting.append(loop.begin(fleet.generate(REQUEST.rows(0, 1))))
+    loop.run(asyncio.sleep(0))
+    assert not fleet.serves(1) and sized.asked == []
+    updated(fleet)
+    assert fleet.serves(1)
+    assert [each.result(60.0).tokens.tolist() for each in waiting[1:]] == [[8], [9], [10], [11], [7]]
+    assert all(
+        replica == 1 and len(keys) == 1 for replica, keys, _ in sized.asked
+    )  # of two replicas, hence single rows
+    sized.gates[0].set()
+    assert waiting[0].result(60.0).tokens.tolist() == [7]
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_what_an_engine_draws_that_is_ended_is_drawn_by_others_and_no_death(rows: int | None, loop: EventLoop) -> None:
+    def first_answer(request: GenerateRequest) -> Any:
+        if request.noise_keys[0] == 7:
+            return said(request)  # of the other one
+        if rows is None:
+            return WorkerDied("engine-1: its process died during generate")
+        return said(request, rows=rows)  # since it was paused
+
+    sized = Sized(2, first_answer, first_answer)
+    sized.gates = {0: threading.Event(), 1: threading.Event()}
+    fleet = EngineFleet(sized, assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    first = loop.begin(fleet.generate(REQUEST))
+    assert all(sized.drawing.acquire(timeout=60.0) for _ in range(2))
+    second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))  # waits for the last one, which has fewer to draw
+    resize(fleet, 1)
+    assert fleet.names == ("engine-0",) and not fleet.serves(1) and sized.log == ["pause [1]", "close [1]", "shrink 1"]
+    sized.gates[1].set()
+    sized.gates[0].set()
+    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
+    assert [replica for replica, _, _ in sized.asked].count(1) == 1 and not fleet.died
+    keys = sorted(key for replica, asked, _ in sized.asked if replica == 0 for key in asked)
+    assert keys == sorted([7, 8, 9, 7, *([10, 11] if rows is None else [11])])  # what it drew is not drawn again
+    assert fleet.sleep() == 0
+
+
+def test_a_call_on_its_way_to_an_engine_that_is_ended_reaches_none(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_its_way, go = threading.Event(), threading.Event()
+
+    async def late(call: Callable[[], Any], *, name: str) -> Any:
+        def waits() -> Any:
+            on_its_way.set()
+            assert go.wait(60.0)
+            return call()
+
+        return await in_thread(waits if name == "call of engine-1" else call, name=name)
+
+    sized = Sized(2)
+    fleet = EngineFleet(sized, assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    monkeypatch.setattr(fleet_module, "in_thread", late)
+    drawn = loop.begin(fleet.generate(REQUEST))
+    assert on_its_way.wait(60.0)
+    resize(fleet, 1)
+    resize(fleet, 2)  # another one, which has no weights
+    go.set()
+    assert drawn.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert {replica for replica, _, _ in sized.asked} == {0}
+
+
+def test_engines_that_do_not_start_leave_those_that_serve_as_they_were(loop: EventLoop) -> None:
+    sized = Sized(2)
+    fleet = EngineFleet(sized, assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    sized.error = EngineFailed("engine-3: start: no memory")
+    sized.error.details = "a traceback"
+    with pytest.raises(CorerlError) as raised:
+        resize(fleet, 4)
+    assert raised.value.message == (
+        "the engines stay 2 and do not become 4, since not all of engine-2, engine-3 have started: "
+        "engine-3: start: no memory"
+    )
+    assert raised.value.details == "a traceback"
+    assert fleet.names == ("engine-0", "engine-1") and not fleet.dead
+    assert draw(fleet, REQUEST).tokens.tolist() == [7, 8, 9, 10, 11]
+    sized.error = None
+    resize(fleet, 3)
+    assert len(fleet) == 3
+
+
+def test_why_all_engines_have_ended_is_told_and_not_that_more_cannot_start(loop: EventLoop) -> None:
+    sized = Sized(1, lambda request: EngineFailed("engine-0: generate: out of memory"))
+    fleet = EngineFleet(sized, assigned(1), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    with pytest.raises(EngineFailed, match="out of memory"):
+        draw(fleet, REQUEST)
+    sized.error = WorkerDied("engine-0 and its group have ended; grow can no longer be called")
+    with pytest.raises(EngineFailed, match="^engine-0: generate: out of memory$"):
+        resize(fleet, 2)
+
+
+def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop) -> None:
+    sized = Sized(3)
+    fleet = EngineFleet(sized, assigned(3), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    died = {"engine-2": WorkerDied("engine-2: its process died")}
+    fleet.replace(died)
+    fleet.leave_out(died)
+    fleet.lost_weights(died)
+    resize(fleet, 1)
+    assert sized.log == ["replace 2", "pause [1]", "close [1]", "shrink 2"] and not fleet.dead
+    resize(fleet, 3)
+    fleet.replace(died)  # the new one may die as often as any other
+    assert sized.log[-1] == "replace 2"
+
+
+def test_if_those_that_stay_are_dead_whoever_samples_waits_for_their_replacements(loop: EventLoop) -> None:
+    sized = Sized(2, lambda request: WorkerDied("engine-0: its process died"))
+    fleet = EngineFleet(sized, assigned(2), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    assert draw(fleet, REQUEST.rows(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
+    resize(fleet, 1)
+
+    def ensure() -> None:
+        fleet.replace(fleet.died)
+        updated(fleet)
+
+    assert fleet.serve(fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
+
+
+def test_engines_that_stay_are_not_moved_and_one_stays(loop: EventLoop) -> None:
+    fleet = EngineFleet(Sized(2), assigned(2), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    moved = assigned(3)
+    moved[1] = evolve(moved[1], context=evolve(moved[1].context, devices=(4,)))
+    with pytest.raises(CorerlError) as raised:
+        fleet.resize(moved, range(3))
+    assert raised.value.message == (
+        "engine-1 runs with other settings than those wanted (devices (), wanted (4,)), and engines that run are not "
+        "moved; add or remove the last ones"
+    )
+    with pytest.raises(CorerlError, match=r"^the engines cannot become 0: nothing would sample; keep 1 or more$"):
+        resize(fleet, 0)
+    assert len(fleet) == 2
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
@@ -582,3 +802,32 @@ def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet
     with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
         draw(fleet, REQUEST)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
+
+
+def test_a_replica_that_is_added_draws_the_same_and_those_that_are_ended_leave_the_same_to_be_drawn(
+    fleet: EngineFleet, slots: list[Slot], tmp_path: Path
+) -> None:
+    push(fleet, 0, tmp_path)
+    answered = draw(fleet, REQUEST)
+    lost = [*assigned(2), evolve(assigned(3)[2], engine="nowhere")]
+    with pytest.raises(CorerlError, match="^the engines stay 2 and do not become 3, .* engine-2.* 'nowhere'"):
+        fleet.resize(lost, slots)
+    assert len(fleet) == len(fleet.processes) == 2
+
+    fleet.resize(assigned(3), slots)
+    assert not fleet.serves(2) and same(draw(fleet, REQUEST), answered)
+    assert push(fleet, 1, tmp_path) == {"engine-0": "", "engine-1": "", "engine-2": ""}
+    last = draw(fleet, REQUEST)
+    assert fleet.processes.call("last_drew")[2] == [8]
+    alone = [draw(fleet, REQUEST.rows(row, row + 1)) for row in range(5)]
+    assert same(Generation.concatenate(alone), last)
+
+    async def many() -> list[Generation]:
+        return await asyncio.gather(*(fleet.generate(REQUEST) for _ in range(50)))
+
+    drawing = fleet.loop.begin(many())
+    fleet.resize(assigned(1), slots[:1])
+    assert all(same(drawn, last) for drawn in drawing.result(60.0))
+    assert fleet.names == ("engine-0",) and len(fleet.processes) == 1 and not fleet.dead
+    assert push(fleet, 2, tmp_path) == {"engine-0": ""}
+    assert set(draw(fleet, REQUEST).versions) == {2}

@@ -47,7 +47,7 @@ class Engines:
             SimpleNamespace(context=SimpleNamespace(name=f"engine-{index}", bundles=1)) for index in range(replicas)
         ]
         loop = EventLoop("rollout")
-        self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=width, restarts=restarts)
+        self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=lambda replicas: width, restarts=restarts)
 
     # ---- what tests do ----------------------------------------------------------------------------------------------
 
@@ -219,6 +219,12 @@ class Engines:
         self.log.append(f"replace {member}")
         with self.changing:
             self._ends.pop(member, None)
+
+    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+        raise AssertionError("these stay as many")
+
+    def shrink(self, count: int) -> None:
+        raise AssertionError("these stay as many")
 
     def kill(self) -> None:
         self._killed = True

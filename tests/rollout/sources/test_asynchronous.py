@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from corerl.algorithms.advantages import spread
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.errors import CorerlError, EngineFailed, RewardError
+from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
@@ -645,6 +646,46 @@ def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where
         assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(2 * PROMPTS))
         assert sorted(line for line in engines.log if line.startswith("replace")) == replaced
         source.close()
+
+
+class Sized(Engines):
+    """As many replicas as are wanted, which take a moment to draw. One that is ended dies in what it draws."""
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        time.sleep(0.002)
+        return super().draw(replica, request)
+
+    def _answer(self, method: str, replica: int, *args: Any) -> Any:
+        if method == "pause" and not self.fleet.serves(replica):
+            return None  # it is to end: the others go on
+        if method == "close":
+            self._ends[replica] = WorkerDied(f"engine-{replica}: its process died during generate")
+            return None
+        return super()._answer(method, replica, *args)
+
+    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
+        for name in names:
+            self._ends.pop(int(name.removeprefix("engine-")), None)
+
+    def shrink(self, count: int) -> None:
+        pass
+
+
+def test_no_sample_is_lost_while_engines_come_and_go(use: Use[Sized]) -> None:
+    engines = use(Sized(3, calls=1, width=1))
+    every, sizes = engines.fleet.assignments, [1, 3, 2, 3, 1, 2, 3, 1]
+    source = asynchronous(engines, steps=9)
+    steps, drew = [], []
+    for scored in engines.trained_on(source):
+        drew.append({replica for replica, _, _ in engines.asked})
+        steps.append(scored)
+        if sizes:
+            size = sizes.pop(0)
+            engines.fleet.resize(every[:size], every[:size])
+        engines.asked.clear()
+    assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(9 * PROMPTS))
+    assert all(scored.step - min(versions(scored)) <= 1 for scored in steps)
+    assert set().union(*drew) == {0, 1, 2} and not any(line.startswith("replace") for line in engines.log)
 
 
 def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sample_is_lost(use: Use[Engines]) -> None:

@@ -1,0 +1,47 @@
+"""`corerl scale RUN KEY=VALUE ...`: change the sizes of a running run's groups."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("scale", help="change the numbers of ranks and engines of a running run")
+    parser.add_argument("what", metavar="RUN", help="the run's directory")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        default=[],
+        help="such as roles.actor.ranks=4, backends.megatron.tensor_parallel=2 or rollout.replicas=2",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import functools
+    import sys
+    from pathlib import Path
+
+    from corerl.config.load import CONFIG_FILE, load_config
+    from corerl.driver.run_dir import is_occupied
+    from corerl.driver.scaling import ask
+    from corerl.errors import ConfigError
+    from corerl.plan.sizes import with_other_sizes
+
+    run_dir = Path(args.what)
+    if not args.overrides:
+        raise ConfigError("no sizes are given; name some, such as roles.actor.ranks=4 or rollout.replicas=2")
+    with_other_sizes(load_config(run_dir / CONFIG_FILE), args.overrides)  # the rest is checked by the run
+    runs = functools.partial(is_occupied, run_dir)
+    if not runs():
+        raise ConfigError(f"{run_dir}: no run is running there; set its sizes when you start it")
+    answer = ask(run_dir, args.overrides, runs=runs, told=lambda line: print(line, file=sys.stderr))
+    for line in answer.changed:
+        print(line)
+    if answer.error:
+        raise ConfigError(answer.error)
+    if not answer.changed:
+        print("nothing to change: these are the sizes already")
+    return 0

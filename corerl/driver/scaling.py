@@ -1,0 +1,175 @@
+"""Who wants other sizes while a run goes on: `corerl scale`, by files in the run's directory, or `cluster.scaler`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from corerl.errors import ConfigError, CorerlError
+from corerl.plan.run_dir import unwritable
+
+REQUEST, ANSWER = "scale-request.json", "scale-answer.json"  # in the run's directory
+LOOK_SECONDS = 0.2  # between two looks for an answer
+SETTLED = 5  # steps at the same sizes before `balance` judges them
+WORTH = 0.2  # of a step: the difference of idle times above which it moves a device
+
+
+@frozen
+class Request:
+    """What `corerl scale` has asked for."""
+
+    id: str
+    overrides: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Answer:
+    """What came of it: a line for each group that was changed, and what went wrong, in lines too."""
+
+    changed: tuple[str, ...]
+    error: str = ""
+
+
+def asked(run_dir: Path) -> Request | None:
+    """The request that waits, which is then taken."""
+    path = run_dir / REQUEST
+    try:
+        content = json.loads(path.read_text())
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    return Request(content["id"], tuple(content["overrides"]))
+
+
+def answer(run_dir: Path, request: Request, answer: Answer) -> None:
+    _write(run_dir / ANSWER, {"id": request.id, "changed": list(answer.changed), "error": answer.error})
+
+
+def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], told: Callable[[str], None]) -> Answer:
+    """Ask a running run for other sizes and wait for its answer, which comes after a step; `told` gets a line about
+    that. Raises ConfigError if another request waits already, or the run ends (`runs`) without an answer."""
+    request = Request(uuid.uuid4().hex, tuple(overrides))
+    path = run_dir / REQUEST
+    if path.exists():
+        raise ConfigError(f"{path}: another request waits for the end of a step; wait for it, or remove the file")
+    _write(path, {"id": request.id, "overrides": list(overrides)})
+    told("the sizes are changed when the step that runs has been trained on")
+    try:
+        while True:
+            alive = runs()
+            found = _answered(run_dir, request)
+            if found is not None:
+                return found
+            if not alive:
+                raise ConfigError(f"{run_dir}: the run has ended before it could change its sizes")
+            time.sleep(LOOK_SECONDS)
+    finally:
+        path.unlink(missing_ok=True)  # not taken: whoever asked no longer waits
+
+
+def _answered(run_dir: Path, request: Request) -> Answer | None:
+    try:
+        content = json.loads((run_dir / ANSWER).read_text())
+    except FileNotFoundError:
+        return None
+    if content["id"] != request.id:
+        return None  # to an earlier one
+    return Answer(changed=tuple(content["changed"]), error=content["error"])
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(content))
+        os.replace(part, path)
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
+
+
+# ---- a function that decides -----------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Spent:
+    """How steps fared, on average, at some sizes."""
+
+    steps: int
+    seconds: float  # of a step
+    idle: Mapping[str, float]  # metrics such as idle/ranks/total, in seconds of a step
+
+
+@frozen(kw_only=True)
+class Sizing:
+    """What a scaler is asked with, between two steps."""
+
+    step: int  # rollout steps done
+    sizes: Mapping[str, int]  # setting, such as roles.actor.ranks or rollout.replicas -> its value
+    spent: Spent  # since the sizes are these
+    earlier: Sequence[tuple[Mapping[str, int], Spent]]  # other sizes that the run had before, the latest last
+
+
+Scaler = Callable[[Sizing], Mapping[str, int]]  # returns sizes to change; {} for none
+
+
+@define(kw_only=True, eq=False)
+class Scaling:
+    """Asks a scaler after each step, with what the steps at the present sizes took."""
+
+    name: str  # as cluster.scaler
+    scaler: Scaler
+    _totals: dict[str, float] = field(factory=dict)
+    _steps: int = 0
+    _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
+
+    def step_done(self, metrics: Mapping[str, float]) -> None:
+        self._steps += 1
+        for name, value in metrics.items():
+            if name == "time/step" or name.startswith("idle/"):
+                self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def wanted(self, step: int, sizes: Mapping[str, int]) -> list[str]:
+        """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
+        if not self._steps:
+            return []
+        try:
+            found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
+            return [f"{name}={int(value)}" for name, value in found.items() if sizes.get(name) != value]
+        except Exception as error:
+            raise CorerlError(f"cluster.scaler: {self.name} failed: {type(error).__name__}: {error}") from error
+
+    def changed(self, before: Mapping[str, int]) -> None:
+        """Begin anew, as the sizes are others now."""
+        self._earlier.append((dict(before), self._spent))
+        self._totals, self._steps = {}, 0
+
+    @property
+    def _spent(self) -> Spent:
+        means = {name: total / self._steps for name, total in self._totals.items()}
+        seconds = means.pop("time/step", 0.0)
+        return Spent(steps=self._steps, seconds=seconds, idle=means)
+
+
+def balance(sizing: Sizing) -> Mapping[str, int]:
+    """Move a device from the actor's ranks to the engines, or back, whichever side waits longer for the other; no
+    further once that has made steps longer. For `cluster.placement = "disaggregated"`, engines of one device each, and
+    an actor that can be of any number of ranks."""
+    ranks, replicas = sizing.sizes["roles.actor.ranks"], sizing.sizes["rollout.replicas"]
+    spent = sizing.spent
+    if spent.steps < SETTLED:
+        return {}
+    difference = spent.idle.get("idle/ranks/total", 0.0) - spent.idle.get("idle/engines/total", 0.0)
+    if sizing.earlier and (before := sizing.earlier[-1])[1].steps >= SETTLED and before[1].seconds < spent.seconds:
+        return before[0]
+    if abs(difference) < WORTH * spent.seconds:
+        return {}
+    move = -1 if difference > 0 else 1
+    wanted = {"roles.actor.ranks": ranks + move, "rollout.replicas": replicas - move}
+    tried = any({name: sizes.get(name) for name in wanted} == wanted for sizes, _ in sizing.earlier)
+    return {} if min(wanted.values()) < 1 or tried else wanted

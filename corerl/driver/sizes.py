@@ -1,0 +1,130 @@
+"""Change the sizes of a run's groups between its steps: ranks hand their state over, engines come and go."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from attrs import define, evolve
+
+from corerl.cluster.placement import Room
+from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.progress import Progress
+from corerl.driver.residency import Residency
+from corerl.driver.roles import Role
+from corerl.driver.run_dir import write_config
+from corerl.driver.updates import WeightUpdates
+from corerl.errors import ConfigError
+from corerl.plan.plan import Plan
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.residency import REST, training
+from corerl.plan.roles import RolePlan
+from corerl.plan.sizes import of_engines
+from corerl.plan.transports import ENGINES
+from corerl.weights.transport import Address
+
+
+@define(kw_only=True, eq=False)
+class Sizes:
+    """The sizes of a run's groups, which its loop may change between two steps."""
+
+    plan: Plan  # of the groups as they are
+    room: Room
+    roles: Mapping[str, Role]
+    updates: WeightUpdates | None
+    saves: Sequence[Checkpoints]
+    residency: Residency
+    progress: Progress
+    address_of: Callable[[ProcessPlan, Sequence[str]], Address]  # of updates to these receivers
+
+    @property
+    def now(self) -> dict[str, int]:
+        """Ranks by role, and replicas, under the names of their settings."""
+        sizes = {f"roles.{name}.ranks": len(role.group.layouts) for name, role in self.roles.items()}
+        if self.updates is not None:
+            sizes["rollout.replicas"] = len(self.updates.fleet)
+        return sizes
+
+    def change(self, overrides: Sequence[str]) -> Iterator[str]:
+        """Change the groups as the overrides of the config say; yields a line for each that has changed. Engines that
+        are to end do so first, those to come start last: so devices can pass from one side to the other.
+
+        Raises UserError or ResizeFailed for the first group that could not be changed, which then is as
+        before; WorkerDied if ranks die."""
+        engines = [each for each in overrides if of_engines(each)]
+        ranks = [each for each in overrides if not of_engines(each)]
+        wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
+        fewer = self.updates is not None and len(_engines(wanted.processes)) < len(self.updates.fleet)
+        for part in (engines, ranks) if fewer else (ranks, engines):
+            if part:
+                yield from self._change(self.plan.resized(part))
+
+    def _change(self, plan: Plan) -> Iterator[str]:
+        before, after = self.plan.processes, plan.processes
+        _require_same_surroundings(before, after)
+        moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
+        replicas = len(_engines(before)), len(_engines(after))
+        if not moved and replicas[0] == replicas[1]:
+            return
+        staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
+        if replicas[1]:
+            staying[ENGINES] = min(replicas)
+        slots = self.room.arrange(after.placement, staying)
+        for save in self.saves:  # which the ranks' successors know nothing of
+            save.complete(wait=True)
+        for name in moved:
+            began = time.monotonic()
+            self.residency.enter(_room_for(self.residency, self.roles[name]))
+            with self.progress.phase("resize"):
+                self.roles[name].group.move(after.roles[name], slots[name], self.roles[name].step(self.progress.step))
+            self.residency.ranks_changed([name])
+            self.room.take({name: slots[name]})
+            yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
+        if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
+            began = time.monotonic()
+            with self.progress.phase("resize"):
+                self.updates.fleet.resize(after.engine.assignments, slots[ENGINES])
+            self.room.take({ENGINES: slots[ENGINES]})
+            yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+        self.plan = plan
+        write_config(plan.start.run_dir, plan.record)
+        if self.updates is not None:
+            self.updates.resized(functools.partial(self.address_of, after))
+
+
+def _engines(plan: ProcessPlan) -> Sequence[object]:
+    return plan.engine.assignments if plan.engine is not None else ()
+
+
+def _others(before: RolePlan, after: RolePlan) -> bool:
+    """Whether the ranks are to be others. What a plan says of the checkpoint to begin with does not matter any more."""
+
+    def seen(plan: RolePlan) -> object:
+        assignments = [evolve(each, config=evolve(each.config, resume="")) for each in plan.assignments]
+        return assignments, dict(plan.environment), plan.resources
+
+    return seen(before) != seen(after)
+
+
+def _require_same_surroundings(before: ProcessPlan, after: ProcessPlan) -> None:
+    """Raise ConfigError if more than sizes would have to change."""
+    if (before.transport, dict(before.common)) != (after.transport, dict(after.common)):
+        raise ConfigError(
+            f"weights.transport: {before.transport!r} while the run goes on, but these sizes need "
+            f"{after.transport!r}; set weights.transport='{after.transport}' from the start, or choose other sizes"
+        )
+
+
+def _room_for(residency: Residency, role: Role) -> str:
+    """The stage in which a role's state is awake, if it has any, and nothing else is."""
+    return training(role.name) if role.loss is not None and role.name in residency.groups else REST
+
+
+def _shape(plan: RolePlan) -> str:
+    ranks = len(plan.assignments)
+    return f"{ranks} rank{'s' * (ranks > 1)} of {plan.backend.name} (dp {plan.data_parallel})"
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.1f} s"

@@ -1,0 +1,322 @@
+"""Hand training state from the ranks of one group to those of another, whatever their numbers, layouts and backends.
+
+Ranks that have the state give it, ranks that want it take it, over a process group of all of them. Each taker says
+which boxes of which tensors it holds; each giver sends of them what it has, in buckets, so that no end needs memory for
+more than one besides the state. They meet in a store that the first giver hosts:
+
+    note/g        giver g -> takers    what each keeps besides tensors
+    given         giver 0 -> all       the kinds of state to come, in order
+    has/KIND/g    giver g -> all       its boxes
+    wants/KIND/t  taker t -> all       its boxes
+
+Transfers of a bucket are in the same order on all ranks, taker by taker and for each of them giver by giver, one at a
+time: the earliest that has not been made can always be made, so no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+from corerl.errors import ContractError, ResizeFailed
+from corerl.messages import first_line
+from corerl.weights.chunks import Box, Chunk, intersect, within
+
+POLL_SECONDS = 0.05  # between two looks whether a handover was called off
+
+Shape: TypeAlias = tuple[int, ...]
+Row: TypeAlias = tuple[str, Shape, Box, str]  # (name, whole shape, box, dtype) of a box that a rank holds
+
+
+@frozen(kw_only=True)
+class Handover:
+    """Where the ranks of two groups meet, and how they pass state on; all of them get the same."""
+
+    host: str  # of the store
+    port: int
+    token: str  # that its keys begin with
+    listening: int | None = None  # file descriptor, in the first giver's process, of a socket already listening there
+    givers: int
+    takers: int
+    device: str = "cpu"  # through whose memory state travels; "cuda" only if no two ranks share a device
+    bucket_bytes: int
+    timeout: float = 600.0  # seconds that one rank waits for another
+
+    def open_store(self, *, master: bool) -> dist.Store:
+        store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.timeout),
+            master_listen_fd=self.listening if master else None,
+        )
+        return dist.PrefixStore(self.token, store)
+
+    def join(self, store: dist.Store, rank: int) -> Any:
+        """The group of all ranks, takers after givers; returns once all have come."""
+        size, timeout = self.givers + self.takers, timedelta(seconds=self.timeout)
+        prefixed = dist.PrefixStore("group", store)
+        if self.device == "cpu":
+            return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+
+
+@frozen(eq=False)
+class Piece:
+    """One box that travels: where it is in the giver's chunk, in the taker's, and in the transfer."""
+
+    given: int  # position among the giver's chunks
+    source: tuple[slice, ...]
+    taken: int  # position among the taker's chunks
+    target: tuple[slice, ...]
+    sizes: Shape
+    start: int  # elements of the transfer before it
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+def transfers(
+    has: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]], bucket_elements: int
+) -> Iterator[tuple[int, int, list[Piece]]]:
+    """(giver, taker, pieces) of all transfers that are not empty, in the order in which they are made. `has` and
+    `wants` are the boxes of each giver and each taker, which cover every tensor; no transfer of a bucket, nor what one
+    rank gets of all of them, has more than `bucket_elements`."""
+    given = [_by_name(rows) for rows in has]
+    taken = [_by_name(rows) for rows in wants]
+    shapes = {name: shape for rows in has for name, shape, _, _ in rows}
+    for bucket in _buckets(shapes, bucket_elements):
+        for taker, own in enumerate(taken):
+            for giver, theirs in enumerate(given):
+                pieces: list[Piece] = []
+                start = 0
+                for name, part in bucket:
+                    for at, box in theirs.get(name, ()):
+                        for into, other in own.get(name, ()):
+                            common = intersect(box, other)
+                            common = intersect(common, part) if common is not None else None
+                            if common is None:
+                                continue
+                            pieces.append(Piece(at, within(common, box), into, within(common, other), common[1], start))
+                            start = pieces[-1].stop
+                if pieces:
+                    yield giver, taker, pieces
+
+
+def _by_name(rows: Sequence[Row]) -> dict[str, list[tuple[int, Box]]]:
+    found: dict[str, list[tuple[int, Box]]] = {}
+    for position, (name, _, box, _) in enumerate(rows):
+        found.setdefault(name, []).append((position, box))
+    return found
+
+
+def _buckets(shapes: Mapping[str, Shape], elements: int) -> Iterator[list[tuple[str, Box]]]:
+    """All tensors, in slices of their first dimension where they are larger than a bucket."""
+    bucket: list[tuple[str, Box]] = []
+    left = elements
+    for name, shape in shapes.items():
+        for part in _slices(shape, elements):
+            size = math.prod(part[1])
+            if size > left and bucket:
+                yield bucket
+                bucket, left = [], elements
+            bucket.append((name, part))
+            left -= size
+    if bucket:
+        yield bucket
+
+
+def _slices(shape: Shape, elements: int) -> Iterator[Box]:
+    if math.prod(shape) <= elements or not shape:
+        yield (0,) * len(shape), shape
+        return
+    inner = math.prod(shape[1:])
+    if inner > elements:  # even a row is too large
+        for row in range(shape[0]):
+            for offsets, sizes in _slices(shape[1:], elements):
+                yield (row, *offsets), (1, *sizes)
+        return
+    rows = elements // inner
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+
+
+def give(
+    handover: Handover,
+    rank: int,
+    state: Mapping[str, Sequence[Chunk]],
+    note: str,
+    *,
+    called_off: Callable[[], str] = lambda: "",
+) -> int:
+    """Send this giver's part of each kind of state, but for replicas; returns the bytes sent. `note` is what the takers
+    get besides. Raises ResizeFailed if a taker is lost, or once `called_off`, which is polled, returns a reason."""
+    sent, failed = [0], list[Exception]()
+    joined: list[Any] = []
+
+    def send() -> None:
+        try:
+            sent[0] = _send(handover, rank, state, note, joined)
+        except Exception as error:  # raised below, in the waiting thread
+            failed.append(error)
+
+    # In a thread: the libraries return only after their own timeout if takers never come.
+    sending = threading.Thread(target=send, name="handover", daemon=True)
+    sending.start()
+    while sending.is_alive():
+        if reason := called_off():
+            for group in joined:
+                group.abort()
+            raise ResizeFailed(f"the handover was called off: {reason}")
+        sending.join(POLL_SECONDS)
+    if failed:
+        raise ResizeFailed(f"the state was not handed over: {first_line(failed[0])}") from failed[0]
+    return sent[0]
+
+
+def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], note: str, joined: list[Any]) -> int:
+    store = handover.open_store(master=rank == 0)
+    store.set(f"note/{rank}", note)
+    if rank == 0:
+        store.set("given", json.dumps(list(state)))
+    owned = {kind: [chunk for chunk in chunks if not chunk.replica] for kind, chunks in state.items()}
+    for kind, chunks in owned.items():
+        _tell(store, f"has/{kind}/{rank}", chunks)
+    _hear(store, f"wants/{next(iter(state))}", handover.takers)  # before the group: it waits less patiently
+    group = handover.join(store, rank)
+    joined.append(group)
+    sent = 0
+    for kind, chunks in owned.items():
+        plan = _plan(store, handover, kind)
+        room = plan.room(handover.device)
+        for giver, taker, pieces in plan.transfers:
+            if giver != rank:
+                continue
+            flat = room[: pieces[-1].stop]
+            for piece in pieces:
+                flat[piece.start : piece.stop].view(piece.sizes).copy_(chunks[piece.given].view[piece.source])
+            group.send([flat], handover.givers + taker, 0).wait()
+            _synchronize(handover.device)
+            sent += flat.nbytes
+    return sent
+
+
+@define(eq=False)
+class Taken:
+    """The state that other ranks hand over, in the place of a checkpoint's. Its kinds are to be taken in their order.
+
+    Raises ResizeFailed, on all takers alike, if givers do not have what is wanted."""
+
+    handover: Handover
+    rank: int  # among the takers
+    kinds: list[str] = field(init=False)
+    _store: dist.Store = field(init=False)
+    _group: Any = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._store = self.handover.open_store(master=False)
+        self.kinds = json.loads(self._store.get("given"))
+
+    def note(self, giver: int) -> str:
+        """What a giver keeps besides tensors."""
+        return self._store.get(f"note/{giver}").decode()
+
+    def take(self, kind: str, chunks: Sequence[Chunk]) -> None:
+        """Fill the chunks, replicas included, with the state of this kind."""
+        handover = self.handover
+        _tell(self._store, f"wants/{kind}/{self.rank}", chunks)
+        if self._group is None:
+            self._group = handover.join(self._store, handover.givers + self.rank)
+        plan = _plan(self._store, handover, kind)
+        room = plan.room(handover.device)
+        for giver, taker, pieces in plan.transfers:
+            if taker != self.rank:
+                continue
+            flat = room[: pieces[-1].stop]
+            self._group.recv([flat], giver, 0).wait()
+            for piece in pieces:
+                chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
+            _synchronize(handover.device)  # before the room is used again
+
+
+@frozen(eq=False)
+class _Plan:
+    """How one kind of state travels."""
+
+    transfers: list[tuple[int, int, list[Piece]]]
+    dtype: torch.dtype  # the least that loses nothing of any giver's
+
+    def room(self, device: str) -> torch.Tensor:
+        largest = max((pieces[-1].stop for _, _, pieces in self.transfers), default=0)
+        return torch.empty(largest, dtype=self.dtype, device=device, pin_memory=_pinned(device))
+
+
+def _pinned(device: str) -> bool:
+    return device == "cpu" and torch.cuda.is_available()
+
+
+def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
+    has = _hear(store, f"has/{kind}", handover.givers)
+    wants = _hear(store, f"wants/{kind}", handover.takers)
+    _require_covered(kind, has, wants)
+    dtype = torch.bool  # the least of all
+    for name in {dtype for rows in has for _, _, _, dtype in rows}:
+        dtype = torch.promote_types(dtype, getattr(torch, name))
+    elements = max(1, handover.bucket_bytes // max(1, dtype.itemsize))
+    return _Plan(list(transfers(has, wants, elements)), dtype)
+
+
+def _require_covered(kind: str, has: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]]) -> None:
+    """Raise ContractError unless givers and takers speak of the same tensors, and takers get every element once."""
+    given = {name: shape for rows in has for name, shape, _, _ in rows}
+    wanted = {name: shape for rows in wants for name, shape, _, _ in rows}
+    for name, shape in {**given, **wanted}.items():
+        if given.get(name) != wanted.get(name):
+            sides = [f"of shape {list(shapes[name])}" if name in shapes else "absent" for shapes in (given, wanted)]
+            raise ContractError(
+                f"handing over {kind!r}: {name!r} is {sides[0]} where it comes from, and {sides[1]} where it goes, "
+                f"{list(shape)}; both backends must expose the same Hugging Face tensors"
+            )
+    boxes = _by_name([row for rows in has for row in rows])
+    for taker, rows in enumerate(wants):
+        for name, _, box, _ in rows:
+            got = sum(math.prod(common[1]) for _, each in boxes[name] if (common := intersect(each, box)) is not None)
+            if got != math.prod(box[1]):
+                raise ContractError(
+                    f"handing over {kind!r}: rank {taker} wants {math.prod(box[1])} elements of {name!r} at offsets "
+                    f"{list(box[0])}, but is given {got}; boxes that are no replicas must hold each element once"
+                )
+
+
+def _tell(store: dist.Store, key: str, chunks: Sequence[Chunk]) -> None:
+    rows = [
+        (chunk.name, tuple(chunk.shape), chunk.box, str(chunk.view.dtype).removeprefix("torch.")) for chunk in chunks
+    ]
+    store.set(key, json.dumps(rows))
+
+
+def _hear(store: dist.Store, prefix: str, ranks: int) -> list[list[Row]]:
+    return [
+        [
+            (name, tuple(shape), (tuple(offsets), tuple(sizes)), dtype)
+            for name, shape, (offsets, sizes), dtype in json.loads(store.get(f"{prefix}/{rank}"))
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda" or torch.cuda.is_available():
+        torch.cuda.synchronize()
