@@ -21,6 +21,7 @@ from benchmarks.report import environment as own_environment
 
 LOOK_SECONDS = 0.02  # between two looks at a run
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
+MAIN = "corerl.cli.main:main"
 # What makes SGLang's server start sooner, and what works without its own kernels for attention.
 SERVER = {
     "sampling_backend": "pytorch",
@@ -60,16 +61,18 @@ class Watched:
         directory: Path,
         config: Path = QUICKSTART,
         environment: Mapping[str, str] | None = None,
+        main: str = MAIN,
     ) -> None:
         """In `directory`, which must not have held a run; `settings` as on the command line. Its processes get
-        `environment` too."""
+        `environment` too. `main`: 'module:function' that does what `corerl` does."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory / "run"
         self._output = directory / "output"
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
-        main = "import sys; from corerl.cli.main import main; sys.exit(main())"
-        command = [sys.executable, "-c", main, "train", str(config), *own, *settings]
+        module, _, function = main.partition(":")
+        program = f"import sys; from {module} import {function} as main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "train", str(config), *own, *settings]
         self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:

@@ -4,11 +4,12 @@ python -m benchmarks.streamed sources --output found/sources.json     # two GPUs
 python -m benchmarks.streamed heal --output found/heal.json           # two GPUs, or one: --gpus 1
 python -m benchmarks.streamed sources --tiny                          # on a CPU; heal --tiny too
 
-`sources` runs `corerl train` once with each `rollout.source`, one after the other: the same model, prompts, settings
-and number of steps, on random weights of the 0.6B shape. Responses are ragged: one token in `--mean` ends a sample, so
-that lengths are close to a geometric distribution, cut off at `--new`. Step n of one source is compared with step n of
-the other, without the first steps. Of each source it reports the step, its phases, and the seconds in which ranks and
-engines did nothing, by cause. Beside them are two bounds, from what the synchronous run took for its rollout R, its
+`sources` is one run of `corerl train`, in which synchronous and streamed steps take turns, so that both find the same
+machine, the same engine and the same weights but for an update; the last steps are one-step-off. The source that hands
+out the steps in turns is below; all else is as in any run. The model has random weights of the 0.6B shape. Responses
+are ragged: one token in `--mean` ends a sample, so that lengths are close to a geometric distribution, cut off at
+`--new`. Of each source, whose first step is left out, it reports the step, its phases, and the seconds in which ranks
+and engines did nothing, by cause. Beside them are two bounds, from what a synchronous step took for its rollout R, its
 training T and the rest: `max(R, T)` and the rest, which no order of the work can go below; and the end of a trainer
 that is never idle while a prompt is there, where a prompt is there once its longest sample is, every token of which is
 as long as any other, and costs as many seconds of T as it has tokens.
@@ -32,11 +33,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from benchmarks.colocated_update import SHAPES
 from benchmarks.grpo_step import FIELDS, MORE
@@ -44,7 +46,12 @@ from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import Ended, Watched, sglang, value
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
+from corerl.data.prompts import PromptStream
+from corerl.driver import sampling
 from corerl.driver.checkpoints import MEMORY
+from corerl.engines.fleet import EngineFleet
+from corerl.plan.plan import RolloutPlan
+from corerl.rollout.sources.base import Arrived, Scored, Source
 from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.types import IntArray
 
@@ -52,6 +59,11 @@ SYNCHRONOUS, STREAMED, AHEAD = "synchronous", "streamed", "one-step-off"
 DISK, COPIED = "disk", "memory"
 TARGET, COPIES = 0.75, 1.02  # of the synchronous step; of the step without copies
 DIE = "CORERL_BENCHMARK_DIE"  # names a file: once it is there, a rank writes when it dies beside it, and dies
+GRAPHS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768),
+    *range(1024, 4096, 256),
+)
+TURNS = "CORERL_BENCHMARK_TURNS"  # names the source of each step
 CUDA = "CUDA_VISIBLE_DEVICES"
 LEARNS_NOTHING = "train.optimizer.lr=1e-6"  # or lengths would not stay what they are
 
@@ -107,8 +119,12 @@ def engine(args: argparse.Namespace) -> list[str]:
     return sglang(
         memory=args.memory,
         attention_backend=os.environ.get("ATTENTION", "triton"),
-        # Larger batches than its CUDA graphs are decoded at half the speed.
-        server={"cuda_graph_max_bs_decode": rows},
+        # Larger batches than its CUDA graphs are decoded at half the speed. Fewer sizes than by default, which would
+        # be captured for a minute: with 768 rows it has 60.
+        server={
+            "cuda_graph_max_bs_decode": rows,
+            "cuda_graph_bs_decode": [*(size for size in GRAPHS if size < rows), rows],
+        },
     )
 
 
@@ -159,63 +175,143 @@ def bounds(step: Mapping[str, float], sampled: Sampled) -> tuple[float, float]:
     return max(rollout, train) + rest, sampled.busy_until(rollout=rollout, train=train) + rest
 
 
+class InTurns(Source):
+    """Each step comes from the source that has its turn. One-step-off comes last: it has drawn what comes next."""
+
+    def __init__(self, turns: Sequence[str], sources: Mapping[str, Source], stream: PromptStream) -> None:
+        self._turns, self._sources, self._stream = turns, sources, stream
+        self._step = 0  # the next
+        self._last = ""  # whose turn it was
+
+    @property
+    def streams(self) -> bool:  # type: ignore[override]
+        return self._step < len(self._turns) and self._sources[self._turns[self._step]].streams
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        return bool(self._last) and self._sources[self._last].overlaps
+
+    def _turn(self) -> Source:
+        name = self._turns[self._step]
+        if name != self._last:
+            self._last = name
+            self._sources[name].restore({"rollout_step": self._step, "prompts": self._stream.position})
+        return self._sources[name]
+
+    async def arrived(self) -> Sequence[Arrived]:
+        return await self._turn().arrived() if self._step < len(self._turns) else ()
+
+    async def next(self) -> Scored | None:
+        if self._step >= len(self._turns):
+            return None
+        scored = await self._turn().next()
+        self._step += 1
+        return scored
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return self._sources[self._last].position
+
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        raise NotImplementedError("nothing resumes this run")
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        return self._sources[self._last].updating(version)
+
+    def close(self) -> None:
+        for each in self._sources.values():
+            each.close()
+
+
+def main_in_turns() -> int:
+    """`corerl`, whose run has its steps from `InTurns`."""
+    made, turns = sampling.make_source, os.environ[TURNS].split(",")
+
+    def make(plan: RolloutPlan, fleet: EngineFleet, *more: Any, **named: Any) -> Source:
+        settings = {name: evolve(plan.settings, source=cast(Any, name)) for name in dict.fromkeys(turns)}
+        sources = {name: made(evolve(plan, settings=each), fleet, *more, **named) for name, each in settings.items()}
+        stream = PromptStream(plan.prompts, plan.seed)
+        for each in sources.values():
+            each._draws = evolve(each._draws, stream=stream)  # type: ignore[attr-defined]
+        return InTurns(turns, sources, stream)
+
+    sampling.make_source = make
+    from corerl.cli.main import main as corerl
+
+    return corerl()
+
+
 def sources(args: argparse.Namespace, directory: Path) -> tuple[Report, bool]:
-    found: dict[str, Ended] = {}
-    sampled: list[Sampled] = []
-    for source in (SYNCHRONOUS, STREAMED, AHEAD):
-        own = [f"rollout.source={source}", f"run.steps={args.warm + args.steps}", "checkpoint.every=0"]
-        placed = ["cluster.placement=disaggregated", "rollout.save=true"]
-        with Watched(*settings(args, *own, *placed), directory=directory / source) as run:
-            found[source] = ended = run.wait(args.deadline)
-            if ended.status == 0 and source == SYNCHRONOUS:
-                sampled = lengths(run.directory)
-        tell(source, ended, well=ended.status == 0)
-    good = all(ended.status == 0 for ended in found.values())
-    return sources_report(args, found, sampled), good
+    turns = [SYNCHRONOUS, STREAMED] * (1 + args.steps) + [AHEAD] * (2 + args.ahead if args.ahead else 0)
+    own = [f"run.steps={len(turns)}", f"rollout.source={STREAMED}", "checkpoint.every=0"]
+    own += ["cluster.placement=disaggregated", "rollout.save=true"]
+    named = {"environment": {TURNS: ",".join(turns)}, "main": "benchmarks.streamed:main_in_turns"}
+
+    def all_done(run: Watched) -> bool:  # what is left is a checkpoint
+        return sum("time/step" in line for line in run.lines()) == len(turns)
+
+    with Watched(*settings(args, *own), directory=directory / "sources", **named) as run:  # type: ignore[arg-type]
+        ended = run.wait(args.deadline, all_done)
+        sampled = lengths(run.directory) if ended.steps else []
+    tell("sources", ended, well=len(ended.steps) == len(turns))
+    return sources_report(args, turns, ended.steps, sampled), len(ended.steps) == len(turns)
 
 
-def sources_report(args: argparse.Namespace, found: Mapping[str, Ended], sampled: Sequence[Sampled]) -> Report:
-    counted = min(len(ended.steps) for ended in found.values()) - args.warm
-    if counted < 1 or not sampled:
-        raise SystemExit("a run has no step that counts; see above")
-    steps = {source: ended.steps[args.warm : args.warm + counted] for source, ended in found.items()}
+def sources_report(
+    args: argparse.Namespace,
+    turns: Sequence[str],
+    done: Sequence[Mapping[str, float]],
+    sampled: Sequence[Sampled],
+) -> Report:
+    """Of all that was done, each source's first step aside; of one-step-off two: nothing was drawn ahead of the first,
+    and the update before the second waited for what it drew."""
+    of: dict[str, list[int]] = {source: [] for source in dict.fromkeys(turns)}
+    for number, source in enumerate(turns[: len(done)]):
+        of[source].append(number)
+    counted = {source: numbers[2 if source == AHEAD else 1 :] for source, numbers in of.items()}
+    pairs = min(len(counted[SYNCHRONOUS]), len(counted[STREAMED]))
+    if not pairs:
+        raise SystemExit("the run has no step that counts; see above")
 
     def values(source: str, name: str) -> list[float]:
-        return [step.get(name, 0.0) for step in steps[source]]
+        return [done[number].get(name, 0.0) for number in counted[source]]
 
     plain = values(SYNCHRONOUS, "time/step")
-    both = [bounds(step, each) for step, each in zip(steps[SYNCHRONOUS], sampled[args.warm :], strict=False)]
+    both = [bounds(done[number], sampled[number]) for number in counted[SYNCHRONOUS]]
+    streamed = values(STREAMED, "time/step")[:pairs]
     comparisons = [
-        Comparison(
-            what=f"step, {source}", against=SYNCHRONOUS, ours=values(source, "time/step"), other=plain, target=at
-        )
-        for source, at in ((STREAMED, TARGET), (AHEAD, None))
+        Comparison(what="step, streamed", against=SYNCHRONOUS, ours=streamed, other=plain[:pairs], target=TARGET)
     ]
+    if ahead := values(AHEAD, "time/step") if counted.get(AHEAD) else []:
+        mean = [statistics.mean(plain)] * len(ahead)
+        comparisons.append(Comparison(what=f"step, {AHEAD}", against=f"mean {SYNCHRONOUS}", ours=ahead, other=mean))
     comparisons += [
         Comparison(what=f"bound of the step, {what}", against=SYNCHRONOUS, ours=list(each), other=plain)
         for what, each in zip(("max(R, T)", "each prompt trained as it comes"), zip(*both, strict=True), strict=True)
     ]
     numbers = []
-    for source, own in steps.items():
-        names = sorted({name for step in own for name in step if name.startswith(("time/", "idle/"))})
+    for source, own in counted.items():
+        names = sorted({name for each in own for name in done[each] if name.startswith(("time/", "idle/"))})
         numbers += [
             Number(what=f"{source}: {name.removeprefix('time/')}", values=values(source, name), unit="s")
             for name in names
+            if own
         ]
         numbers += [
             Number(what=f"{source}: {name}", values=values(source, name), unit="")
             for name in ("rollout/reward", "train/loss", "train/grad_norm", "rollout/logprob_diff")
+            if own
         ]
-        numbers.append(
-            Number(what=f"{source}: tokens of a response", values=values(source, "rollout/response_length"), unit="")
-        )
+        if own:
+            lengths_of = values(source, "rollout/response_length")
+            numbers.append(Number(what=f"{source}: tokens of a response", values=lengths_of, unit=""))
     return Report(
         name="streamed",
         size=f"{'tiny' if args.tiny else args.shape + ' shape'}, {args.prompts} x {args.samples} samples of at most "
         f"{args.new} tokens, one rank and one engine on devices of their own",
         comparisons=comparisons,
         numbers=numbers,
-        note=f"Steps {args.warm} to {args.warm + counted - 1} of a run with each source, one after the other.",
+        note=f"Steps in turns: {', '.join(turns)}.",
     )
 
 
@@ -362,10 +458,11 @@ def main() -> int:
     command.add_argument("--new", type=int, help="tokens of a sample at most; 2048, and 1024 in heal")
     command.add_argument("--mean", type=int, default=400, help="one token in so many ends a sample")
     command.add_argument("--steps", type=int, default=3, help="that count")
-    command.add_argument("--warm", type=int, default=1, help="steps before them: kernels are compiled, memory pinned")
+    command.add_argument("--warm", type=int, default=1, help="steps before them in heal: memory is pinned")
     command.add_argument("--micro-batch", type=int, help="tokens; 16384, and 8192 in heal")
     command.add_argument("--memory", type=float, help="share of the GPU for engines; 0.8, and 0.4 in heal")
     command.add_argument("--engine", default="sglang", help="or transformers")
+    command.add_argument("--ahead", type=int, default=2, help="steps of one-step-off that count")
     command.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="of heal")
     command.add_argument("--deadline", type=float, default=400.0, help="seconds of a run, its start included")
     command.add_argument("--set", nargs="*", default=[], help="more settings of the runs")

@@ -48,7 +48,10 @@ class SglangConfig:
         "return the experts that each token was routed to, for algorithm.routing_replay = 'engine'", default=False
     )
     requests: int = option(
-        "requests into which a rollout step is split; all are sent at once", default=8, validator=at_least(1)
+        "requests into which a rollout step is split, or each part that is answered by itself, of 8 rows or more; all "
+        "are sent at once",
+        default=8,
+        validator=at_least(1),
     )
     start_timeout: float = option("seconds allowed for the server to start", default=900.0, validator=above(0))
     health_timeout: float = option(
