@@ -173,6 +173,7 @@ class Run:
 
     def _next(self) -> Scored | None:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+        self._early = None  # that of the step before
         if self.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
             self._early = Early(
