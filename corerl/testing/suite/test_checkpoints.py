@@ -25,7 +25,7 @@ from corerl.testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
 from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 
 
-@check("C18", level=1, builds_on=["C14"])
+@check("C18", level=1, builds_on=["C14"], variants={"kind": "qwen3-tied"})
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Subject, kind: str) -> None:
     setup, checkpoint = subject.setup(kind), subject.checkpoint(2)
