@@ -186,6 +186,7 @@ def subject(
         options=options,
         lifted=bool(found.unsupported),
     )
+    subject.require_ranks(world_size)
     if str(Capability.MULTI_RANK) in found.unsupported:
         if backend_name not in _refusals:
             _refusals[backend_name] = subject.refusal_of_two_ranks()

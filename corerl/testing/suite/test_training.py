@@ -205,12 +205,14 @@ def test_tokens_that_are_masked_or_padding_change_nothing(subject: Subject) -> N
 @check("C26", level=2, builds_on=["C14", "C51"], ranks=[2])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_two_ranks_train_as_one_does_on_the_same_batch(subject: Subject, kind: str) -> None:
+    subject.require_ranks(1)
     alone = subject.runs.trained_as(1, subject.setup(kind))
     assert_follows(subject.trained(kind), alone)
 
 
 @check("C27", level=2, builds_on=["C26"], ranks=[2])
 def test_the_metrics_of_two_ranks_together_are_those_of_one(subject: Subject) -> None:
+    subject.require_ranks(1)
     found = subject.trained("qwen3-tied")
     for results in found.results:
         grad_norm_of(results)  # equal on all ranks
