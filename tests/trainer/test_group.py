@@ -380,15 +380,16 @@ SHARED = {
 
 @pytest.mark.usefixtures("given_by_value")
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
-def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
-    tokens = [100, 200]  # of each dp rank's samples; whoever shares them has seen them all
+def test_what_ranks_report_counts_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
+    tokens = [100, 200]  # of each dp rank's samples
 
     def trained(rank: int, **changes: Any) -> TrainResult:
         at = layouts[rank]
         # The backend's own where it outputs; and what an extension has measured, on every rank.
         own = {"loss": Metric(1.0 + at.dp_rank, 4.0)} if at.outputs else {}
         measured = {"peak": Metric(10.0 - rank, reduction=Reduction.MAX), "found": Metric(1.0, 1.0, Reduction.SUM)}
-        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=tokens[at.dp_rank])
+        counted = tokens[at.dp_rank] if at.outputs else 0
+        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=counted)
         return evolve(result, **changes)
 
     results = [trained(rank) for rank in range(4)]
