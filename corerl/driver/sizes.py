@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import define, evolve
 
-from corerl.cluster.placement import Room, Slot
+from corerl.cluster.placement import Bundle, Room, Slot
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
@@ -16,14 +16,16 @@ from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, CorerlError
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
 from corerl.plan.sizes import of_engines
-from corerl.plan.transports import ENGINES
+from corerl.plan.transports import ENGINES, senders
+from corerl.plugin.spec import ACTOR
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
 
 
 @define(kw_only=True, eq=False)
@@ -71,31 +73,57 @@ class Sizes:
         staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
         if replicas[1]:
             staying[ENGINES] = min(replicas)
-        slots = self.room.arrange(after.placement, staying)
-        for save in self.saves:  # which the ranks' successors know nothing of
-            save.complete(wait=True)
-        for name in moved:
-            began = time.monotonic()
-            self.residency.enter(_room_for(self.residency, self.roles[name]))
-            with self.progress.phase("resize"):
-                self.roles[name].group.move(after.roles[name], slots[name], self.roles[name].step(self.progress.step))
-            self.residency.ranks_changed([name])
-            self.room.take({name: slots[name]})
-            roles = {**self.plan.processes.roles, name: after.roles[name]}
-            self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
-            yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
-        if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
-            began = time.monotonic()
-            self.residency.enter(REST)  # new engines load where others may be
-            with self.progress.phase("resize"):
-                self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
-            self.room.take({ENGINES: slots[ENGINES]})
-            self.residency.engines_changed()
-            yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+        try:
+            slots = self.room.arrange(after.placement, staying)
+            renew = functools.partial(self.address_of, _seen(after, slots))
+            for save in self.saves:  # which the ranks' successors know nothing of
+                save.complete(wait=True)
+            for name in moved:
+                began = time.monotonic()
+                role = self.roles[name]
+                self.residency.enter(_room_for(self.residency, role))
+                with self.progress.phase("resize"):
+                    role.group.move(after.roles[name], slots[name], role.step(self.progress.step))
+                self.residency.ranks_changed([name])
+                self.room.take({name: slots[name]})
+                roles = {**self.plan.processes.roles, name: after.roles[name]}
+                self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
+                if self.updates is not None and name == ACTOR:
+                    self.updates.resized(renew)
+                yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
+            if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
+                began = time.monotonic()
+                self.residency.enter(REST)  # new engines load where others may be
+                with self.progress.phase("resize"):
+                    self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
+                self.room.take({ENGINES: slots[ENGINES]})
+                self.residency.engines_changed()
+                self.updates.resized(renew)
+                yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+        except CorerlError:
+            self.room.take({})  # what was reserved for processes that did not come
+            raise
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
-        if self.updates is not None:
-            self.updates.resized(functools.partial(self.address_of, after))
+
+
+def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
+    """The plan with the senders beside the engines where these are, which have stayed and may not be where a run would
+    place them that starts so. Raises ConfigError if one has no sender beside it and needs one."""
+    if after.device == "cpu" or not after.senders or ENGINES not in slots:
+        return after
+    numbers: dict[Bundle, int] = {}
+    ranks, receivers = (
+        [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
+        for name in (ACTOR, ENGINES)
+    )
+    found = senders(receivers, ranks, one_machine=False)
+    if not found and TRANSPORTS[after.transport].one_device:
+        raise ConfigError(
+            f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
+            "choose other sizes"
+        )
+    return evolve(after, senders=found)
 
 
 def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -56,7 +57,7 @@ from corerl.weights.transports import TRANSPORTS
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
-Seated: TypeAlias = tuple[RolePlan, Sequence[Slot], Callable[[], None]]  # the last one is called once ranks are there
+Seated: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
 
 
 class TrainGroup:
@@ -77,7 +78,7 @@ class TrainGroup:
         self.role = plan.role
         self._again = again
         self._watching = Watching()
-        self._planned: Callable[..., Seated] | None = None  # by `start`, of other sizes
+        self._planned: Callable[..., AbstractContextManager[Seated]] | None = None  # by `start`, of other sizes
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -111,17 +112,18 @@ class TrainGroup:
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
         ):
 
-            def planned(**sizes: Any) -> Seated:
+            @contextlib.contextmanager
+            def planned(**sizes: Any) -> Iterator[Seated]:
+                nonlocal current
                 changed = with_sizes(current, role, **sizes)
                 again = plan_group(changed, role, resume="")
-                slots = room.arrange(again.placement)
-
-                def seated() -> None:
-                    nonlocal current
-                    current = changed
-                    room.take(slots)
-
-                return again.role, slots[role], seated
+                slots: Mapping[str, Sequence[Slot]] = {}
+                try:
+                    found = room.arrange(again.placement)
+                    yield again.role, found[role]
+                    current, slots = changed, found
+                finally:
+                    room.take(slots)  # or give back what was reserved for ranks that did not come
 
             bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
             watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
@@ -201,10 +203,8 @@ class TrainGroup:
         """
         if self._planned is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use move")
-        plan, slots, seated = self._planned(ranks=ranks, backend=backend, options=options)
-        result = self.move(plan, slots, step)
-        seated()
-        return result
+        with self._planned(ranks=ranks, backend=backend, options=options) as (plan, slots):
+            return self.move(plan, slots, step)
 
     def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
         host, port, listening = self.processes.listen(0)
