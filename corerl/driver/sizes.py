@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -26,6 +27,8 @@ from corerl.plan.transports import ENGINES, senders
 from corerl.plugin.spec import ACTOR
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
+
+OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")
 
 
 @define(kw_only=True, eq=False)
@@ -55,17 +58,20 @@ class Sizes:
 
         Raises UserError or ResizeFailed for the first group that could not be changed, which then is as
         before; WorkerDied if ranks die."""
-        engines = [each for each in overrides if of_engines(each)]
-        ranks = [each for each in overrides if not of_engines(each)]
         wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
+        engines = [each for each in overrides if of_engines(each)]
+        parts = _by_role([each for each in overrides if not of_engines(each)])
         fewer = self.updates is not None and len(_engines(wanted.processes)) < len(self.updates.fleet)
-        for part in (engines, ranks) if fewer else (ranks, engines):
+        plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
+        for part in [engines, *parts] if fewer else [*parts, engines]:
             if part:
-                yield from self._change(self.plan.resized(part))
+                plans.append((plans[-1] if plans else self.plan).resized(part))
+                _require_same_surroundings(self.plan.processes, plans[-1].processes)
+        for plan in plans:
+            yield from self._change(plan)
 
     def _change(self, plan: Plan) -> Iterator[str]:
         before, after = self.plan.processes, plan.processes
-        _require_same_surroundings(before, after)
         moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
         replicas = len(_engines(before)), len(_engines(after))
         if not moved and replicas[0] == replicas[1]:
@@ -132,6 +138,15 @@ def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
         for assignment, slot in zip(plan.assignments, slots, strict=True)
     ]
+
+
+def _by_role(overrides: Sequence[str]) -> list[list[str]]:
+    """Overrides that are each of one role, by role; all together if any is of several."""
+    names = [OF_ROLE.match(each) for each in overrides]
+    found: dict[str, list[str]] = {}
+    for override, name in zip(overrides, names, strict=True):
+        found.setdefault(name[1] if name is not None and all(names) else "", []).append(override)
+    return list(found.values())
 
 
 def _engines(plan: ProcessPlan) -> Sequence[object]:
