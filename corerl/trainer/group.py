@@ -23,7 +23,7 @@ from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError
+from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError, WorkerDied
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
@@ -173,9 +173,17 @@ class TrainGroup:
         Raises ResizeFailed, or the UserError of the new ranks, if they could not take over: then all is as before.
         """
         self._calls.wait()
+        if self.processes.ended:
+            self._calls.raise_unheard()
+            raise WorkerDied(f"the {self.role}'s ranks have ended; move can no longer be called")
         others = TrainGroup.launch(plan, slots, watching=self._watching)
         try:
-            result = others.init().result() if plan.objective is None else self._hand_over(others, step)
+            with self._staying():
+                others.construct()
+                if plan.objective is None:
+                    result = others.init().result()
+            if plan.objective is not None:
+                result = self._hand_over(others, step)
         except BaseException:
             others.processes.kill()
             raise
@@ -239,13 +247,25 @@ class TrainGroup:
             if self.processes.ended:
                 raise
             self.processes.aside("call_off", handover.token, cause.message)
-            with contextlib.suppress(ResizeFailed):
+            try:
                 giving.result()
-            if isinstance(cause, UserError):
+            except CorerlError:
+                if self.processes.ended:
+                    raise
+            with self._staying():
                 raise cause from None
+
+    @contextlib.contextmanager
+    def _staying(self) -> Iterator[None]:
+        """Errors of new ranks, which these then go on without, are told as such."""
+        try:
+            yield
+        except UserError:
+            raise
+        except CorerlError as error:
             raise ResizeFailed(
-                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {cause.message}"
-            ) from cause
+                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {error.message}"
+            ) from error
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
