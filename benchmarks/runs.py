@@ -16,10 +16,12 @@ from typing import Any
 
 from attrs import frozen
 
-from benchmarks.report import ROOT, environment
+from benchmarks.report import ROOT
+from benchmarks.report import environment as own_environment
 
 LOOK_SECONDS = 0.02  # between two looks at a run
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
+MAIN = "corerl.cli.main:main"
 # What makes SGLang's server start sooner, and what works without its own kernels for attention.
 SERVER = {
     "sampling_backend": "pytorch",
@@ -33,7 +35,7 @@ SERVER = {
 class Ended:
     """What a run left."""
 
-    status: int | None  # its exit status; None where the deadline ended it
+    status: int | None  # its exit status; None where it had not ended
     seconds: float  # from its start
     steps: Sequence[Mapping[str, float]]  # metrics of each rollout step
     evaluations: Sequence[Mapping[str, float]]
@@ -53,15 +55,24 @@ class Ended:
 class Watched:
     """One run. Use it as a context: whatever is left of it is killed at the end."""
 
-    def __init__(self, *settings: str, directory: Path, config: Path = QUICKSTART) -> None:
-        """In `directory`, which must not have held a run; `settings` as on the command line."""
+    def __init__(
+        self,
+        *settings: str,
+        directory: Path,
+        config: Path = QUICKSTART,
+        environment: Mapping[str, str] | None = None,
+        main: str = MAIN,
+    ) -> None:
+        """In `directory`, which must not have held a run; `settings` as on the command line. Its processes get
+        `environment` too. `main`: 'module:function' that does what `corerl` does."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory / "run"
         self._output = directory / "output"
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
-        main = "import sys; from corerl.cli.main import main; sys.exit(main())"
-        command = [sys.executable, "-c", main, "train", str(config), *own, *settings]
+        module, _, function = main.partition(":")
+        program = f"import sys; from {module} import {function} as main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "train", str(config), *own, *settings]
         self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:
@@ -70,7 +81,7 @@ class Watched:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**environment(), "TMPDIR": str(self.temporary)},
+                env={**own_environment(), **(environment or {}), "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 
@@ -111,10 +122,12 @@ class Watched:
         """The engines' servers: processes that lead a session of their own."""
         return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
 
-    def wait(self, deadline: float, look: Callable[[Watched], None] = lambda watched: None) -> Ended:
-        """Until it ends, or `deadline` seconds after its start; `look` is called every few milliseconds meanwhile."""
+    def wait(self, deadline: float, look: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
+        """Until it ends, or `deadline` seconds after its start, or `look`, which is called every few milliseconds
+        meanwhile, says with True that it has seen enough."""
         while (status := self.process.poll()) is None and time.monotonic() - self._began < deadline:
-            look(self)
+            if look(self):
+                break
             time.sleep(LOOK_SECONDS)
         lines = self.lines()
         return Ended(
@@ -132,6 +145,8 @@ def value(given: Any) -> str:
         return "{" + ",".join(f"{key}={value(each)}" for key, each in given.items()) + "}"
     if isinstance(given, bool):
         return str(given).lower()
+    if isinstance(given, list):
+        return "[" + ",".join(map(value, given)) + "]"
     return f"'{given}'" if isinstance(given, str) else str(given)
 
 

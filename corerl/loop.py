@@ -27,10 +27,10 @@ def training(run: Run) -> None:
                 batch = run.with_advantages(scored)
                 results = run.optimize(batch)
                 run.progress.step += 1
-                run.resize()
                 run.push_weights()
                 run.report(scored, batch, results)
                 run.save()
+                run.resize()
             run.evaluate()
         if run.stopping:
             break

@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         nargs="*",
         default=[],
-        help="such as roles.actor.ranks=4, backends.megatron.tensor_parallel=2 or rollout.replicas=2",
+        help="such as roles.actor.ranks=4, backends.NAME.OPTION=2 or rollout.replicas=2",
     )
     parser.set_defaults(run=run)
 

@@ -21,6 +21,7 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
+from corerl.driver import scaling
 from corerl.driver.checkpoints import Checkpoints, copies_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.idle import SCORING
@@ -38,7 +39,6 @@ from corerl.driver.sampling import (
     start_source,
     unseen_tokens,
 )
-from corerl.driver.scaling import Scaling
 from corerl.driver.sizes import Sizes, seated
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
@@ -105,6 +105,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
     write_config(start.run_dir, plan.record)
+    scaling.begin(start.run_dir)
     progress = Progress(
         load_observers(plan.extensions, str(start.run_dir)),
         plan.first_step,
@@ -308,7 +309,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress=progress,
             address_of=address,
         ),
-        scaling=Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
+        scaling=scaling.Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),

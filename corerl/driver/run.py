@@ -50,6 +50,7 @@ from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
+from corerl.plan.sizes import REPLICAS
 from corerl.plugin.events import (
     Evaluated,
     RunFinished,
@@ -172,6 +173,7 @@ class Run:
 
     def _next(self) -> Scored | None:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+        self._early = None  # that of the step before
         if self.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
             self._early = Early(
@@ -366,8 +368,10 @@ class Run:
     # ---- sizes ------------------------------------------------------------------------------------------------------
 
     def resize(self) -> None:
-        """Change the groups' sizes if somebody wants that, after a step's training and before its weights are pushed.
-        What cannot be is told, and the run goes on."""
+        """Change the groups' sizes if somebody wants that, between two steps. What cannot be is told, and the run goes
+        on."""
+        if self.stopping or self.progress.step >= self.plan.run.steps:
+            return
         run_dir = self.plan.start.run_dir
         if (request := asked(run_dir)) is not None:
             changed, error = self._resize(request.overrides)
@@ -393,10 +397,12 @@ class Run:
             self.progress.notice(f"the sizes stay as they are: {'; '.join(error.message.splitlines())}")
             return changed, error.message
         finally:
-            if self.sizes.now != before:
+            now = self.sizes.now
+            if now.get(REPLICAS, 0) > before.get(REPLICAS, 0):
                 self._pushed_at = None  # new engines have no weights yet
-                if self.scaling is not None:
-                    self.scaling.changed(before)
+            if now != before and self.scaling is not None:
+                self.scaling.changed(before)
+            self.push_weights()
         return changed, ""
 
     # ---- weights and memory -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from corerl.rollout.sources.recorded import SavedRollouts
 from corerl.rollout.sources.streamed import Streamed
 from corerl.rollout.sources.synchronous import Synchronous
 
-STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers one call after the other
+STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
 
 
 def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
@@ -51,9 +52,17 @@ async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
     """The most rows of several requests that an engine gets in one call: where samples are drawn ahead, an even share
     of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
-    there, a part of that."""
-    parts = {"asynchronous": 1, "streamed": STREAMED_PARTS}.get(rollout.source)
-    return UNLIMITED if parts is None else max(1, rollout.prompts // (replicas * calls * parts)) * rollout.samples
+    there, as few as let the calls that it answers at once hold its whole share of the batch."""
+    share = rollout.prompts / replicas
+    match rollout.source:
+        case "asynchronous":
+            prompts = math.floor(share / calls)
+        case "streamed":
+            # All of them at once: an engine that batches by itself decodes few rows hardly faster than many.
+            prompts = math.ceil(share / max(calls, STREAMED_PARTS))
+        case _:
+            return UNLIMITED
+    return max(1, prompts) * rollout.samples
 
 
 def start_source(

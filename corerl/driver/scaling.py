@@ -39,6 +39,11 @@ class Answer:
     error: str = ""
 
 
+def begin(run_dir: Path) -> None:
+    """Forget a request that was made of an earlier run there."""
+    (run_dir / REQUEST).unlink(missing_ok=True)
+
+
 def asked(run_dir: Path) -> Request | None:
     """The request that waits, which is then taken."""
     path = run_dir / REQUEST
@@ -112,7 +117,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 class Spent:
     """How steps fared, on average, at some sizes."""
 
-    steps: int
+    steps: int  # without the first one after a change, which has the seconds of that too; may be 0
     seconds: float  # of a step
     idle: Mapping[str, float]  # metrics such as idle/ranks/total, in seconds of a step
 
@@ -138,7 +143,7 @@ class Scaling:
     scaler: Scaler
     _totals: dict[str, float] = field(factory=dict)
     _steps: int = 0
-    _changing: bool = False  # the sizes have changed in the present step, which is of neither
+    _changing: bool = False  # the sizes have changed since the last step: the next one has the seconds of that
     _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
@@ -152,8 +157,6 @@ class Scaling:
 
     def wanted(self, step: int, sizes: Mapping[str, int]) -> list[str]:
         """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
-        if not self._steps:
-            return []
         try:
             found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
         except Exception as error:

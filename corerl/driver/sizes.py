@@ -22,7 +22,7 @@ from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
-from corerl.plan.sizes import of_engines
+from corerl.plan.sizes import REPLICAS, of_engines
 from corerl.plan.transports import ENGINES, senders
 from corerl.plugin.spec import ACTOR
 from corerl.weights.transport import Address
@@ -49,7 +49,7 @@ class Sizes:
         """Ranks by role, and replicas, under the names of their settings."""
         sizes = {f"roles.{name}.ranks": len(role.group.layouts) for name, role in self.roles.items()}
         if self.updates is not None:
-            sizes["rollout.replicas"] = len(self.updates.fleet)
+            sizes[REPLICAS] = len(self.updates.fleet)
         return sizes
 
     def change(self, overrides: Sequence[str]) -> Iterator[str]:

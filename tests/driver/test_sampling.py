@@ -15,8 +15,10 @@ from corerl.engines.base import UNLIMITED
         ("asynchronous", 2, 4, 8 * 4),  # an even share of a batch: 64 prompts over 8 calls
         ("asynchronous", 3, 1, 21 * 4),
         ("asynchronous", 100, 1, 4),  # never less than a group
-        ("streamed", 2, 4, 2 * 4),  # a quarter of that
-        ("streamed", 2, 32, 4),
+        ("streamed", 2, 1, 8 * 4),  # a quarter of an engine's share, one call after the other
+        ("streamed", 2, 16, 2 * 4),  # a sixteenth: all calls at once hold it
+        ("streamed", 2, 30, 2 * 4),  # 16 of them hold it; with less in each, 30 would not
+        ("streamed", 2, 128, 4),
         ("synchronous", 2, 4, UNLIMITED),
         ("one-step-off", 2, 4, UNLIMITED),
     ],

@@ -25,6 +25,7 @@ from corerl.driver.scaling import (
     ask,
     asked,
     balance,
+    begin,
 )
 from corerl.errors import ConfigError, CorerlError
 
@@ -133,6 +134,13 @@ def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path:
     assert asked(tmp_path) == Request("next", ())
 
 
+def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
+    begin(tmp_path)
+    assert asked(tmp_path) is None
+
+
 def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     (tmp_path / f".{REQUEST}.part").mkdir()
     with pytest.raises(ConfigError) as caught:
@@ -177,7 +185,9 @@ def scaling_by(function: Callable[[Sizing], Any]) -> Scaling:
 def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before() -> None:
     got: list[Sizing] = []
     made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
-    assert made.wanted(0, SIZES) == [] and got == []  # nothing to judge by
+    nothing = Spent(steps=0, seconds=0.0, idle={})
+    assert made.wanted(0, SIZES) == []
+    assert got.pop() == Sizing(step=0, sizes=SIZES, spent=nothing, earlier=())
     others = {"roles.actor.ranks": 3, "rollout.replicas": 1}
     for seconds, idle in ((2.0, 0.5), (4.0, 1.0)):
         made.step_done(
@@ -187,8 +197,9 @@ def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before
     first = Spent(steps=2, seconds=3.0, idle={"idle/ranks/total": 0.75, "idle/ranks/samples": 0.25})
     assert got.pop() == Sizing(step=2, sizes=SIZES, spent=first, earlier=())
     made.changed(SIZES)
-    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0})  # of the step in which the sizes changed
-    assert made.wanted(3, others) == [] and got == []
+    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0})  # with the seconds of the change
+    assert made.wanted(3, others) == []
+    assert got.pop() == Sizing(step=3, sizes=others, spent=nothing, earlier=((SIZES, first),))
     made.step_done({"time/step": 1.0, "idle/engines/total": 0.5})
     assert made.wanted(4, others) == []
     second = Spent(steps=1, seconds=1.0, idle={"idle/engines/total": 0.5})
@@ -198,8 +209,12 @@ def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before
     for _ in range(2):
         made.step_done({"time/step": 8.0})
     made.wanted(6, others)
-    nothing = Spent(steps=0, seconds=0.0, idle={})
-    assert got.pop().earlier == ((SIZES, first), (others, second), (SIZES, nothing))
+    assert got.pop() == Sizing(
+        step=6,
+        sizes=others,
+        spent=Spent(steps=1, seconds=8.0, idle={}),
+        earlier=((SIZES, first), (others, second), (SIZES, nothing)),
+    )
 
 
 def test_sizes_that_are_others_become_overrides() -> None:

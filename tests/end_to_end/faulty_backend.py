@@ -6,12 +6,14 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
 from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
+from corerl.weights.handover import Handover
 from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend
 
@@ -40,6 +42,11 @@ class FaultyBackend(FsdpBackend):
         elif self.fails_in("save", step):  # in the background, while training goes on
             self._writer = BackgroundWriter(run=lambda job: (self.fail(), job()))
         return super().save(path, step, background)
+
+    def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
+        if self.fails_in("hand_over", step):
+            self.fail()
+        return super().hand_over(handover, step, called_off)
 
     def fails_in(self, hook: str, step: Step) -> bool:
         options = self.config.options

@@ -10,6 +10,7 @@ import numpy as np
 from attrs import evolve
 
 from corerl.data.prompts import Prompt
+from corerl.driver.scaling import Sizing
 
 KEPT: list[Any] = []  # references, in whose absence the store would drop the objects
 
@@ -34,6 +35,16 @@ def unreliable(prompt: Prompt, response: str) -> float:
             while True:
                 pass
     return len(response) / 8
+
+
+def down_and_up(sizing: Sizing) -> dict[str, int]:
+    """One rank and one engine more or less, at other steps each."""
+    ranks, replicas = "roles.actor.ranks", "rollout.replicas"
+    return {1: {ranks: 1}, 2: {ranks: 2, replicas: 2}, 4: {replicas: 1}}.get(sizing.step, {})
+
+
+def one_rank_at_step_3(sizing: Sizing) -> dict[str, int]:
+    return {"roles.actor.ranks": 1} if sizing.step == 3 else {}
 
 
 def fill_store(scored: Any) -> Any:

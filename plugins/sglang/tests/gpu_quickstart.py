@@ -168,6 +168,7 @@ SCENARIOS = {
         for name, own in FAMILIES.items()
     },
     "apart": Scenario(gpus=2, settings=(APART,)),
+    "apart-streamed": Scenario(gpus=2, settings=(APART, "rollout.source=streamed")),
     # Of older weights, whose log-probs differ as they should.
     "apart-asynchronous": Scenario(gpus=2, settings=(APART, ASYNCHRONOUS), bound=None),
     "apart-kill-update": Scenario(

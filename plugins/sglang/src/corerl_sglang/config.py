@@ -9,8 +9,10 @@ from attrs import frozen
 
 from corerl.config import above, at_least, between, option
 
-# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing.
-CALLS = 16
+# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has
+# prompts, where each is to be answered by itself, since what finds no free call is not decoded meanwhile.
+CALLS = 128
+ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
 
 
 @frozen(kw_only=True)
@@ -46,7 +48,10 @@ class SglangConfig:
         "return the experts that each token was routed to, for algorithm.routing_replay = 'engine'", default=False
     )
     requests: int = option(
-        "requests into which a rollout step is split; all are sent at once", default=8, validator=at_least(1)
+        "requests into which a rollout step is split, or each part that is answered by itself, of 8 rows or more; all "
+        "are sent at once",
+        default=8,
+        validator=at_least(1),
     )
     start_timeout: float = option("seconds allowed for the server to start", default=900.0, validator=above(0))
     health_timeout: float = option(

@@ -36,7 +36,7 @@ from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
 from corerl.weights import Address, Manifest, as_sent, is_quantized
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
-from corerl_sglang.config import CALLS, SglangConfig
+from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
@@ -118,7 +118,7 @@ class SglangEngine(Engine):
             self._resume({*CACHES})  # only now: others on the device may have used that memory
             # Not one request per row: SGLang handles all requests in one event loop, at a fixed cost each. Not one for
             # all rows either: answers are parsed here while the server still writes the rest.
-            parts = request.parts(self._options.requests)
+            parts = request.parts(min(self._options.requests, max(1, len(request) // ROWS)))
             known = self._failure
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version, told) for part in parts]
