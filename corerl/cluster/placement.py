@@ -143,14 +143,9 @@ class Room(Mapping[str, Sequence[Slot]]):
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         began = bool(self._slots)
-        at: dict[int, Bundle] = {}  # of the placement's bundles
-        for name, count in staying.items():
-            for place, slot in zip(placement.places[name], self._slots[name][:count], strict=False):
-                for index, bundle in zip(placement.taken(name, place), slot.bundles, strict=True):
-                    at.setdefault(index, bundle)
-        held = {
-            bundle for name, count in staying.items() for slot in self._slots[name][:count] for bundle in slot.bundles
-        }
+        kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
+        at = _kept_at(placement, kept)
+        held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
         open_ = [index for index in range(placement.bundles) if index not in at]
         free = [bundle for bundle in self._bundles if bundle not in held]
         if missing := len(open_) - len(free):
@@ -159,12 +154,13 @@ class Room(Mapping[str, Sequence[Slot]]):
         neighbors = Counter(bundle.node for bundle in self._bundles)
         return {
             name: [
-                self._slots[name][member]
-                if member < staying.get(name, 0)
-                else _slot(placement, name, place, at, neighbors, beside=began)
-                for member, place in enumerate(places)
+                *(own := kept.get(name, [])),
+                *(
+                    _slot(placement, name, place, at, neighbors, beside=began)
+                    for place in _left(placement, name, at, own)
+                ),
             ]
-            for name, places in placement.places.items()
+            for name in placement.places
         }
 
     def take(self, slots: Mapping[str, Sequence[Slot]]) -> None:
@@ -174,7 +170,8 @@ class Room(Mapping[str, Sequence[Slot]]):
         used = {bundle.group for slots in self._slots.values() for slot in slots for bundle in slot.bundles}
         for group in {bundle.group for bundle in self._bundles} - used:
             self._bundles = [bundle for bundle in self._bundles if bundle.group != group]
-            remove_placement_group(group)
+            if services.gcs_lives():
+                remove_placement_group(group)
 
     def release(self) -> None:
         """Give all bundles back, unless Ray has died."""
@@ -196,6 +193,32 @@ class Room(Mapping[str, Sequence[Slot]]):
         new = [Bundle(group, index, nodes[index], numbers.get(index)) for index in physical_order(nodes, numbers)]
         self._bundles += new
         return new
+
+
+def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[int, Bundle]:
+    """Bundles of processes that stay, by their numbers in the placement: where it says, unless another process does."""
+    at: dict[int, Bundle] = {}
+    elsewhere: list[Bundle] = []
+    for name, slots in kept.items():
+        for place, slot in zip(placement.places[name], slots, strict=False):
+            for index, bundle in zip(placement.taken(name, place), slot.bundles, strict=True):
+                if bundle in at.values():
+                    continue
+                if index in at:
+                    elsewhere.append(bundle)
+                else:
+                    at[index] = bundle
+    elsewhere = [bundle for bundle in dict.fromkeys(elsewhere) if bundle not in at.values()]
+    return at | dict(zip((index for index in range(placement.bundles) if index not in at), elsewhere, strict=False))
+
+
+def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequence[Slot]) -> Sequence[int]:
+    """Places for a group's newcomers, beside none of its own that stay if that can be."""
+    places = placement.places[name]
+    taken = {bundle for slot in own for bundle in slot.bundles}
+    alone = [place for place in places if not any(at[index] in taken for index in placement.taken(name, place))]
+    count = len(places) - len(own)
+    return alone[:count] if len(alone) >= count else places[len(own) :]
 
 
 def _slot(

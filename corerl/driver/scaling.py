@@ -7,12 +7,14 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from attrs import define, field, frozen
 
 from corerl.errors import ConfigError, CorerlError
+from corerl.messages import one_line, short_repr
 from corerl.plan.run_dir import unwritable
 
 REQUEST, ANSWER = "scale-request.json", "scale-answer.json"  # in the run's directory
@@ -76,7 +78,17 @@ def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], to
                 raise ConfigError(f"{run_dir}: the run has ended before it could change its sizes")
             time.sleep(LOOK_SECONDS)
     finally:
-        path.unlink(missing_ok=True)  # not taken: whoever asked no longer waits
+        if _waits(path, request):  # not taken, and whoever asked no longer waits
+            path.unlink(missing_ok=True)
+
+
+def _waits(path: Path, request: Request) -> bool:
+    """Whether this request has not been taken; another one may wait in its place."""
+    try:
+        found: str = json.loads(path.read_text())["id"]
+    except FileNotFoundError:
+        return False
+    return found == request.id
 
 
 def _answered(run_dir: Path, request: Request) -> Answer | None:
@@ -105,7 +117,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 class Spent:
     """How steps fared, on average, at some sizes."""
 
-    steps: int
+    steps: int  # without the first one after a change, which has the seconds of that too; may be 0
     seconds: float  # of a step
     idle: Mapping[str, float]  # metrics such as idle/ranks/total, in seconds of a step
 
@@ -131,9 +143,13 @@ class Scaling:
     scaler: Scaler
     _totals: dict[str, float] = field(factory=dict)
     _steps: int = 0
+    _changing: bool = False  # the sizes have changed since the last step: the next one has the seconds of that
     _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
+        changing, self._changing = self._changing, False
+        if changing:
+            return
         self._steps += 1
         for name, value in metrics.items():
             if name == "time/step" or name.startswith("idle/"):
@@ -143,14 +159,30 @@ class Scaling:
         """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
         try:
             found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
-            return [f"{name}={int(value)}" for name, value in found.items() if sizes.get(name) != value]
         except Exception as error:
-            raise CorerlError(f"cluster.scaler: {self.name} failed: {type(error).__name__}: {error}") from error
+            raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
+        return [f"{name}={value}" for name, value in self._sizes(found, sizes).items() if sizes[name] != value]
+
+    def _sizes(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
+        """What the function returned. Raises CorerlError unless it is other values of these sizes."""
+        if not isinstance(found, Mapping):
+            raise self._returned(found, "a mapping of settings to numbers, {} to change nothing")
+        checked: dict[str, int] = {}
+        for name, value in found.items():
+            if name not in sizes:
+                raise self._returned(found, f"no other settings than {', '.join(sizes)}")
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise self._returned(found, f"an integer for {name}")
+            checked[name] = int(value)
+        return checked
+
+    def _returned(self, found: object, expected: str) -> CorerlError:
+        return CorerlError(f"cluster.scaler: {self.name} returned {short_repr(found)}, expected {expected}")
 
     def changed(self, before: Mapping[str, int]) -> None:
         """Begin anew, as the sizes are others now."""
         self._earlier.append((dict(before), self._spent))
-        self._totals, self._steps = {}, 0
+        self._totals, self._steps, self._changing = {}, 0, True
 
     @property
     def _spent(self) -> Spent:
@@ -168,8 +200,10 @@ def balance(sizing: Sizing) -> Mapping[str, int]:
     if spent.steps < SETTLED:
         return {}
     difference = spent.idle.get("idle/ranks/total", 0.0) - spent.idle.get("idle/engines/total", 0.0)
-    if sizing.earlier and (before := sizing.earlier[-1])[1].steps >= SETTLED and before[1].seconds < spent.seconds:
-        return before[0]
+    if sizing.earlier and all(sizes != sizing.sizes for sizes, _ in sizing.earlier):
+        sizes, before = sizing.earlier[-1]
+        if before.steps >= SETTLED and before.seconds < spent.seconds:
+            return sizes  # but once: steps may become longer at any sizes
     if abs(difference) < WORTH * spent.seconds:
         return {}
     move = -1 if difference > 0 else 1

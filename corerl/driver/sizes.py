@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import define, evolve
 
-from corerl.cluster.placement import Room, Slot
+from corerl.cluster.placement import Bundle, Room, Slot
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
@@ -16,14 +17,18 @@ from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, CorerlError
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
 from corerl.plan.sizes import REPLICAS, of_engines
-from corerl.plan.transports import ENGINES
+from corerl.plan.transports import ENGINES, senders
+from corerl.plugin.spec import ACTOR
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
+
+OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")
 
 
 @define(kw_only=True, eq=False)
@@ -53,17 +58,20 @@ class Sizes:
 
         Raises UserError or ResizeFailed for the first group that could not be changed, which then is as
         before; WorkerDied if ranks die."""
-        engines = [each for each in overrides if of_engines(each)]
-        ranks = [each for each in overrides if not of_engines(each)]
         wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
+        engines = [each for each in overrides if of_engines(each)]
+        parts = _by_role([each for each in overrides if not of_engines(each)])
         fewer = self.updates is not None and len(_engines(wanted.processes)) < len(self.updates.fleet)
-        for part in (engines, ranks) if fewer else (ranks, engines):
+        plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
+        for part in [engines, *parts] if fewer else [*parts, engines]:
             if part:
-                yield from self._change(self.plan.resized(part))
+                plans.append((plans[-1] if plans else self.plan).resized(part))
+                _require_same_surroundings(self.plan.processes, plans[-1].processes)
+        for plan in plans:
+            yield from self._change(plan)
 
     def _change(self, plan: Plan) -> Iterator[str]:
         before, after = self.plan.processes, plan.processes
-        _require_same_surroundings(before, after)
         moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
         replicas = len(_engines(before)), len(_engines(after))
         if not moved and replicas[0] == replicas[1]:
@@ -71,31 +79,57 @@ class Sizes:
         staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
         if replicas[1]:
             staying[ENGINES] = min(replicas)
-        slots = self.room.arrange(after.placement, staying)
-        for save in self.saves:  # which the ranks' successors know nothing of
-            save.complete(wait=True)
-        for name in moved:
-            began = time.monotonic()
-            self.residency.enter(_room_for(self.residency, self.roles[name]))
-            with self.progress.phase("resize"):
-                self.roles[name].group.move(after.roles[name], slots[name], self.roles[name].step(self.progress.step))
-            self.residency.ranks_changed([name])
-            self.room.take({name: slots[name]})
-            roles = {**self.plan.processes.roles, name: after.roles[name]}
-            self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
-            yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
-        if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
-            began = time.monotonic()
-            self.residency.enter(REST)  # new engines load where others may be
-            with self.progress.phase("resize"):
-                self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
-            self.room.take({ENGINES: slots[ENGINES]})
-            self.residency.engines_changed()
-            yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+        try:
+            slots = self.room.arrange(after.placement, staying)
+            renew = functools.partial(self.address_of, _seen(after, slots))
+            for save in self.saves:  # which the ranks' successors know nothing of
+                save.complete(wait=True)
+            for name in moved:
+                began = time.monotonic()
+                role = self.roles[name]
+                self.residency.enter(_room_for(self.residency, role))
+                with self.progress.phase("resize"):
+                    role.group.move(after.roles[name], slots[name], role.step(self.progress.step))
+                self.residency.ranks_changed([name])
+                self.room.take({name: slots[name]})
+                roles = {**self.plan.processes.roles, name: after.roles[name]}
+                self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
+                if self.updates is not None and name == ACTOR:
+                    self.updates.resized(renew)
+                yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
+            if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
+                began = time.monotonic()
+                self.residency.enter(REST)  # new engines load where others may be
+                with self.progress.phase("resize"):
+                    self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
+                self.room.take({ENGINES: slots[ENGINES]})
+                self.residency.engines_changed()
+                self.updates.resized(renew)
+                yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+        except CorerlError:
+            self.room.take({})  # what was reserved for processes that did not come
+            raise
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
-        if self.updates is not None:
-            self.updates.resized(functools.partial(self.address_of, after))
+
+
+def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
+    """The plan with the senders beside the engines where these are, which have stayed and may not be where a run would
+    place them that starts so. Raises ConfigError if one has no sender beside it and needs one."""
+    if after.device == "cpu" or not after.senders or ENGINES not in slots:
+        return after
+    numbers: dict[Bundle, int] = {}
+    ranks, receivers = (
+        [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
+        for name in (ACTOR, ENGINES)
+    )
+    found = senders(receivers, ranks, one_machine=False)
+    if not found and TRANSPORTS[after.transport].one_device:
+        raise ConfigError(
+            f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
+            "choose other sizes"
+        )
+    return evolve(after, senders=found)
 
 
 def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
@@ -104,6 +138,15 @@ def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
         for assignment, slot in zip(plan.assignments, slots, strict=True)
     ]
+
+
+def _by_role(overrides: Sequence[str]) -> list[list[str]]:
+    """Overrides that are each of one role, by role; all together if any is of several."""
+    names = [OF_ROLE.match(each) for each in overrides]
+    found: dict[str, list[str]] = {}
+    for override, name in zip(overrides, names, strict=True):
+        found.setdefault(name[1] if name is not None and all(names) else "", []).append(override)
+    return list(found.values())
 
 
 def _engines(plan: ProcessPlan) -> Sequence[object]:

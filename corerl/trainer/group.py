@@ -7,6 +7,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -22,7 +23,7 @@ from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError
+from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError, WorkerDied
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
@@ -56,7 +57,7 @@ from corerl.weights.transports import TRANSPORTS
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
-Seated: TypeAlias = tuple[RolePlan, Sequence[Slot], Callable[[], None]]  # the last one is called once ranks are there
+Seated: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
 
 
 class TrainGroup:
@@ -77,7 +78,7 @@ class TrainGroup:
         self.role = plan.role
         self._again = again
         self._watching = Watching()
-        self._planned: Callable[..., Seated] | None = None  # by `start`, of other sizes
+        self._planned: Callable[..., AbstractContextManager[Seated]] | None = None  # by `start`, of other sizes
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -111,17 +112,18 @@ class TrainGroup:
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
         ):
 
-            def planned(**sizes: Any) -> Seated:
+            @contextlib.contextmanager
+            def planned(**sizes: Any) -> Iterator[Seated]:
+                nonlocal current
                 changed = with_sizes(current, role, **sizes)
                 again = plan_group(changed, role, resume="")
-                slots = room.arrange(again.placement)
-
-                def seated() -> None:
-                    nonlocal current
-                    current = changed
-                    room.take(slots)
-
-                return again.role, slots[role], seated
+                slots: Mapping[str, Sequence[Slot]] = {}
+                try:
+                    found = room.arrange(again.placement)
+                    yield again.role, found[role]
+                    current, slots = changed, found
+                finally:
+                    room.take(slots)  # or give back what was reserved for ranks that did not come
 
             bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
             watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
@@ -171,9 +173,17 @@ class TrainGroup:
         Raises ResizeFailed, or the UserError of the new ranks, if they could not take over: then all is as before.
         """
         self._calls.wait()
+        if self.processes.ended:
+            self._calls.raise_unheard()
+            raise WorkerDied(f"the {self.role}'s ranks have ended; move can no longer be called")
         others = TrainGroup.launch(plan, slots, watching=self._watching)
         try:
-            result = others.init().result() if plan.objective is None else self._hand_over(others, step)
+            with self._staying():
+                others.construct()
+                if plan.objective is None:
+                    result = others.init().result()
+            if plan.objective is not None:
+                result = self._hand_over(others, step)
         except BaseException:
             others.processes.kill()
             raise
@@ -201,10 +211,8 @@ class TrainGroup:
         """
         if self._planned is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use move")
-        plan, slots, seated = self._planned(ranks=ranks, backend=backend, options=options)
-        result = self.move(plan, slots, step)
-        seated()
-        return result
+        with self._planned(ranks=ranks, backend=backend, options=options) as (plan, slots):
+            return self.move(plan, slots, step)
 
     def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
         host, port, listening = self.processes.listen(0)
@@ -239,13 +247,25 @@ class TrainGroup:
             if self.processes.ended:
                 raise
             self.processes.aside("call_off", handover.token, cause.message)
-            with contextlib.suppress(ResizeFailed):
+            try:
                 giving.result()
-            if isinstance(cause, UserError):
+            except CorerlError:
+                if self.processes.ended:
+                    raise
+            with self._staying():
                 raise cause from None
+
+    @contextlib.contextmanager
+    def _staying(self) -> Iterator[None]:
+        """Errors of new ranks, which these then go on without, are told as such."""
+        try:
+            yield
+        except UserError:
+            raise
+        except CorerlError as error:
             raise ResizeFailed(
-                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {cause.message}"
-            ) from cause
+                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {error.message}"
+            ) from error
 
     # ---- training ---------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, WorkerCrashedError
 
 from corerl.cluster import placement
-from corerl.cluster.placement import arrange, gpus_of_bundles, physical_order
+from corerl.cluster.placement import Bundle, Room, Slot, arrange, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
 
 
@@ -121,3 +122,188 @@ def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node(
         gpus_of_bundles(nowhere, {3: "node-7"})
     assert caught.value.message.startswith(f"cannot tell which GPU bundle 3 has on node node-7: {why}")
     assert "\n" not in caught.value.message
+
+
+# ---- groups that change size -----------------------------------------------------------------------------------------
+
+
+class Rooms(Room):
+    """Room in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
+
+    def __init__(self, per_node: int) -> None:
+        super().__init__(timeout=1.0)
+        self.per_node = per_node
+        self.reserved: list[int] = []  # bundles of each reservation
+        self.given_back: list[str] = []
+
+    def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
+        first, group = sum(self.reserved), f"reservation {len(self.reserved)}"
+        numbers = [divmod(first + index, self.per_node) for index in range(count)]
+        new = [Bundle(group, index, f"node {node}", gpu) for index, (node, gpu) in enumerate(numbers)]  # type: ignore[arg-type]
+        self.reserved.append(count)
+        self._bundles += new
+        return new
+
+    def begin(self, groups: Mapping[str, int], **how: Any) -> None:
+        self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
+
+    def moved(
+        self, groups: Mapping[str, int], staying: Mapping[str, int] | None = None, **how: Any
+    ) -> dict[str, Sequence[Slot]]:
+        """Slots for other sizes, which are not taken yet."""
+        return self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how), staying or {})
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
+    return rooms_of(monkeypatch, 8)
+
+
+def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
+    room = Rooms(per_node)
+    monkeypatch.setattr(placement, "remove_placement_group", room.given_back.append)
+    return room
+
+
+def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
+    return [slot.devices for slot in slots]
+
+
+def test_processes_that_a_run_begins_with_request_their_share_and_ray_tells_them_their_devices(rooms: Rooms) -> None:
+    rooms.begin({"actor": 2, "engines": 1})
+    assert {name: gpus(slots) for name, slots in rooms.items()} == {"actor": [(0,), (1,)], "engines": [(0,)]}
+    assert [(slot.cpus, slot.gpus, slot.neighbors) for slot in rooms["actor"]] == [(0.5, 0.5, 2), (1.0, 1.0, 2)]
+    assert [slot.environment() for slot in rooms["actor"]] == [{}, {}]
+    assert rooms.reserved == [2] and len(rooms) == 2
+
+
+def test_newcomers_request_nothing_and_are_told_their_devices(rooms: Rooms) -> None:
+    rooms.begin({"actor": 2})
+    before = list(rooms["actor"])
+    slots = rooms.moved({"actor": 4})["actor"]
+    assert gpus(slots) == [(0,), (1,), (2,), (3,)] and rooms.reserved == [2, 2]
+    assert [(slot.cpus, slot.gpus, slot.neighbors) for slot in slots] == [(0.0, 0.0, 4)] * 4
+    assert [slot.environment() for slot in slots] == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(4)]
+    options: Any = slots[3].options()
+    assert (options["num_cpus"], options["num_gpus"]) == (0.0, 0.0)
+    assert options["scheduling_strategy"].placement_group == "reservation 1"
+    assert options["scheduling_strategy"].placement_group_bundle_index == 1
+    assert list(rooms["actor"]) == before and rooms.given_back == []  # until they are there
+    rooms.take({"actor": slots})
+    assert list(rooms["actor"]) == slots
+
+
+def test_processes_without_devices_are_told_of_none() -> None:
+    bundle: Any = Bundle("a group", 0)  # type: ignore[arg-type]  # none is asked of it
+    assert Slot((bundle,), 0.0, 0.0).environment() == {}
+
+
+def test_those_that_stay_keep_their_slots_and_newcomers_come_beside_none_of_them(rooms: Rooms) -> None:
+    rooms.begin({"actor": 2, "engines": 2}, apart=["engines"])
+    actor, engines = list(rooms["actor"]), list(rooms["engines"])
+    assert gpus(engines) == [(2,), (3,)]
+    fewer = rooms.moved({"actor": 2, "engines": 1}, {"actor": 2, "engines": 1}, apart=["engines"])
+    assert list(fewer["actor"]) == actor and list(fewer["engines"]) == engines[:1]
+    rooms.take({"engines": fewer["engines"]})
+    more = rooms.moved({"actor": 3, "engines": 1}, {"engines": 1}, apart=["engines"])
+    assert list(more["engines"]) == engines[:1]  # though its place is another one now
+    assert gpus(more["actor"]) == [(0,), (1,), (3,)] and rooms.reserved == [4]  # an engine had it
+    rooms.take({"actor": more["actor"]})
+    assert rooms.given_back == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [
+        *((4, 2, 3), (4, 2, 4), (4, 1, 3), (4, 3, 4), (4, 4, 3), (6, 2, 4), (6, 3, 5), (6, 2, 6), (6, 6, 2)),
+        *((8, 2, 4), (8, 3, 5), (8, 4, 8), (8, 5, 7), (8, 2, 6)),
+    ],
+)
+def test_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(
+    ranks: int, before: int, after: int, rooms: Rooms
+) -> None:
+    rooms.begin({"actor": ranks, "engines": before})
+    staying = {"actor": ranks, "engines": min(before, after)}
+    slots = rooms.moved({"actor": ranks, "engines": after}, staying)
+    assert list(slots["actor"]) == list(rooms["actor"])
+    assert list(slots["engines"][: min(before, after)]) == list(rooms["engines"][: min(before, after)])
+    assert len(set(gpus(slots["engines"]))) == len(slots["engines"]) == after
+    assert rooms.reserved == [ranks]
+
+
+def test_ranks_that_move_share_devices_with_engines_that_stay(rooms: Rooms) -> None:
+    rooms.begin({"actor": 2, "engines": 2})
+    slots = rooms.moved({"actor": 4, "engines": 2}, {"engines": 2})
+    assert gpus(slots["engines"]) == [(0,), (1,)]
+    assert gpus(slots["actor"]) == [(0,), (2,), (1,), (3,)]  # an engine on every second rank's device, as planned
+    rooms.take({"actor": slots["actor"]})
+    back = rooms.moved({"actor": 2, "engines": 2}, {"engines": 2})
+    assert gpus(back["actor"]) == [(0,), (1,)] and rooms.given_back == []
+    rooms.take({"actor": back["actor"]})
+    assert rooms.given_back == ["reservation 1"]
+
+
+def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlier(rooms: Rooms) -> None:
+    rooms.begin({"actor": 1})
+    rooms.take(rooms.moved({"actor": 4}))
+    assert rooms.reserved == [1, 3]
+    rooms.take(rooms.moved({"actor": 2}))
+    assert rooms.given_back == []  # one of three is in use
+    rooms.take(rooms.moved({"actor": 3}))
+    assert rooms.reserved == [1, 3]  # and the other two were still there
+    rooms.take(rooms.moved({"actor": 1}))
+    assert rooms.given_back == ["reservation 1"]
+    assert gpus(rooms.moved({"actor": 2})["actor"]) == [(0,), (4,)] and rooms.reserved == [1, 3, 1]
+
+
+def test_what_was_reserved_for_processes_that_did_not_come_is_given_back(rooms: Rooms) -> None:
+    rooms.begin({"actor": 1})
+    rooms.moved({"actor": 4})
+    rooms.take({})
+    assert rooms.given_back == ["reservation 1"]
+    assert gpus(rooms["actor"]) == [(0,)]
+
+
+def test_bundles_are_not_given_back_to_a_ray_that_does_not_answer(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms.begin({"actor": 1})
+    rooms.moved({"actor": 4})
+    monkeypatch.setattr(placement.services, "gcs_lives", lambda: False)
+    rooms.take({})
+    rooms.release()
+    assert rooms.given_back == []
+
+
+def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(rooms: Rooms) -> None:
+    how: dict[str, Any] = {"apart": ["engines"], "widths": {"engines": 2}}
+    rooms.begin({"actor": 1, "engines": 1}, **how)
+    assert gpus(rooms["engines"]) == [(1, 2)]
+    slots = rooms.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
+    assert gpus(slots["engines"]) == [(1, 2), (3, 4)] and slots["engines"][0] is rooms["engines"][0]
+    assert slots["engines"][1].environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}
+    assert (slots["engines"][1].cpus, slots["engines"][1].gpus, rooms.reserved) == (0.0, 0.0, [3, 2])
+    rooms.take({"engines": slots["engines"]})
+    rooms.take({"engines": rooms.moved({"actor": 1, "engines": 1}, {"actor": 1, "engines": 1}, **how)["engines"]})
+    assert rooms.given_back == ["reservation 1"]
+
+
+def test_wide_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(rooms: Rooms) -> None:
+    widths = {"engines": 2}
+    rooms.begin({"actor": 8, "engines": 2}, widths=widths)
+    assert gpus(rooms["engines"]) == [(0, 1), (4, 5)]
+    slots = rooms.moved({"actor": 8, "engines": 4}, {"actor": 8, "engines": 2}, widths=widths)
+    assert gpus(slots["engines"]) == [(0, 1), (4, 5), (2, 3), (6, 7)] and rooms.reserved == [8]
+
+
+def test_a_newcomer_on_several_machines_is_refused_and_what_was_reserved_for_it_can_be_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = rooms_of(monkeypatch, 4)
+    how: dict[str, Any] = {"apart": ["engines"], "widths": {"engines": 2}}
+    room.begin({"actor": 1, "engines": 1}, **how)
+    with pytest.raises(CorerlError, match="^engines: one process takes 2 bundles, but Ray placed them on several "):
+        room.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
+    room.take({})
+    assert room.given_back == ["reservation 1"]
+    assert gpus(room["engines"]) == [(1, 2)]

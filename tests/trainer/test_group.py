@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from attrs import evolve
+from attrs import define, evolve, field
 
 from corerl.calls import Future, wait_all
-from corerl.cluster.group import Pending
+from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Slot, arrange, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan, plan_steps
-from corerl.errors import ContractError, CorerlError, HookFailed, SaveFailed, WorkerDied
+from corerl.errors import (
+    ContractError,
+    CorerlError,
+    HookFailed,
+    ModelError,
+    NotResident,
+    ResizeFailed,
+    SaveFailed,
+    WorkerDied,
+)
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup, scatter
@@ -45,6 +55,7 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
+from corerl.weights.handover import Handover
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.saved import DATA
@@ -734,6 +745,303 @@ def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
         address = Address(transport=transport, engines=("engine-0",), token="old")
         tokens = {group.meeting(address).token for _ in range(3)}
         assert len(tokens) == 3 and "old" not in tokens
+
+
+# ---- other ranks in the place of these -------------------------------------------------------------------------------
+
+
+class Moving(Answers):
+    """Ranks that are to be replaced, or that come; each on a device of its own if nothing else is said."""
+
+    def __init__(self, *gpus: int, **answers: Sequence[Any]) -> None:
+        super().__init__(**answers)
+        self.devices = [("here", gpu) for gpu in gpus]
+        self.late: dict[str, int] = {}  # verb -> how often it is not ready yet when somebody looks
+        self.dead: CorerlError | None = None  # as the first process does not start
+
+    def listen(self, member: int) -> tuple[str, int, int]:
+        if self.dead is not None:
+            self.killed = True
+            raise self.dead
+        return super().listen(member)
+
+    def ready(self, pending: Pending, timeout: float) -> bool:
+        left = self.late.get(pending.method, 0)
+        self.late[pending.method] = left - 1
+        return left <= 0
+
+    def aside(self, method: str, *args: Any) -> None:
+        self.calls.append((method, *args))
+
+    @property
+    def handover(self) -> Handover:
+        """What the ranks were given to meet with those who have the state."""
+        (_, first, second), *_ = self.calls
+        assert first[4] is second[4]
+        found: Handover = first[4]
+        return found
+
+
+SLOTS: Any = ["two", "slots"]  # none is asked of them
+AFTER = evolve(PLAN, environment={"OF": "the new ones"})
+INIT = [InitResult(layout=layout(rank), optimizer_step=2) for rank in range(2)]
+STAY = "the actor's ranks stay as they are, since the new ones could not take over: "
+
+
+@define
+class Move:
+    """A group of two ranks, and those that `move` starts in their place."""
+
+    group: TrainGroup
+    old: Moving
+    new: Moving
+    launched: list[tuple[Any, ...]] = field(factory=list)
+    told: list[str] = field(factory=list)
+
+    def __call__(self, plan: RolePlan = AFTER) -> InitResult:
+        return self.group.move(plan, SLOTS, STEP)
+
+    def fails(self, error: type[CorerlError], plan: RolePlan = AFTER) -> str:
+        with pytest.raises(CorerlError) as caught:
+            self(plan)
+        assert type(caught.value) is error
+        return caught.value.message
+
+    def stays(self) -> None:
+        """The old ranks go on, and nothing else is there."""
+        assert (self.old.killed, self.new.killed) == (False, True)
+        assert self.group.processes is self.old and self.group.plan is PLAN  # type: ignore[comparison-overlap]
+        assert [each.dp_size for each in self.group.layouts] == [2, 2]
+        assert self.group.saved().result() is True
+
+
+@pytest.fixture
+def make_move(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
+    def make(
+        *,
+        old: dict[str, Any] | None = None,
+        new: dict[str, Any] | None = None,
+        gpus: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> Move:
+        given = {"init": INIT, "hand_over": [8, 16], "shutdown": [None, None], "saved": [True, True], **(old or {})}
+        before, after = Moving(*gpus[0], **given), Moving(*gpus[1], **{"init": INIT, **(new or {})})
+        one = TrainGroup(before, PLAN)  # type: ignore[arg-type]
+        one.init().result()
+        before.calls.clear()
+        found = Move(one, before, after)
+        one._watching = Watching(notify=found.told.append)
+
+        def started(*args: Any, **kwargs: Any) -> Moving:
+            found.launched.append((*args, kwargs["watching"]))
+            return after
+
+        monkeypatch.setattr("corerl.trainer.group.RayGroup", started)
+        return found
+
+    return make
+
+
+def test_other_ranks_take_the_state_and_go_on_and_then_the_old_ones_end(make_move: Callable[..., Move]) -> None:
+    move = make_move()
+    assert move() == INIT[0]
+    ((names, _, slots, environment, watching),) = move.launched
+    assert (names, slots, environment) == (["actor rank 0", "actor rank 1"], SLOTS, {"OF": "the new ones"})
+    assert watching is move.group._watching
+    assert move.old.calls == [("hand_over", move.new.handover, STEP), ("shutdown", "resized")]
+    assert [verb for verb, *_ in move.new.calls] == ["init"]
+    assert (move.old.killed, move.new.killed, move.told) == (True, False, [])
+    assert move.group.processes is move.new and move.group.plan is AFTER  # type: ignore[comparison-overlap]
+    move.group.manifest()
+    assert move.new.calls[-1] == ("manifest",)
+    move.group.shutdown()
+    assert move.new.calls[-1] == ("shutdown", "finished") and len(move.old.calls) == 2
+
+
+def test_the_new_ranks_layouts_are_the_groups(make_move: Callable[..., Move]) -> None:
+    whole = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(2)]
+    move = make_move(new={"init": [InitResult(layout=each) for each in whole]})
+    move(evolve(AFTER, data_parallel=1))
+    assert move.group.layouts == whole and move.group.dp_size == 1
+
+
+def test_both_meet_at_a_socket_of_the_first_old_rank_and_the_new_ones_among_themselves_at_another(
+    make_move: Callable[..., Move],
+) -> None:
+    move = make_move()
+    move.old.listen = lambda member: ("old host", 77, 9)  # type: ignore[method-assign]
+    move()
+    found, config = move.new.handover, AFTER.assignments[0].config
+    assert (found.host, found.port, found.listening) == ("old host", 77, 9)
+    assert (found.givers, found.takers, found.device) == (2, 2, "cpu")
+    assert (found.timeout, found.bucket_bytes) == (config.timeout, config.weights.bucket_bytes)
+    assert [given[:3] for given in move.new.calls[0][1:]] == [("host", 1234, 5), ("host", 1234, None)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "device"),
+    [((0, 1), (2, 3), "cuda"), ((0, 1), (1, 2), "cpu"), ((0, 0), (1, 2), "cpu"), ((0, 1), (0, 1), "cpu")],
+)
+def test_state_passes_through_gpus_only_if_no_two_ranks_share_one(
+    before: Sequence[int], after: Sequence[int], device: str, make_move: Callable[..., Move]
+) -> None:
+    move = make_move(gpus=(before, after))
+    on_gpus = tuple(evolve(each, config=evolve(each.config, device="cuda")) for each in AFTER.assignments)
+    move(evolve(AFTER, assignments=on_gpus))
+    assert move.new.handover.device == device
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HookFailed("actor rank 1: init raised OutOfMemoryError"),
+        WorkerDied("actor rank 1: its process died"),
+        ContractError("handing over 'master': 'w' is absent where it goes"),
+    ],
+)
+def test_new_ranks_that_do_not_come_are_ended_and_the_old_ones_called_off_go_on(
+    error: CorerlError, make_move: Callable[..., Move]
+) -> None:
+    move = make_move(new={"init": [error, error]}, old={"hand_over": [ResizeFailed("the handover was called off")]})
+    assert move.fails(ResizeFailed) == STAY + error.message
+    token = move.new.handover.token
+    assert move.old.calls == [("hand_over", move.new.handover, STEP), ("call_off", token, error.message)]
+    move.stays()
+    move.group.shutdown()  # what was told is told
+
+
+def test_a_user_error_of_new_ranks_is_raised_as_it_is(make_move: Callable[..., Move]) -> None:
+    error = ModelError("no such model")
+    move = make_move(new={"init": [error, error]}, old={"hand_over": [ResizeFailed("the handover was called off")]})
+    assert move.fails(ModelError) == "no such model"
+    assert move.old.calls[-1] == ("call_off", move.new.handover.token, "no such model")
+    move.stays()
+
+
+def test_new_ranks_that_disagree_do_not_take_over(make_move: Callable[..., Move]) -> None:
+    move = make_move(new={"init": [INIT[0], evolve(INIT[1], optimizer_step=3)]})
+    assert move.fails(ResizeFailed).startswith(f"{STAY}actor: ranks disagree on optimizer_step: rank 0 reports 2, ")
+    move.stays()
+
+
+def test_new_ranks_whose_first_process_does_not_start_do_not_take_over(make_move: Callable[..., Move]) -> None:
+    move = make_move()
+    move.new.dead = WorkerDied("actor rank 0: its process died during listen")
+    assert move.fails(ResizeFailed) == f"{STAY}actor rank 0: its process died during listen"
+    assert move.old.calls == []
+    move.stays()
+
+
+def test_of_two_errors_the_new_ranks_own_is_told_though_the_old_ones_is_heard_first(
+    make_move: Callable[..., Move],
+) -> None:
+    lost = ResizeFailed("the state was not handed over: connection reset")
+    move = make_move(new={"init": [HookFailed("no memory")] * 2}, old={"hand_over": [lost]})
+    move.new.late["init"] = 1
+    assert move.fails(ResizeFailed) == f"{STAY}no memory"
+    move.stays()
+    move = make_move(new={"init": INIT}, old={"hand_over": [lost]})
+    move.new.late["init"] = 9  # they hang: nothing else is known
+    assert move.fails(ResizeFailed) == f"{STAY}{lost.message}"
+    assert move.old.calls[-1] == ("call_off", move.new.handover.token, lost.message)
+    move.stays()
+
+
+def test_old_ranks_that_cannot_give_what_sleeps_go_on(make_move: Callable[..., Move]) -> None:
+    move = make_move(old={"hand_over": [NotResident("master is asleep")]})
+    move.new.late["init"] = 9
+    assert move.fails(ResizeFailed) == f"{STAY}master is asleep"
+    move.stays()
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_old_ranks_that_die_end_all_with_their_error(first: str, make_move: Callable[..., Move]) -> None:
+    died = WorkerDied("actor rank 1: its process died during hand_over")
+    move = make_move(old={"hand_over": [died]}, new={"init": [HookFailed("connection reset")] * 2})
+    move.new.late["init"] = 1 if first == "old" else 0
+    assert move.fails(WorkerDied) == died.message
+    assert (move.old.killed, move.new.killed) == (True, True)
+    assert move.group.processes is move.old  # type: ignore[comparison-overlap]
+
+
+def test_old_ranks_that_do_not_end_as_they_should_are_a_notice(make_move: Callable[..., Move]) -> None:
+    move = make_move(old={"shutdown": [HookFailed("disk full")]})
+    assert move() == INIT[0]
+    assert move.told == ["the actor's old ranks did not end as they should: disk full"]
+    assert move.old.killed and move.group.processes is move.new  # type: ignore[comparison-overlap]
+    move.group.shutdown()  # the new ones'
+
+
+def test_results_of_what_was_asked_before_come_from_the_old_ranks(make_move: Callable[..., Move]) -> None:
+    failure = SaveFailed("disk full")
+    move = make_move(old={"manifest": [MANIFEST, MANIFEST], "save": [failure]})
+    asked, failing = move.group.manifest(), move.group.save("somewhere", STEP)
+    move()
+    assert move.old.waited_for[-4:] == ["manifest", "save", "hand_over", "shutdown"]
+    assert asked.result() == MANIFEST
+    with pytest.raises(SaveFailed, match=r"^disk full$"):
+        failing.result()
+    assert move.told == ["the actor's old ranks did not end as they should: disk full"]  # nobody had asked
+
+
+def test_a_group_that_has_ended_is_not_moved_and_says_why_once(make_move: Callable[..., Move]) -> None:
+    move = make_move(old={"manifest": [WorkerDied("actor rank 0: its process died")]})
+    move.group.manifest()
+    assert move.fails(WorkerDied) == "actor rank 0: its process died"
+    assert move.fails(WorkerDied) == "the actor's ranks have ended; move can no longer be called"
+    assert move.launched == []
+
+
+def test_ranks_of_a_frozen_role_load_their_model_anew(make_move: Callable[..., Move]) -> None:
+    frozen = evolve(AFTER, objective=None)
+    move = make_move()
+    assert move(frozen) == INIT[0]
+    assert move.new.handover is None and move.old.calls == [("shutdown", "resized")]
+    move = make_move(new={"init": [HookFailed("no memory")] * 2})
+    assert move.fails(ResizeFailed, frozen) == f"{STAY}no memory"
+    assert move.old.calls == []
+    move.stays()
+
+
+def test_only_a_group_of_start_can_be_resized(make_move: Callable[..., Move]) -> None:
+    move = make_move()
+    with pytest.raises(CorerlError) as caught:
+        move.group.resize(STEP, ranks=4)
+    assert caught.value.message == "actor: resize needs a group of TrainGroup.start; use move"
+    assert (move.old.calls, move.launched) == ([], [])
+
+
+class Told:
+    """In the place of `start`: notes whether the slots were taken or given back."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.ended: list[bool] = []
+
+    @contextlib.contextmanager
+    def __call__(self, **sizes: Any) -> Iterator[tuple[RolePlan, Any]]:
+        self.asked.append(sizes)
+        well = False
+        try:
+            yield AFTER, SLOTS
+            well = True
+        finally:
+            self.ended.append(well)
+
+
+def test_the_place_of_new_ranks_is_taken_once_they_are_there_and_not_before(make_move: Callable[..., Move]) -> None:
+    move, told = make_move(new={"init": [HookFailed("no memory")] * 2}), Told()
+    move.group._planned = told
+    with pytest.raises(ResizeFailed):
+        move.group.resize(STEP, ranks=4)
+    move.stays()
+    move = make_move()
+    move.group._planned = told
+    assert move.group.resize(STEP, backend="other", options={"shards": 2}) == INIT[0]
+    assert told.asked == [
+        {"ranks": 4, "backend": "", "options": None},
+        {"ranks": 0, "backend": "other", "options": {"shards": 2}},
+    ]
+    assert told.ended == [False, True]
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------

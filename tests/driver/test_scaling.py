@@ -1,0 +1,347 @@
+"""How other sizes are asked for while a run goes on: by files, and by a function that is told what steps took."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.driver import scaling
+from corerl.driver.scaling import (
+    ANSWER,
+    REQUEST,
+    SETTLED,
+    Answer,
+    Request,
+    Scaling,
+    Sizing,
+    Spent,
+    answer,
+    ask,
+    asked,
+    balance,
+    begin,
+)
+from corerl.errors import ConfigError, CorerlError
+
+DONE = Answer(changed=("actor: 1 rank -> 2 ranks", "engines: 2 -> 1"))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.0)
+
+
+# ---- requests and answers in files -----------------------------------------------------------------------------------
+
+
+def steps(*each: Callable[[], object]) -> Callable[[], bool]:
+    """`runs` of a run that does one thing between two looks, and has ended once all are done."""
+    left = iter(each)
+
+    def runs() -> bool:
+        do = next(left, None)
+        if do is not None:
+            do()
+        return do is not None
+
+    return runs
+
+
+def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: Path) -> None:
+    told: list[str] = []
+    taken: list[Request | None] = []
+
+    def take() -> None:
+        assert len(told) == 1  # before anything has come of it
+        taken.extend([asked(tmp_path), asked(tmp_path)])
+
+    def reply() -> None:
+        assert isinstance(taken[0], Request)
+        answer(tmp_path, taken[0], DONE)
+
+    assert asked(tmp_path) is None
+    found = ask(
+        tmp_path, ["roles.actor.ranks=2", "rollout.replicas=1"], runs=steps(take, reply, list), told=told.append
+    )
+    assert found == DONE
+    assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
+    assert taken[1] is None and asked(tmp_path) is None
+    assert told == ["the sizes are changed when the step that runs has been trained on"]
+    assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
+
+
+def test_an_answer_is_found_though_the_run_ends_right_after_it(tmp_path: Path) -> None:
+    def runs() -> bool:
+        request = asked(tmp_path)
+        assert request is not None
+        answer(tmp_path, request, Answer(changed=(), error="no room"))
+        return False
+
+    assert ask(tmp_path, [], runs=runs, told=[].append) == Answer(changed=(), error="no room")
+
+
+def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    answer(tmp_path, Request("earlier", ()), Answer(changed=("of another",)))
+
+    def reply() -> None:
+        request = asked(tmp_path)
+        assert request is not None
+        answer(tmp_path, request, DONE)
+
+    assert ask(tmp_path, [], runs=steps(list, list, reply, list), told=[].append) == DONE
+
+
+def test_a_second_request_is_refused_while_one_waits_which_stays(tmp_path: Path) -> None:
+    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, ["rollout.replicas=2"], runs=lambda: True, told=[].append)
+    assert caught.value.message == (
+        f"{tmp_path}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
+    )
+    assert asked(tmp_path) == Request("first", ("rollout.replicas=1",))
+
+
+def test_a_run_that_ends_before_it_answers_is_an_error_and_the_request_does_not_wait_for_the_next(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(list, list), told=[].append)
+    assert caught.value.message == f"{tmp_path}: the run has ended before it could change its sizes"
+    assert asked(tmp_path) is None
+
+
+def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(interrupt), told=[].append)
+    assert asked(tmp_path) is None
+
+    def another_comes() -> None:
+        taken = asked(tmp_path)
+        assert taken is not None
+        (tmp_path / REQUEST).write_text(json.dumps({"id": "next", "overrides": []}))
+        answer(tmp_path, taken, DONE)
+
+    assert ask(tmp_path, [], runs=steps(another_comes, list), told=[].append) == DONE
+    assert asked(tmp_path) == Request("next", ())
+
+
+def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
+    begin(tmp_path)
+    assert asked(tmp_path) is None
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / f".{REQUEST}.part").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, [], runs=lambda: True, told=[].append)
+    assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_request_is_never_read_half_written(tmp_path: Path) -> None:
+    overrides = tuple(f"backends.fsdp.option_{number}=1" for number in range(20_000))
+    over = threading.Event()
+    found: list[Request] = []
+
+    def take() -> None:
+        while not over.is_set():
+            if (request := asked(tmp_path)) is not None:
+                found.append(request)
+                answer(tmp_path, request, DONE)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    try:
+        for _ in range(3):
+            assert ask(tmp_path, overrides, runs=lambda: True, told=[].append) == DONE
+    finally:
+        over.set()
+        taking.join()
+    assert [request.overrides for request in found] == [overrides] * 3
+
+
+# ---- a function that decides -----------------------------------------------------------------------------------------
+
+SIZES = {"roles.actor.ranks": 2, "rollout.replicas": 2}
+
+
+def scaling_by(function: Callable[[Sizing], Any]) -> Scaling:
+    """One that has a step behind it."""
+    made = Scaling(name="mine:decide", scaler=function)
+    made.step_done({"time/step": 1.0})
+    return made
+
+
+def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before() -> None:
+    got: list[Sizing] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
+    nothing = Spent(steps=0, seconds=0.0, idle={})
+    assert made.wanted(0, SIZES) == []
+    assert got.pop() == Sizing(step=0, sizes=SIZES, spent=nothing, earlier=())
+    others = {"roles.actor.ranks": 3, "rollout.replicas": 1}
+    for seconds, idle in ((2.0, 0.5), (4.0, 1.0)):
+        made.step_done(
+            {"time/step": seconds, "idle/ranks/total": idle, "idle/ranks/samples": 0.25, "time/train": 9.0, "reward": 1}
+        )
+    assert made.wanted(2, SIZES) == []
+    first = Spent(steps=2, seconds=3.0, idle={"idle/ranks/total": 0.75, "idle/ranks/samples": 0.25})
+    assert got.pop() == Sizing(step=2, sizes=SIZES, spent=first, earlier=())
+    made.changed(SIZES)
+    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0})  # with the seconds of the change
+    assert made.wanted(3, others) == []
+    assert got.pop() == Sizing(step=3, sizes=others, spent=nothing, earlier=((SIZES, first),))
+    made.step_done({"time/step": 1.0, "idle/engines/total": 0.5})
+    assert made.wanted(4, others) == []
+    second = Spent(steps=1, seconds=1.0, idle={"idle/engines/total": 0.5})
+    assert got.pop() == Sizing(step=4, sizes=others, spent=second, earlier=((SIZES, first),))
+    made.changed(others)
+    made.changed(SIZES)  # at once again
+    for _ in range(2):
+        made.step_done({"time/step": 8.0})
+    made.wanted(6, others)
+    assert got.pop() == Sizing(
+        step=6,
+        sizes=others,
+        spent=Spent(steps=1, seconds=8.0, idle={}),
+        earlier=((SIZES, first), (others, second), (SIZES, nothing)),
+    )
+
+
+def test_sizes_that_are_others_become_overrides() -> None:
+    assert scaling_by(lambda _: {"rollout.replicas": 3}).wanted(1, SIZES) == ["rollout.replicas=3"]
+    both = {"roles.actor.ranks": 1, "rollout.replicas": np.int64(3)}
+    assert scaling_by(lambda _: both).wanted(1, SIZES) == ["roles.actor.ranks=1", "rollout.replicas=3"]
+    assert scaling_by(lambda _: {"roles.actor.ranks": 2, "rollout.replicas": 2}).wanted(1, SIZES) == []
+    assert scaling_by(lambda _: {}).wanted(1, SIZES) == []
+
+
+A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, f"None, {A_MAPPING}"),
+        ("rollout.replicas=3", f"'rollout.replicas=3', {A_MAPPING}"),
+        ([("rollout.replicas", 3)], f"[('rollout.replicas', 3)], {A_MAPPING}"),
+        ({"rollout.replicas": 1.5}, "{'rollout.replicas': 1.5}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": 2.0}, "{'rollout.replicas': 2.0}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": "3"}, "{'rollout.replicas': '3'}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": True}, "{'rollout.replicas': True}, expected an integer for rollout.replicas"),
+        (
+            {"rollout.replica": 3},
+            "{'rollout.replica': 3}, expected no other settings than roles.actor.ranks, rollout.replicas",
+        ),
+        (
+            {"train.epochs": 3},
+            "{'train.epochs': 3}, expected no other settings than roles.actor.ranks, rollout.replicas",
+        ),
+        ({1: 2}, "{1: 2}, expected no other settings than roles.actor.ranks, rollout.replicas"),
+    ],
+)
+def test_what_is_no_sizes_is_one_line(returned: Any, said: str) -> None:
+    with pytest.raises(CorerlError) as caught:
+        scaling_by(lambda _: returned).wanted(1, SIZES)
+    assert caught.value.message == f"cluster.scaler: mine:decide returned {said}"
+
+
+def test_an_error_of_the_function_is_one_line() -> None:
+    def fails(sizing: Sizing) -> Mapping[str, int]:
+        raise ValueError("no idea\nof what to do")
+
+    with pytest.raises(CorerlError) as caught:
+        scaling_by(fails).wanted(1, SIZES)
+    assert caught.value.message == "cluster.scaler: mine:decide failed: ValueError: no idea"
+    with pytest.raises(CorerlError) as caught:
+        scaling_by(balance).wanted(1, {"roles.actor.ranks": 2})  # nothing samples
+    assert caught.value.message == "cluster.scaler: mine:decide failed: KeyError: 'rollout.replicas'"
+
+
+# ---- balance ---------------------------------------------------------------------------------------------------------
+
+
+def spent(seconds: float = 10.0, *, ranks: float = 0.0, engines: float = 0.0, steps: int = SETTLED) -> Spent:
+    return Spent(steps=steps, seconds=seconds, idle={"idle/ranks/total": ranks, "idle/engines/total": engines})
+
+
+def of(ranks: int, replicas: int) -> dict[str, int]:
+    return {"roles.actor.ranks": ranks, "rollout.replicas": replicas}
+
+
+def balanced(
+    sizes: tuple[int, int], now: Spent, *earlier: tuple[tuple[int, int], Spent]
+) -> tuple[int, int] | dict[str, int]:
+    """(ranks, replicas) that `balance` wants, or {}."""
+    found = balance(
+        Sizing(step=9, sizes=of(*sizes), spent=now, earlier=[(of(*before), then) for before, then in earlier])
+    )
+    return (found["roles.actor.ranks"], found["rollout.replicas"]) if found else {}
+
+
+def test_a_device_goes_to_the_side_that_is_waited_for() -> None:
+    assert balanced((2, 2), spent(ranks=6.0, engines=1.0)) == (1, 3)
+    assert balanced((2, 2), spent(ranks=1.0, engines=6.0)) == (3, 1)
+
+
+def test_nothing_moves_for_a_small_difference_or_after_few_steps() -> None:
+    assert balanced((2, 2), spent(ranks=4.0, engines=2.5)) == {}  # 15 % of a step
+    assert balanced((2, 2), spent(ranks=2.5, engines=4.0)) == {}
+    assert balanced((2, 2), spent(ranks=5.0, engines=2.5)) == (1, 3)
+    assert balanced((2, 2), spent(ranks=9.0, steps=SETTLED - 1)) == {}
+    assert balance(Sizing(step=9, sizes=of(2, 2), spent=Spent(steps=9, seconds=10.0, idle={}), earlier=())) == {}
+
+
+def test_no_side_loses_its_last_device() -> None:
+    assert balanced((1, 3), spent(ranks=9.0)) == {}
+    assert balanced((3, 1), spent(engines=9.0)) == {}
+
+
+def test_it_goes_back_where_steps_became_longer_and_on_where_they_became_shorter() -> None:
+    before = ((3, 1), spent(8.0, ranks=6.0))
+    assert balanced((2, 2), spent(9.0, ranks=6.0), before) == (3, 1)
+    assert balanced((2, 2), spent(7.0, ranks=6.0), before) == (1, 3)
+    assert balanced((2, 2), spent(9.0, ranks=6.0, steps=SETTLED - 1), before) == {}
+    unsettled = ((3, 1), spent(8.0, ranks=6.0, steps=SETTLED - 1))
+    assert balanced((2, 2), spent(9.0, ranks=6.0), unsettled) == (1, 3)
+
+
+def test_no_sizes_are_tried_twice_though_steps_become_longer_at_any() -> None:
+    before = ((3, 1), spent(8.0, ranks=6.0)), ((2, 2), spent(9.0, ranks=6.0))
+    assert balanced((3, 1), spent(8.0, ranks=6.0), *before) == {}
+    assert balanced((3, 1), spent(20.0, ranks=15.0), *before) == {}
+
+
+def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int, int]]]:
+    """(name, seconds by (ranks, replicas, step), the sizes that 8 devices end with, from 4 and 4)."""
+    work, samples = 12.0, 36.0
+    yield "in turn", lambda ranks, replicas, step: max(work / ranks, samples / replicas), (2, 6)
+    yield "longer and longer", lambda ranks, replicas, step: (1 + step / 9) * (3 + abs(ranks - 3)), (4, 4)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [course[1:] for course in courses()], ids=[c[0] for c in courses()])
+def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tuple[int, int]) -> None:
+    sizes, made = of(4, 4), Scaling(name="balance", scaler=balance)
+    visited = [(4, 4)]
+    for step in range(100):
+        ranks, replicas = sizes.values()
+        wanted = made.wanted(step, sizes)
+        if wanted:
+            made.changed(sizes)
+            sizes = sizes | {key: int(value) for key, value in (each.split("=") for each in wanted)}
+            visited.append((sizes["roles.actor.ranks"], sizes["rollout.replicas"]))
+        took = seconds(ranks, replicas, step)
+        made.step_done(
+            {"time/step": took, "idle/ranks/total": took - 12.0 / ranks, "idle/engines/total": took - 36.0 / replicas}
+        )
+    assert tuple(sizes.values()) == ends, visited
+    assert len(visited) <= 5

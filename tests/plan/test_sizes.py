@@ -1,0 +1,111 @@
+"""What may change while a run goes on, and the plan of the sizes that it then has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from corerl.config.load import to_plain
+from corerl.errors import ConfigError
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
+from corerl.plan.sizes import of_engines, with_other_sizes
+from tests.driver.saved import CRITIC, config_in, make_config
+
+FSDP = {"backend": {"name": "fsdp"}}
+DO = (
+    "does not change while a run goes on; roles.ROLE.ranks, .backend and .options, backend.name, [backends.NAME] and "
+    "rollout.replicas do"
+)
+
+
+def refused(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        with_other_sizes(make_config(), overrides)
+    return caught.value.message.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("override", "keys", "value"),
+    [
+        ("roles.actor.ranks=4", ("roles", "actor", "ranks"), 4),
+        (" roles.actor.ranks = 4", ("roles", "actor", "ranks"), 4),
+        ("roles.actor.backend=megatron", ("roles", "actor", "backend"), "megatron"),
+        ("roles.actor.options.tensor_parallel=2", ("roles", "actor", "options"), {"tensor_parallel": 2}),
+        ("roles.actor.options={tensor_parallel = 2}", ("roles", "actor", "options"), {"tensor_parallel": 2}),
+        ("roles.critic.ranks=2", ("roles", "critic", "ranks"), 2),
+        ("backend.name=deepspeed", ("backend", "name"), "deepspeed"),
+        ("backends.megatron.tensor_parallel=2", ("backends", "megatron"), {"tensor_parallel": 2}),
+        ('backends."my.own:SPEC".shards=2', ("backends", "my.own:SPEC"), {"shards": 2}),
+        ("rollout.replicas=3", ("rollout", "replicas"), 3),
+    ],
+)
+def test_sizes_layouts_and_backends_of_groups_may_change(override: str, keys: tuple[str, ...], value: object) -> None:
+    config = make_config(**CRITIC)
+    found, expected = to_plain(with_other_sizes(config, [override])), to_plain(config)
+    table = expected
+    for key in keys[:-1]:
+        table = table[key]
+    table[keys[-1]] = value
+    assert found == expected
+
+
+def test_settings_that_are_no_sizes_are_refused_each_with_what_may_change() -> None:
+    assert refused("train.optimizer.lr=4") == [f"train.optimizer.lr: {DO}"]
+    assert refused("rollout.prompts=3", "rollout.replicas=2", "roles.actor.train.precision=float32") == [
+        f"rollout.prompts: {DO}",
+        f"roles.actor.train.precision: {DO}",
+    ]
+
+
+def test_keys_that_do_not_exist_are_refused_with_the_nearest_that_does_before_anything_else() -> None:
+    assert refused("roles.actr.ranks=4", "rollout.replica=2", "rollout.replicas=x", "train.epochs=2") == [
+        "roles.actr: unknown key; did you mean 'actor'? (override roles.actr.ranks=...)",
+        "rollout.replicas: expected integer, got string 'x' (override rollout.replicas=x)",
+        "rollout.replica: unknown key; did you mean 'replicas'? (override rollout.replica=...)",
+    ]
+    assert refused("backend.nam=fsdp") == ["backend.nam: unknown key; did you mean 'name'? (override backend.nam=...)"]
+    assert refused("rollout.replicas=0") == [
+        "rollout.replicas: must be between 1 and 16384, got 0 (override rollout.replicas=0)"
+    ]
+
+
+def test_engines_are_told_from_ranks() -> None:
+    assert [of_engines(each) for each in ("rollout.replicas=2", " rollout.replicas = 2", "roles.actor.ranks=2")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def differences(one: Plan, other: Plan) -> list[str]:
+    """The names of the parts of processes and record that are not the same."""
+    parts = [each.name for each in attrs.fields(type(one.processes))]
+    found = [name for name in parts if getattr(one.processes, name) != getattr(other.processes, name)]
+    return [*found, *(["record"] if one.record != other.record else [])]
+
+
+def test_a_plan_of_other_sizes_is_that_of_a_run_which_had_them_from_the_start(tmp_path: Path) -> None:
+    plan = make_plan(config_in(tmp_path, **FSDP))
+    changed = plan.resized(["roles.actor.ranks=2"])
+    of_two = make_plan(config_in(tmp_path, **FSDP, roles={"actor": {"ranks": 2}}))
+    assert differences(changed, of_two) == []
+    assert differences(changed, plan) == ["roles", "placement", "record"]
+    again = changed.resized(["rollout.replicas=2"])  # what has changed before stays so
+    assert again.processes.placement.places == {"actor": (0, 1), "engines": (0, 1)}
+    assert differences(again.resized(["rollout.replicas=1"]), of_two) == []
+    assert plan.processes.placement.places == {"actor": (0,), "engines": (0,)}
+
+
+def test_a_plan_of_other_sizes_is_checked_as_any_and_a_directory_that_holds_a_run_is_no_problem(tmp_path: Path) -> None:
+    plan = make_plan(config_in(tmp_path / "run", **FSDP))
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text("# of the run that asks")
+    assert len(plan.resized(["roles.actor.ranks=2"]).processes.roles["actor"].assignments) == 2
+    with pytest.raises(ConfigError) as caught:
+        plan.resized(["roles.actor.ranks=3", "backends.fsdp.shard_sise=2"])
+    assert caught.value.message == "backends.fsdp.shard_sise: unknown key; did you mean 'shard_size'?"
+    with pytest.raises(ConfigError, match="do not divide evenly over roles.actor.ranks=3"):
+        plan.resized(["roles.actor.ranks=3"])
