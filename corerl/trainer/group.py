@@ -216,7 +216,6 @@ class TrainGroup:
 
     def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
         host, port, listening = self.processes.listen(0)
-        devices = [*self.processes.devices, *others.processes.devices]
         config = others.plan.assignments[0].config
         handover = Handover(
             host=host,
@@ -225,7 +224,6 @@ class TrainGroup:
             listening=listening,
             givers=len(self.processes),
             takers=len(others.processes),
-            device=config.device if len(set(devices)) == len(devices) else "cpu",
             bucket_bytes=config.weights.bucket_bytes,
             timeout=config.timeout,
         )

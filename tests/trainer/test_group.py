@@ -751,11 +751,10 @@ def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
 
 
 class Moving(Answers):
-    """Ranks that are to be replaced, or that come; each on a device of its own if nothing else is said."""
+    """Ranks that are to be replaced, or that come."""
 
-    def __init__(self, *gpus: int, **answers: Sequence[Any]) -> None:
+    def __init__(self, **answers: Sequence[Any]) -> None:
         super().__init__(**answers)
-        self.devices = [("here", gpu) for gpu in gpus]
         self.late: dict[str, int] = {}  # verb -> how often it is not ready yet when somebody looks
         self.dead: CorerlError | None = None  # as the first process does not start
 
@@ -821,10 +820,9 @@ def make_move(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
         *,
         old: dict[str, Any] | None = None,
         new: dict[str, Any] | None = None,
-        gpus: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> Move:
         given = {"init": INIT, "hand_over": [8, 16], "shutdown": [None, None], "saved": [True, True], **(old or {})}
-        before, after = Moving(*gpus[0], **given), Moving(*gpus[1], **{"init": INIT, **(new or {})})
+        before, after = Moving(**given), Moving(**{"init": INIT, **(new or {})})
         one = TrainGroup(before, PLAN)  # type: ignore[arg-type]
         one.init().result()
         before.calls.clear()
@@ -872,22 +870,9 @@ def test_both_meet_at_a_socket_of_the_first_old_rank_and_the_new_ones_among_them
     move()
     found, config = move.new.handover, AFTER.assignments[0].config
     assert (found.host, found.port, found.listening) == ("old host", 77, 9)
-    assert (found.givers, found.takers, found.device) == (2, 2, "cpu")
+    assert (found.givers, found.takers) == (2, 2)
     assert (found.timeout, found.bucket_bytes) == (config.timeout, config.weights.bucket_bytes)
     assert [given[:3] for given in move.new.calls[0][1:]] == [("host", 1234, 5), ("host", 1234, None)]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "device"),
-    [((0, 1), (2, 3), "cuda"), ((0, 1), (1, 2), "cpu"), ((0, 0), (1, 2), "cpu"), ((0, 1), (0, 1), "cpu")],
-)
-def test_state_passes_through_gpus_only_if_no_two_ranks_share_one(
-    before: Sequence[int], after: Sequence[int], device: str, make_move: Callable[..., Move]
-) -> None:
-    move = make_move(gpus=(before, after))
-    on_gpus = tuple(evolve(each, config=evolve(each.config, device="cuda")) for each in AFTER.assignments)
-    move(evolve(AFTER, assignments=on_gpus))
-    assert move.new.handover.device == device
 
 
 @pytest.mark.parametrize(
