@@ -119,7 +119,8 @@ def _activations(
         torch.stack([each.sum() for each in found.values()]).sum().backward()
     train = held.peak
     if fused and not recompute:
-        # A third of the seconds that a graph for all sizes takes, which is made once; past the limit, none is made.
+        # A graph for all sizes takes three times as long, and a plan asks for few. Past the limit, layers would run as
+        # they are.
         with torch._dynamo.config.patch(recompile_limit=KNOWN):
             fewer = _kept(build(compiled=True), inputs, outputs)
         kept, train = fewer, train - kept + fewer

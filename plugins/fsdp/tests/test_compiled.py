@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,10 +14,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from corerl.config import ClusterInfo, TrainConfig
 from corerl.ops import attention, flash
 from corerl.testing import Setup, forward, running, tiny_fields, train
+from corerl.types import ModelSize
 from corerl_fsdp import build, compiled
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.memory import memory
 from plugins.fsdp.tests.ragged import samples_of
 
 # Of torch, which asks for it while it traces.
@@ -123,7 +129,7 @@ def test_a_first_batch_with_as_many_tokens_as_bounds_of_sequences_allows_any_oth
 @pytest.mark.usefixtures("one_kernel")
 def test_without_a_mark_each_of_two_lengths_would_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_mark", lambda tensor: None)
-    assert norms(BATCHES[:2], compiled=True)[1] == [1, 2, 3, 4]
+    assert norms(BATCHES[:2], compiled=True)[1] == [1, 2, 3, 3]
 
 
 # ---- whether, and where what was compiled is kept --------------------------------------------------------------------
@@ -141,7 +147,7 @@ def test_without_a_mark_each_of_two_lengths_would_be_compiled(monkeypatch: pytes
     ],
 )
 def test_layers_are_compiled_by_themselves_where_attention_is_one_kernel_and_the_compiler_is_there(
-    asked: object, fields: dict[str, int], lacks: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+    asked: Any, fields: dict[str, int], lacks: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = ["not"]
     monkeypatch.setattr(build, "lacking", lambda: lacks)
@@ -159,15 +165,39 @@ def test_a_cpu_does_not_compile_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
+    ("asked", "device", "train", "one_kernel", "wanted"),
+    [
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), True, True),
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), False, False),
+        ("auto", "cuda", TrainConfig(precision="float32"), True, False),
+        ("auto", "cuda", TrainConfig(precision="bfloat16", layout="whole"), True, False),
+        ("auto", "cpu", TrainConfig(precision="bfloat16"), True, False),
+        (True, "cuda", TrainConfig(precision="float32"), True, True),
+        (False, "cuda", TrainConfig(precision="bfloat16"), True, False),
+    ],
+)
+def test_a_forecast_takes_layers_for_compiled_where_ranks_will_compile_them(
+    asked: Any, device: str, train: TrainConfig, one_kernel: bool, wanted: bool
+) -> None:
+    size = ModelSize(layers=(10,), experts=(0,), embedding=4, head=4, rest=1, hidden=2, one_kernel=one_kernel)
+    found = memory(FsdpConfig(compile=asked), ClusterInfo(device=device, ranks=1, train=train), size)
+    assert found.fused is wanted
+
+
+@pytest.mark.parametrize(
     ("folder", "there", "wanted"),
-    [("{}/kept", "", "{}/kept"), ("{}/kept", "/elsewhere", "/elsewhere"), ("", "", ""), ("{}/file/kept", "", "")],
+    [
+        ("{}/kept", "", "{}/kept"),
+        ("{}/kept", default_cache_dir(), "{}/kept"),  # as torch sets it
+        ("{}/kept", "/elsewhere", "/elsewhere"),
+        ("", "", ""),
+        ("{}/file/kept", "", ""),
+    ],
 )
 def test_what_is_compiled_is_kept_in_the_folder_unless_a_variable_names_another_or_there_can_be_none(
     folder: str, there: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(compiled.CACHE, there)
-    if not there:
-        monkeypatch.delenv(compiled.CACHE)
     compiled.keep_compiled(folder.format(tmp_path))
-    assert os.environ.get(compiled.CACHE, "") == wanted.format(tmp_path)
+    assert os.environ[compiled.CACHE] == wanted.format(tmp_path)

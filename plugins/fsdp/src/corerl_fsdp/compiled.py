@@ -18,13 +18,15 @@ from corerl.ops import PackedSequences
 # Inductor would make other kernels for few tokens than for many, in a compilation of 10 to 20 s at the first batch of
 # fewer; those for many are right for all.
 ALWAYS = "triton.mix_order_reduction_non_strict_mode"
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # read by torch whenever it compiles
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # read by torch whenever it compiles, and set to its default when it is imported
 
 
 def keep_compiled(folder: str) -> None:
     """Have torch keep what this process compiles in `folder`, if there can be such a folder and neither the user nor
     an earlier model of the process has named one."""
-    if folder and CACHE not in os.environ:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    if folder and os.environ.get(CACHE, "") in ("", default_cache_dir()):
         with suppress(OSError, RuntimeError):  # a home that cannot be written, or none: then where torch does
             path = Path(folder).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)
