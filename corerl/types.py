@@ -281,7 +281,7 @@ class Compilation:
 
     what: str  # the function, and the file that it is in
     seconds: float  # of the forward and the backward pass
-    why: str = ""  # what the earlier graphs of the function did not allow; "" of its first one
+    why: str = ""  # what the earlier graphs of the function did not allow; "" until the process has taken a step
 
 
 @frozen(kw_only=True)

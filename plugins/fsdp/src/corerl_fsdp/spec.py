@@ -23,7 +23,7 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             "shard_size",
             f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 0 for all ranks",
         )
-    if config.compile and cluster.train is not None and cluster.train.layout == "whole":
+    if config.compile is True and cluster.train is not None and cluster.train.layout == "whole":
         yield Problem("compile", NO_WHOLE_COMPILE.removeprefix("compile = "))
 
 
