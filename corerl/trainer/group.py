@@ -224,7 +224,6 @@ class TrainGroup:
             listening=listening,
             givers=len(self.processes),
             takers=len(others.processes),
-            bucket_bytes=config.weights.bucket_bytes,
             timeout=config.timeout,
         )
         taking = others.init(handover)

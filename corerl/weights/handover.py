@@ -1,9 +1,8 @@
 """Hand training state from the ranks of one group to those of another, whatever their numbers, layouts and backends.
 
 Ranks that have the state give it, ranks that want it take it. Each taker says which boxes of which tensors it holds;
-each giver passes on of them what it has, in buckets, so that no end needs memory for more than one besides the state:
-through host memory that both have mapped, or over gloo from machine to machine. They meet in a store that the first
-giver hosts:
+each giver passes on of them what it has, in small pieces, for which no end needs memory worth mention: through host
+memory that both have mapped, or over gloo from machine to machine. They meet in a store that the first giver hosts:
 
     note/g        giver g -> takers    what each keeps besides tensors
     given         giver 0 -> all       the kinds of state to come, in order
@@ -12,8 +11,8 @@ giver hosts:
     room/KIND/g   giver g -> takers    where it puts buckets
     maps/KIND/g/t taker t -> giver g   whether it could map that
 
-Transfers of a bucket are in the same order on all ranks, taker by taker and for each of them giver by giver, one at a
-time: the earliest that has not been made can always be made, so no two ranks wait for each other.
+Transfers are in the same order on all ranks, bucket by bucket, taker by taker and for each of them giver by giver: the
+earliest that has not been made can always be made, so no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import math
 import os
 import secrets
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -35,10 +35,11 @@ from attrs import define, field, frozen
 from corerl.errors import ContractError, ResizeFailed
 from corerl.messages import first_line
 from corerl.weights.chunks import Box, Chunk, intersect, within
-from corerl.weights.manifest import proportionate_bucket
 from corerl.weights.shared import SharedOnHost, opened
 
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
+PART = 2**22  # bytes of a transfer at most: what is written is read while it is still in the processor's cache
+PARTS = 2  # of a giver's room
 
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[str, Shape, Box, str]  # (name, whole shape, box, dtype) of a box that a rank holds
@@ -54,7 +55,6 @@ class Handover:
     listening: int | None = None  # file descriptor, in the first giver's process, of a socket already listening there
     givers: int
     takers: int
-    bucket_bytes: int  # as weights.bucket_bytes: 0 for a part of the weights
     timeout: float = 600.0  # seconds that one rank waits for another
 
     def open_store(self, *, master: bool) -> dist.Store:
@@ -205,17 +205,23 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
         for kind, chunks in owned.items():
             plan = _plan(store, handover, kind)
             mine = [(taker, pieces) for giver, taker, pieces in plan.transfers if giver == rank]
-            room.reserve(plan.dtype.itemsize * max((pieces[-1].stop for _, pieces in mine), default=0))
             store.set(f"room/{kind}/{rank}", json.dumps(room.place))
             maps = {taker: store.get(f"maps/{kind}/{rank}/{taker}") == b"yes" for taker in {taker for taker, _ in mine}}
-            for taker, pieces in mine:
-                flat = room.memory(plan.dtype)[: pieces[-1].stop]
+            reading: deque[tuple[int, int]] = deque()  # (number, taker) of parts of the room that were not read yet
+            for number, (taker, pieces) in enumerate(mine):
+                while reading and reading[0][0] <= number - PARTS:
+                    group.recv([signal], handover.givers + reading.popleft()[1], 0).wait()
+                flat = room.part(number, plan.dtype)[: pieces[-1].stop]
                 for piece in pieces:
                     flat[piece.start : piece.stop].view(piece.sizes).copy_(chunks[piece.given].view[piece.source])
-                group.send([signal if maps[taker] else flat], handover.givers + taker, 0).wait()
                 if maps[taker]:
-                    group.recv([signal], handover.givers + taker, 0).wait()  # it has read the room
+                    group.send([signal], handover.givers + taker, 0).wait()
+                    reading.append((number, taker))
+                else:
+                    group.send([flat], handover.givers + taker, 0).wait()
                 sent += flat.nbytes
+            for _, taker in reading:
+                group.recv([signal], handover.givers + taker, 0).wait()
     return sent
 
 
@@ -246,12 +252,14 @@ class Taken:
         if self._group is None:
             self._group = handover.join(self._store, handover.givers + self.rank)
         plan = _plan(self._store, handover, kind)
-        mine = [(giver, pieces) for giver, taker, pieces in plan.transfers if taker == self.rank]
-        mapped = {giver: self._mapped(kind, giver) for giver in {giver for giver, _ in mine}}
+        mine = [(number, giver, pieces) for number, giver, taker, pieces in plan.numbered if taker == self.rank]
+        mapped = {giver: self._mapped(kind, giver) for giver in {giver for _, giver, _ in mine}}
         signal = torch.zeros(1, dtype=torch.uint8)
-        for giver, pieces in mine:
+        for number, giver, pieces in mine:
             shared = mapped[giver]
-            flat = torch.empty(pieces[-1].stop, dtype=plan.dtype) if shared is None else shared.view(plan.dtype)
+            flat = (
+                torch.empty(pieces[-1].stop, dtype=plan.dtype) if shared is None else part(shared, number, plan.dtype)
+            )
             self._group.recv([flat if shared is None else signal], giver, 0).wait()
             for piece in pieces:
                 chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
@@ -266,33 +274,28 @@ class Taken:
 
 
 class Room:
-    """Host memory in which a giver puts what others on its machine read."""
+    """Host memory in which a giver puts what others on its machine read, in parts: one is filled while another is
+    read."""
 
     def __init__(self) -> None:
         self._name = f"corerl-{secrets.token_hex(8)}"  # by which a taker knows that it has found this one
-        self._shared: SharedOnHost | None = None
-
-    def reserve(self, nbytes: int) -> None:
-        """Have room for this many bytes; what is there is lost if there was less."""
-        if self._shared is None or self._shared.bytes.numel() < nbytes:
-            self.close()
-            self._shared = SharedOnHost(max(nbytes, 1), self._name)
+        self._shared = SharedOnHost(PARTS * PART, self._name)
 
     @property
     def place(self) -> dict[str, Any]:
-        assert self._shared is not None
         handle, (descriptor,) = self._shared.handle()
         return {"name": self._name, "path": f"/proc/{os.getpid()}/fd/{descriptor}", "handle": handle}
 
-    def memory(self, dtype: torch.dtype) -> torch.Tensor:
-        assert self._shared is not None
-        whole = self._shared.bytes.numel() // dtype.itemsize * dtype.itemsize
-        return self._shared.bytes[:whole].view(dtype)
+    def part(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """The part for the transfer of this number, among the giver's of one kind."""
+        return part(self._shared.bytes, number, dtype)
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        self._shared.close()
+
+
+def part(room: torch.Tensor, number: int, dtype: torch.dtype) -> torch.Tensor:
+    return room.view(PARTS, PART)[number % PARTS].view(dtype)
 
 
 def mapped(place: Mapping[str, Any]) -> torch.Tensor | None:
@@ -313,6 +316,14 @@ class _Plan:
     transfers: list[tuple[int, int, list[Piece]]]
     dtype: torch.dtype  # the least that loses nothing of any giver's
 
+    @property
+    def numbered(self) -> Iterator[tuple[int, int, int, list[Piece]]]:
+        """(number among its giver's, giver, taker, pieces)."""
+        counts: Counter[int] = Counter()
+        for giver, taker, pieces in self.transfers:
+            yield counts[giver], giver, taker, pieces
+            counts[giver] += 1
+
 
 def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
     has = _hear(store, f"has/{kind}", handover.givers)
@@ -321,9 +332,7 @@ def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
     dtype = torch.bool  # the least of all
     for name in {dtype for rows in has for _, _, _, dtype in rows}:
         dtype = torch.promote_types(dtype, getattr(torch, name))
-    shapes = {name: shape for rows in has for name, shape, _, _ in rows}
-    most = handover.bucket_bytes or proportionate_bucket(dtype.itemsize * sum(map(math.prod, shapes.values())))
-    return _Plan(list(transfers(has, wants, max(1, most // dtype.itemsize))), dtype)
+    return _Plan(list(transfers(has, wants, PART // dtype.itemsize)), dtype)
 
 
 def _require_covered(kind: str, has: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]]) -> None:
