@@ -38,7 +38,7 @@ LONGEST = [
     "tests/testing/test_broken.py",
     "plugins/fsdp/tests/test_conformance.py",
     "tests/end_to_end/test_bad_days.py",
-    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
+    "plugins/deepspeed/tests/test_conformance.py",
     "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
     "tests/end_to_end/test_failures.py",
     "tests/docs/test_code_blocks.py",

@@ -78,8 +78,9 @@ def _of(name: str) -> Mapping[str, Any]:
     return LAYOUTS[name].fields
 
 
+EAGER = {"compile": False}
 CASES = {
-    "fsdp": Case(what="8 layers of the 8B shape", fields=SLICE),
+    "fsdp": Case(what="8 layers of the 8B shape", fields=SLICE, options=EAGER),
     "fsdp-compiled": Case(what="the same, compiled", fields=SLICE, options={"compile": True}),
     "fsdp-single": Case(
         what="the same, compiled, one micro-batch",
@@ -88,28 +89,35 @@ CASES = {
         tokens=16384,
         micro_batches=1,
     ),
-    "fsdp-recompute": Case(what="8 layers of the 8B shape, layers recomputed", fields=SLICE, recompute="full"),
-    "fsdp-0.6b": Case(what="the 0.6B shape, sequences of 512", fields=QWEN3_600M, sequence=512),
+    "fsdp-recompute": Case(
+        what="8 layers of the 8B shape, layers recomputed", fields=SLICE, recompute="full", options=EAGER
+    ),
+    "fsdp-0.6b": Case(what="the 0.6B shape, sequences of 512", fields=QWEN3_600M, sequence=512, options=EAGER),
     "fsdp-long": Case(
         what="the 0.6B shape, sequences of 32k, layers recomputed",
         fields=QWEN3_600M,
         sequence=32768,
         tokens=32768,
         recompute="full",
+        options=EAGER,
     ),
-    "fsdp-gemma3": Case(what="Gemma 3 1B", fields=_of("gemma3")),
-    "fsdp-qwen3.5": Case(what="8 layers of Qwen3.5 0.8B", fields=_of("qwen3_5")),
-    "fsdp-gpt-oss": Case(what="8 layers of GPT-OSS, 8 experts", fields=_of("gpt_oss"), tokens=4096),
-    "fsdp-whole": Case(what="8 layers of the 8B shape, whole", fields=SLICE, layout="whole"),
+    "fsdp-gemma3": Case(what="Gemma 3 1B", fields=_of("gemma3"), options=EAGER),
+    "fsdp-qwen3.5": Case(what="8 layers of Qwen3.5 0.8B", fields=_of("qwen3_5"), options=EAGER),
+    "fsdp-gpt-oss": Case(what="8 layers of GPT-OSS, 8 experts", fields=_of("gpt_oss"), tokens=4096, options=EAGER),
+    "fsdp-whole": Case(what="8 layers of the 8B shape, whole", fields=SLICE, layout="whole", options=EAGER),
     "fsdp-whole-recompute": Case(
-        what="8 layers of the 8B shape, whole, layers recomputed", fields=SLICE, layout="whole", recompute="full"
+        what="8 layers of the 8B shape, whole, layers recomputed",
+        fields=SLICE,
+        layout="whole",
+        recompute="full",
+        options=EAGER,
     ),
-    "fsdp-bloom": Case(what="BLOOM 1B1, whole", fields=BLOOM_1B1, layout="whole"),
-    "fsdp-experts": Case(what="4 layers of the 30B-A3B shape", fields=EXPERTS),
+    "fsdp-bloom": Case(what="BLOOM 1B1, whole", fields=BLOOM_1B1, layout="whole", options=EAGER),
+    "fsdp-experts": Case(what="4 layers of the 30B-A3B shape", fields=EXPERTS, options=EAGER),
     "fsdp-offload": Case(
-        what="8 layers of the 8B shape, optimizer on the host", fields=SLICE, options={"offload": "optimizer"}
+        what="8 layers of the 8B shape, optimizer on the host", fields=SLICE, options={**EAGER, "offload": "optimizer"}
     ),
-    "fsdp-2": Case(what="8B shape, recomputed", fields=QWEN3_8B, ranks=2, recompute="full"),
+    "fsdp-2": Case(what="8B shape, recomputed", fields=QWEN3_8B, ranks=2, recompute="full", options=EAGER),
     "deepspeed-1": Case(backend="deepspeed", what="0.6B shape, stage 1", fields=QWEN3_600M, options={"stage": 1}),
     "deepspeed-2": Case(
         backend="deepspeed",

@@ -55,9 +55,9 @@ def case(what: str, **options: Any) -> Case:
 CASES = {
     each.what: each
     for each in (
-        case("fsdp"),
+        case("fsdp", compile=False),
         case("fsdp-compiled", compile=True),
-        case("fsdp-offload", offload="optimizer"),
+        case("fsdp-offload", compile=False, offload="optimizer"),
         case("megatron"),
         case("deepspeed-stage2", stage=2),
         case("deepspeed-stage3", stage=3),

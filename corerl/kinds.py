@@ -29,6 +29,7 @@ class ModelSize:
     head: int  # what turns hidden states into logits or a value; 0 if it is the embedding
     rest: int  # all others, such as the final norm
     hidden: int  # elements of a hidden state
+    one_kernel: bool = True  # packed attention is one kernel, in half precision on a GPU; else it pads, or has a state
 
     @property
     def total(self) -> int:

@@ -14,6 +14,7 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from corerl.errors import ContractError
+from corerl.fields import explain
 from corerl.kinds import MemoryKind as MemoryKind
 from corerl.kinds import ModelSize as ModelSize
 
@@ -280,7 +281,7 @@ class Compilation:
 
     what: str  # the function, and the file that it is in
     seconds: float  # of the forward and the backward pass
-    why: str = ""  # what the earlier graphs of the function did not allow; "" of its first one
+    why: str = ""  # what the earlier graphs of the function did not allow; "" until the process has taken a step
 
 
 @frozen(kw_only=True)
@@ -302,8 +303,9 @@ class ForwardResult:
 class GradientResult:
     """What a rank reports of one `forward_backward`."""
 
-    metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
-    tokens: int  # that went through the model on this rank
+    # This rank's part. Of a rank that does not set `outputs` in its layout, the host drops all of it.
+    metrics: Mapping[str, Metric]
+    tokens: int  # that went through the model
     outputs: ForwardResult | None = None  # if any were requested
 
 
@@ -356,3 +358,6 @@ class SleepResult:
 @frozen(kw_only=True)
 class WakeResult:
     restored_bytes: int
+
+
+explain(__name__)

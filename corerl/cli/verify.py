@@ -4,6 +4,7 @@ algorithm, and report results by level."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -20,16 +21,24 @@ def add_parser(subparsers: Any) -> None:
         "names",
         metavar="NAME",
         nargs="*",
-        help="the backend's name, distribution:name, or package.module:SPEC, then options of it, each "
-        "backends.NAME.KEY=VALUE; with --algorithm only settings, each KEY=VALUE, as `corerl train` takes them",
+        help="the backend's name, distribution:name, or package.module:SPEC; with --algorithm only settings, each "
+        "KEY=VALUE, as `corerl train` takes them",
     )
     parser.add_argument("--algorithm", metavar="NAME", help="check this algorithm; it takes seconds and starts no rank")
+    parser.add_argument(
+        "--option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option of the backend's own to check it with, instead of the defaults and the variants of its spec; "
+        "may be given several times",
+    )
     parser.add_argument(
         "--level",
         type=int,
         choices=LEVELS,
-        help="0 spec only, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; includes all lower "
-        "levels; of an algorithm 0 and 1",
+        help="0 spec only, 1 one process, 2 two ranks and the spec's variants (the default), 3 GPUs, 4 under Ray; "
+        "includes all lower levels; of an algorithm 0 and 1",
     )
     parser.add_argument(
         "--check",
@@ -91,30 +100,29 @@ def _backend(args: argparse.Namespace) -> list[str]:
     from corerl.plan.resolve import resolve_tables
     from corerl.plugin.registry import Kind, load
 
-    names = [each for each in args.names if "=" not in each]
-    if len(names) != 1:
-        got = f"got {len(names)} names" if names else "got none"
+    if options := [each for each in args.names if "=" in each]:
+        raise UserError(
+            f"{options[0]}: options of a backend are given as --option KEY=VALUE; try models and training settings in "
+            "a run"
+        )
+    if len(args.names) != 1:
+        got = f"got {len(args.names)} names" if args.names else "got none"
         raise UserError(f"verify takes the name of one backend, {got}; write corerl verify NAME, or --algorithm NAME")
-    (name,), options = names, [each for each in args.names if "=" in each]
+    if bare := [each for each in args.option if "=" not in each]:
+        raise UserError(f"--option {bare[0]}: expected KEY=VALUE")
+    (name,) = args.names
     require_plugins([(Kind.BACKENDS, name)])
     loaded = load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
-    alone = {"backend": {"name": name}, "rollout": {"engine": "fake"}}
-    for option in options:
-        config = config_of(alone, [option])
-        if config.backends.keys() != {loaded.name}:
-            raise UserError(
-                f"{option}: a backend is verified with options of its own; write backends.{loaded.name}.KEY=VALUE, and "
-                "try models and training settings in a run"
-            )
-    resolve_tables(config_of(alone, options))
+    overrides = [f"backends.{json.dumps(loaded.name)}.{option}" for option in args.option]
+    resolve_tables(config_of({"backend": {"name": name}, "rollout": {"engine": "fake"}}, overrides))
     if args.level == 3:
         import torch
 
         if not torch.cuda.is_available():
             raise UserError("level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3")
     level = DEFAULT_LEVEL if args.level is None else args.level
-    overrides = [f"--corerl-override={each}" for each in options]
-    return ["--corerl-backend", name, *overrides, "--corerl-level", str(level)]
+    given = [f"--corerl-override={each}" for each in overrides]
+    return ["--corerl-backend", name, *given, "--corerl-level", str(level)]
 
 
 def _algorithm(args: argparse.Namespace) -> list[str]:

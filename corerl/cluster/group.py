@@ -101,12 +101,6 @@ class RayGroup:
         return [slot.node for slot in self._slots]
 
     @property
-    def devices(self) -> list[tuple[str, int]]:
-        """All GPUs of the members, as (Ray's id of the machine, number there); one on two members stands there
-        twice."""
-        return [(slot.node, device) for slot in self._slots for device in slot.devices]
-
-    @property
     def ended(self) -> bool:
         """Whether the group was killed, by its owner or because a member failed."""
         return not self._alive

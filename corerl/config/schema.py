@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, evolve, field, frozen
 
+from corerl.fields import explain
 from corerl.messages import short_repr
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -856,3 +857,6 @@ class ClusterInfo:
     weights: WeightsConfig | None = None  # for an engine, how its weights travel; None if no run is known
     frozen: bool = False  # the role is never trained: weights are in `train.precision`
     streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale
+
+
+explain(__name__)

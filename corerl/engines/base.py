@@ -12,6 +12,7 @@ from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.errors import EngineFailed
+from corerl.fields import explain
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -247,3 +248,6 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop everything at once, even while generating. Nothing is called afterwards."""
+
+
+explain(__name__)

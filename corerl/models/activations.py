@@ -25,6 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.models.build import VALUE_HEAD, decoder_layers, recompute_layers
 from corerl.models.described import Described
 from corerl.models.layout import make_policy
+from corerl.models.mixers import attends_in_one_kernel
+from corerl.models.parts import parts_of
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import ModelSize, Output
@@ -95,7 +97,7 @@ def _activations(
         )
         for layer in decoder_layers(policy.model):
             if compiled:
-                layer.forward = torch.compile(layer.forward, backend=PARTITIONED, dynamic=True)
+                layer.forward = torch.compile(layer.forward, backend=PARTITIONED, dynamic=False)
             else:  # inside the layer, so that it is there too where the backward pass recomputes it
                 layer.forward = partial(_with_fused_attention, layer.forward)
         if recompute:
@@ -117,7 +119,10 @@ def _activations(
         torch.stack([each.sum() for each in found.values()]).sum().backward()
     train = held.peak
     if fused and not recompute:
-        fewer = _kept(build(compiled=True), inputs, outputs)
+        # A graph for all sizes takes three times as long, and a plan asks for few. Past the limit, layers would run as
+        # they are.
+        with torch._dynamo.config.patch(recompile_limit=KNOWN):
+            fewer = _kept(build(compiled=True), inputs, outputs)
         kept, train = fewer, train - kept + fewer
     return Activations(kept=kept, forward=forward, train=train)
 
@@ -144,6 +149,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         head=0 if ahead is None else ahead.numel(),
         rest=sum(param.numel() for param in model.parameters() if id(param) not in known),
         hidden=embedding.shape[1],
+        one_kernel=attends_in_one_kernel(parts_of(model).decoder),
     )
 
 

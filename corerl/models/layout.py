@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -51,10 +52,12 @@ def make_policy(
     value_head: bool = False,
     compute: torch.dtype | None = None,
     buffers: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
-    meta too. Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    meta too. With a `group`, its ranks share the rows of the output matrix, see `Policy`. Raises ModelError if
+    transformers cannot build it, or CoreRL not train it."""
     chosen = choose_layout(look_at(config, value_head=value_head), layout)
     packed = chosen.name == "packed"
     model = build_on_meta(
@@ -65,7 +68,7 @@ def make_policy(
         compute=compute,
         buffers=buffers,
     )
-    return PackedPolicy(model) if packed else WholePolicy(model)
+    return (PackedPolicy if packed else WholePolicy)(model, group=group)
 
 
 def own_attention(config: PreTrainedConfig) -> str:

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, Seen
-from corerl.ops.attention import PackedSequences
+from corerl.ops.attention import LARGEST_HEAD, PackedSequences
 
 CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past")  # arguments of modules that mix tokens
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of attention that calls whichever is registered
 COUNTS = "arange"  # in the code of what numbers the tokens of a row
 SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
+HEADS = ("head_dim", "qk_head_dim")  # attributes of attention: the elements of a query of one head
+BESIDES = ("sinks", "attn_logit_softcapping")  # attributes of attention: what the packed kernel lacks
 
 
 def unregistered_attention(decoder: nn.Module) -> nn.Module | None:
@@ -48,6 +50,18 @@ def attends(decoder: nn.Module) -> bool:
 def carries_state(decoder: nn.Module) -> bool:
     """Whether tokens see earlier ones in other ways than attention."""
     return any(not _has(module, INTERFACE, *SCORES) for module in mixers(decoder))
+
+
+def attends_in_one_kernel(decoder: nn.Module) -> bool:
+    """Whether tokens see earlier ones through nothing but registered attention that `packed_attention` computes with
+    its kernel for packed tokens, on devices and in precisions for which there is one."""
+    found = mixers(decoder)
+    return bool(found) and all(
+        _has(module, INTERFACE)
+        and all(getattr(module, name, None) is None for name in BESIDES)
+        and all((getattr(module, name, None) or 0) <= LARGEST_HEAD for name in HEADS)
+        for module in found
+    )
 
 
 def keep_apart(decoder: nn.Module) -> list[nn.Module]:

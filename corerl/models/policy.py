@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -28,15 +30,25 @@ class Policy(nn.Module, ABC):
     `routers` sets and reads the experts. What lies after the decoder is read but never called as a module, so whatever
     shards the weights must gather `head_parameters` for this module's own forward. Logits exist for as
     many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass.
-    Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits.
+    With a `group`, its ranks pass the same tokens and share the rows of the output matrix: rank r replaces the head's
+    weight [V, H] by the rows r * n to (r + 1) * n, n = ceil(V / ranks), the last ones padded. All get the same outputs;
+    gradients of what comes before the head are whole on every rank, where hidden states are.
+    Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits, or if a group is to
+    share a head that is more than one matrix.
     """
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, group: dist.ProcessGroup | None = None) -> None:
         parts = parts_of(model)
+        if group is not None and parts.head is not None and parts.head.linear is None:
+            raise ModelError(
+                f"{type(model).__name__} has more after its decoder than one matrix, so that ranks cannot share its "
+                "rows; leave group out, with the whole head on each rank"
+            )
         super().__init__()
         self.model = model
+        self.group = group
         self.routers = Routers(model)
         self._parts = parts  # not modules of this one, or it would have the decoder twice
         self._longest = longest_sequence(model.config)
@@ -122,12 +134,14 @@ class Policy(nn.Module, ABC):
         assert head is not None  # a critic has values instead
         if (last := head.linear) is not None:
             return token_logprobs(
-                before,
+                before if self.group is None else _Shared.apply(before, self.group),
                 last.weight,
                 targets,
                 bias=getattr(last, "bias", None),
                 temperature=temperature,
                 with_entropy=with_entropy,
+                group=self.group,
+                vocab_size=None if self.group is None else head.vocab_size,
             )
 
         def scored(hidden: Tensor, of: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -140,3 +154,18 @@ class Policy(nn.Module, ABC):
         ]
         logprobs, entropy = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropy) if with_entropy else None
+
+
+class _Shared(torch.autograd.Function):
+    """Hidden states that all ranks of a group have: of their gradient each rank's rows of the head give a part."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None

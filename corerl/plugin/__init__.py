@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory
     from corerl.plugin.spec import Resources as Resources
+    from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok
 else:
     from corerl.imports import on_demand

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from corerl.fields import explain
+
 
 @frozen(kw_only=True)
 class Context:
@@ -14,3 +16,6 @@ class Context:
     world_size: int
     local_rank: int  # index of the device on this machine
     run_dir: str
+
+
+explain(__name__)

@@ -19,6 +19,7 @@ from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
+INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
 LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that an error in one does not stop the others
 
 
@@ -93,7 +94,8 @@ def refuse_observers(manager: pluggy.PluginManager) -> None:
 
 def call_chain(manager: pluggy.PluginManager, hook: str) -> str:
     """The plugins that are called, outermost first."""
-    return " > ".join(impl.plugin_name for impl in reversed(getattr(manager.hook, hook).get_hookimpls()))
+    names = [impl.plugin_name for impl in reversed(getattr(manager.hook, hook).get_hookimpls())]
+    return " > ".join(name for name in names if name != INNERMOST)
 
 
 def call_each(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
@@ -26,6 +26,7 @@ from corerl.messages import one_line, place
 from corerl.plugin.capabilities import FULL, Capability, Support, asked_by_role, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
+    INNERMOST,
     build_manager,
     call_chain,
     call_each,
@@ -33,7 +34,7 @@ from corerl.plugin.contract import (
     refuse_observers,
     require_instance,
 )
-from corerl.plugin.hookspecs import NEEDS, RESULTS
+from corerl.plugin.hookspecs import NEEDS, RESULTS, hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -107,6 +108,25 @@ class BackendBase:
         raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker from its name")
 
 
+class WithoutOutputs:
+    """Around the backend of a rank that does not set `outputs`, inside of all extensions: another rank returns metrics,
+    tokens and outputs of the same samples."""
+
+    @hookimpl(wrapper=True, trylast=True)
+    def forward_backward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
+        result = yield
+        return _nothing(outputs) if isinstance(result, GradientResult) else result
+
+    @hookimpl(wrapper=True, trylast=True)
+    def forward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
+        result = yield
+        return ForwardResult.empty(outputs) if isinstance(result, ForwardResult) else result
+
+
+def _nothing(outputs: tuple[Output, ...]) -> GradientResult:
+    return GradientResult(metrics={}, tokens=0, outputs=ForwardResult.empty(outputs) if outputs else None)
+
+
 class PluginHost:
     """The backend and extensions of one worker process. Not thread-safe: one verb at a time.
 
@@ -165,6 +185,8 @@ class PluginHost:
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)
         result: InitResult = self._call("init", config=config, context=context)
+        if not result.layout.outputs:
+            self._manager.register(WithoutOutputs(), INNERMOST)
         self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet
@@ -179,7 +201,7 @@ class PluginHost:
             self._begun = self._begun or batch.count > 0
             self._complete = last and self._begun
             if not batch.count:
-                return GradientResult(metrics={}, tokens=0, outputs=ForwardResult.empty(outputs) if outputs else None)
+                return _nothing(outputs)
             result: GradientResult = self._checked(
                 "forward_backward", batch=batch, loss=loss, outputs=outputs, last=last
             )

@@ -9,7 +9,7 @@ Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, RolloutConfig, TrainConfig
+from corerl.fields import explain
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import FULL, Capability, Support
 
@@ -125,6 +126,20 @@ def no_findings() -> Iterable[Finding]:
     return ()
 
 
+RANKS_OF_VARIANTS = (2, 4)
+
+
+@frozen(kw_only=True)
+class Variant:
+    """Options that change how a backend computes: the conformance suite goes through it with them, besides the
+    defaults."""
+
+    name: str  # as in "C43 failed with NAME"
+    options: Mapping[str, Any]  # of the backend's own
+    # 4 where ranks that share samples are to meet ranks that have others.
+    ranks: int = field(default=2, validator=in_(RANKS_OF_VARIANTS))
+
+
 @frozen(kw_only=True)
 class BackendSpec:
     """What the driver knows of a backend before a worker exists; its module imports no torch."""
@@ -144,6 +159,7 @@ class BackendSpec:
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
+    variants: Sequence[Variant] = ()  # each with a name of its own
 
     def support(self, capability: Capability) -> Support:
         """The declared support for `capability`; FULL if none is declared."""
@@ -236,3 +252,6 @@ class AlgorithmSpec:
 
 
 Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec
+
+
+explain(__name__)

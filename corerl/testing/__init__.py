@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from corerl.testing.harness import state_of as state_of
     from corerl.testing.harness import step_at as step_at
     from corerl.testing.harness import train as train
+    from corerl.testing.marks import with_variants as with_variants
     from corerl.testing.models import drawn_model as drawn_model
     from corerl.testing.models import tiny_config as tiny_config
     from corerl.testing.models import tiny_fields as tiny_fields

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.testing.harness import State
 from corerl.testing.references import reference
 from corerl.testing.scenarios import training
-from corerl.testing.tolerances import GRAD_NORM, LOSS, METRICS, WEIGHTS_L2
-from corerl.types import Array, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
+from corerl.testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, METRICS, WEIGHTS_L2
+from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
 
 Tensors = dict[str, Array]  # whole tensors by HF name
 
@@ -71,7 +72,10 @@ def grad_norm_of(results: Sequence[TrainResult]) -> float:
     """The norm that all ranks report; they must agree."""
     norms = [result.grad_norm for result in results]
     equal = all(norm == norms[0] for norm in norms) or all(math.isnan(norm) for norm in norms)
-    assert equal, f"the ranks disagree on the norm: {norms}"
+    assert equal, (
+        f"the ranks disagree on the norm: {norms}; sum gradients over all ranks that have other samples, and squares "
+        "over those that hold other parts of the model"
+    )
     return norms[0]
 
 
@@ -115,10 +119,40 @@ def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Out
         for index, sample in enumerate(result.samples):
             start, end = samples.offsets[sample : sample + 2]
             values = result.outputs[output][result.offsets[index] : result.offsets[index + 1]]
-            assert np.isnan(column[start:end]).all() and len(values) == end - start
+            assert len(values) == end - start, f"sample {sample} has {len(values)} {output}, expected {end - start}"
+            assert np.isnan(column[start:end]).all(), (
+                f"{output} of sample {sample} came twice, or are no numbers; of ranks that share samples one sets "
+                "outputs in its layout"
+            )
             column[start:end] = values
-    assert not np.isnan(column).any()
+    assert not np.isnan(column).any(), f"{output} of samples are missing, or are no numbers"
     return column
+
+
+def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, output: Output) -> None:
+    """Compare an output [N] of all samples, within the tolerance of log-probs."""
+    wrong = np.flatnonzero(~_near(found, wanted))
+    if not len(wrong):
+        return
+    bounds = [slice(*each) for each in pairwise(samples.offsets.tolist())]
+    at = int(np.searchsorted(samples.offsets, wrong[0], side="right")) - 1
+    token = int(wrong[0] - samples.offsets[at])
+    told = f"{output} of token {token} of sample {at} is {found[wrong[0]]}, expected {wanted[wrong[0]]}"
+    mine = found[bounds[at]]
+    if all(_near(found[each][1:-1], wanted[each][2:]).all() for each in bounds):
+        told += "; each token has that of the next one"
+    elif all(_near(found[each][2:], wanted[each][1:-1]).all() for each in bounds):
+        told += "; each token has that of the one before"
+    else:
+        others = (other for other, each in enumerate(bounds) if len(wanted[each]) == len(mine))
+        twin = next((other for other in others if other != at and _near(mine, wanted[bounds[other]]).all()), None)
+        told += "" if twin is None else f"; sample {at} has those of sample {twin}"
+    raise AssertionError(f"{told}; {len(wrong)} of {len(wanted)} differ")
+
+
+def _near(found: FloatArray, wanted: FloatArray) -> BoolArray:
+    near: BoolArray = np.isclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+    return near
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from corerl.config.load import config_of, structure
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.spec import Variant
 from corerl.testing.outcomes import SELECTED, gpus
 from corerl.testing.pool import OneRank, RankPool, Ranks
 
@@ -38,9 +39,20 @@ def backend_options(request: pytest.FixtureRequest, backend_name: str) -> Callab
     return lambda level: own
 
 
+@pytest.fixture(scope="session")
+def backend_variant() -> Variant | None:
+    """The spec's variant to check; None for none. Override this with params=with_variants(NAME) for all of them."""
+    return None
+
+
 @pytest.fixture
-def options(request: pytest.FixtureRequest, backend_options: Callable[[int], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return backend_options(request.node.stash[SELECTED].level)
+def options(
+    request: pytest.FixtureRequest,
+    backend_options: Callable[[int], Mapping[str, Any]],
+    backend_variant: Variant | None,
+) -> Mapping[str, Any]:
+    own = backend_options(request.node.stash[SELECTED].level)
+    return own if backend_variant is None else {**own, **backend_variant.options}
 
 
 @pytest.fixture
@@ -80,6 +92,14 @@ def trial(algorithm_name: str, algorithm_overrides: Sequence[str]) -> Trial:
 def rank_pool() -> Iterator[RankPool]:
     """Two rank processes, for the whole test run."""
     pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """Four rank processes, for one file: they take memory."""
+    pool = RankPool(4)
     yield pool
     pool.close()
 
@@ -155,6 +175,8 @@ def subject(
         if world_size > gpus():
             pytest.skip(f"needs {world_size} GPUs, but there are {gpus()}")
         runs = request.getfixturevalue("gpu_runs")
+    elif world_size == 4:
+        runs = runs.beside({4: request.getfixturevalue("four_ranks")})
     subject = Subject(
         backend=backend_name,
         world_size=world_size,
@@ -164,6 +186,7 @@ def subject(
         options=options,
         lifted=bool(found.unsupported),
     )
+    subject.require_ranks(world_size)
     if str(Capability.MULTI_RANK) in found.unsupported:
         if backend_name not in _refusals:
             _refusals[backend_name] = subject.refusal_of_two_ranks()

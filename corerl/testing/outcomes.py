@@ -16,6 +16,8 @@ from corerl.plugin.spec import BackendSpec
 from corerl.testing.marks import Check
 
 SEED = 0
+# What is wrong with the training of a variant would be told again by all of its other checks.
+FOUNDATION = "C41"
 OUTCOMES = ("passed", "failed", "blocked", "unsupported", "expected", "not run")
 
 
@@ -27,10 +29,18 @@ class Selected:
     level: int
     world_size: int  # 0 if the check does not take one
     parameters: str
+    variant: str  # its name; "" with the backend's defaults
     needs: tuple[Capability, ...]
     plugin: str = ""  # the backend's or algorithm's name, known once the check is set up
     unsupported: dict[str, str] = field(factory=dict)  # needed capability that the backend lacks -> reason
     blocked_by: str = ""
+
+    @property
+    def where(self) -> Where:
+        return self.variant, self.world_size
+
+
+Where = tuple[str, int]  # the name of a variant, or "", and a world size, or 0
 
 
 @frozen(kw_only=True)
@@ -42,11 +52,16 @@ class Outcome:
     parameters: str
     level: int
     ranks: int
+    variant: str  # its name; "" with the backend's defaults
     needs: list[str]
     outcome: str
     reason: str
     blocked_by: str
     seconds: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.id} with {self.variant!r}" if self.variant else self.id
 
 
 SELECTED = pytest.StashKey[Selected]()
@@ -61,19 +76,25 @@ class Session:
     skipped_levels: dict[int, str]
     expected: dict[str, str]  # id -> reason
     outcomes: list[tuple[tuple[Kind, str], Outcome]] = field(factory=list)  # (plugin, outcome)
-    failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (plugin, id) -> world sizes, 0 for none
-    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # blocked (plugin, id, world size) -> failed id
+    failed: dict[tuple[str, str], set[Where]] = field(factory=dict)  # (plugin, id) -> where it failed, or was blocked
+    root_of: dict[tuple[str, str, Where], str] = field(factory=dict)  # where an id is blocked -> the failed id
     passed_against_expectation: list[str] = field(factory=list)
 
     def blocked_by(self, found: Selected) -> str:
         """The failed id that `found` builds on, directly or indirectly; "" if there is none."""
-        for id_ in found.check.builds_on:
-            for world_size in sorted({0, 1, found.world_size} if found.world_size else {0, 1, 2}):
-                if world_size in self.failed.get((found.plugin, id_), ()):
-                    return self.root_of.get((found.plugin, id_, world_size), id_)
-        # On two ranks a check builds on itself on one rank.
-        if found.world_size > 1 and 1 in self.failed.get((found.plugin, found.check.id), ()):
-            return self.root_of.get((found.plugin, found.check.id, 1), found.check.id)
+        alone = [("", 0), ("", 1)]
+        # On two ranks a check builds on itself on one rank, and with a variant on itself without it.
+        own = alone if found.world_size > 1 else []
+        places = [*alone, found.where] if found.world_size else [*alone, ("", 2)]
+        if found.variant:
+            own, places = [*own, ("", 2)], [*places, ("", 2)]
+        builds_on = found.check.builds_on
+        if found.variant and found.check.id != FOUNDATION:
+            builds_on = (FOUNDATION, *builds_on)
+        for id_, wheres in [*((id_, places) for id_ in builds_on), (found.check.id, own)]:
+            for where in wheres:
+                if where in self.failed.get((found.plugin, id_), ()):
+                    return self.root_of.get((found.plugin, id_, where), id_)
         return ""
 
 
@@ -90,7 +111,7 @@ def loaded_plugin(kind: Kind, name: str) -> Loaded:
         raise pytest.UsageError(error.message) from error
 
 
-def describe(kind: Kind, name: str, session: Session) -> list[str]:
+def describe(kind: Kind, name: str, session: Session, *, variants: bool) -> list[str]:
     import torch
 
     loaded = loaded_plugin(kind, name)
@@ -98,12 +119,15 @@ def describe(kind: Kind, name: str, session: Session) -> list[str]:
     if kind is not Kind.BACKENDS:
         return [*about, f"corerl torch: {torch.__version__}"]
     lacks = [str(capability) for capability in Capability if not loaded.spec.support(capability).full]
+    also = loaded.spec.variants if variants and session.level >= 2 else ()
+    named = ", ".join(f"{each.name!r} on {each.ranks} ranks" for each in also)
     levels = f"0 to {session.level}"
     if session.skipped_levels:
         levels += "".join(f" without {level} ({why})" for level, why in session.skipped_levels.items())
     return [
         *about,
         f"corerl capabilities: all but {', '.join(lacks)}" if lacks else "corerl capabilities: all",
+        *([f"corerl variants: {named}"] if named else []),
         f"corerl levels: {levels}; torch {torch.__version__}, seed {SEED}",
     ]
 
@@ -154,11 +178,11 @@ def summary(session: Session) -> Iterator[str]:
         seen: set[str] = set()
         first: dict[str, str] = {}  # reason -> the check that it was told of
         for line in lines:
-            if line.outcome == outcome and line.id not in seen:
-                seen.add(line.id)
-                at = first.setdefault(line.reason, line.id)
-                reason = line.reason if at == line.id else f"as {at}"
-                yield f"{line.id} {outcome}: {_sentence(line.name)}: {reason}"
+            if line.outcome == outcome and line.label not in seen:
+                seen.add(line.label)
+                at = first.setdefault(line.reason, line.label)
+                reason = line.reason if at == line.label else f"as {at}"
+                yield f"{line.label} {outcome}: {_sentence(line.name)}: {reason}"
     roots: dict[str, list[str]] = {}
     for line in lines:
         if line.outcome == "blocked" and line.blocked_by != line.id:  # not by itself on one rank

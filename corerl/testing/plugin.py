@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ import pytest
 from corerl.messages import did_you_mean, one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
-from corerl.testing.marks import LEVELS, MARK, Check
+from corerl.plugin.spec import RANKS_OF_VARIANTS, Variant
+from corerl.testing.marks import LEVELS, MARK, Check, with_variants
 from corerl.testing.outcomes import (
+    FOUNDATION,
     SELECTED,
     SESSION,
     Outcome,
@@ -102,7 +104,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         line
         for kind in (Kind.BACKENDS, Kind.ALGORITHMS)
         if (name := config.getoption(f"--corerl-{kind.noun}"))
-        for line in describe(kind, name, config.stash[SESSION])
+        for line in describe(kind, name, config.stash[SESSION], variants=not config.getoption("--corerl-override"))
     ]
 
 
@@ -111,8 +113,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(MARK)
-    if mark is not None and "world_size" in metafunc.fixturenames:
-        metafunc.parametrize("world_size", mark.args[0].ranks, ids="on {} rank(s)".format)
+    if mark is None:
+        return
+    check: Check = mark.args[0]
+    if "world_size" in metafunc.fixturenames:
+        ranks = {*check.ranks, *(RANKS_OF_VARIANTS if check.variants is not None else ())}
+        metafunc.parametrize("world_size", sorted(ranks), ids="on {} rank(s)".format)
+    name, options = (metafunc.config.getoption(f"--corerl-{option}") for option in ("backend", "override"))
+    if name and not options and check.variants is not None:  # a file that names its backend has a fixture of them
+        metafunc.parametrize("backend_variant", with_variants(name), scope="session")
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -128,7 +137,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         if mark is None:
             kept.append(item)
             continue
-        found = _select(item, mark.args[0])
+        parameters = _parameters(item)
+        if not _fits(mark.args[0], parameters):
+            continue
+        found = _select(item, mark.args[0], parameters)
         known.add(found.check.id)
         out = found.level > own.level or found.level in own.skipped_levels
         if out or (only and found.check.id not in only):
@@ -172,10 +184,27 @@ def _asked(ids: Sequence[str], items: Sequence[pytest.Item]) -> set[str]:
     return found
 
 
-def _select(item: pytest.Item, check: Check) -> Selected:
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
     callspec = getattr(item, "callspec", None)
-    parameters = dict(callspec.params) if callspec else {}
+    return callspec.params if callspec else {}
+
+
+def _fits(check: Check, parameters: Mapping[str, Any]) -> bool:
+    """Whether the check is run with these: with the backend's defaults on its own numbers of ranks, with a variant on
+    the variant's, and then with one of its sets of parameters."""
+    variant: Variant | None = parameters.get("backend_variant")
+    if variant is None:
+        return parameters.get("world_size", 0) in (0, *check.ranks)
+    if check.variants is None:
+        return False
+    wanted = {**check.variants, "world_size": variant.ranks}
+    return all(parameters[name] == value for name, value in wanted.items())
+
+
+def _select(item: pytest.Item, check: Check, parameters: Mapping[str, Any]) -> Selected:
+    callspec = getattr(item, "callspec", None)
     world_size = parameters.get("world_size", 0)
+    variant: Variant | None = parameters.get("backend_variant")
     level, needs = check.level_at(world_size), list(check.needs)
     if world_size and level in (1, 2, 4):  # checks without ranks choose a device themselves
         needs.append(Capability.CPU)
@@ -188,6 +217,7 @@ def _select(item: pytest.Item, check: Check) -> Selected:
         level=level,
         world_size=world_size,
         parameters=callspec.id if callspec else "",
+        variant="" if variant is None else variant.name,
         needs=tuple(dict.fromkeys(needs)),
     )
 
@@ -211,7 +241,12 @@ def _in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             depths[id_] = 1 + max((depth(each) for each in builds_on.get(id_, ())), default=-1)
         return depths[id_]
 
-    return sorted(items, key=lambda item: (item.stash[SELECTED].level, depth(item.stash[SELECTED].check.id)))
+    def place(item: pytest.Item) -> tuple[int, str, bool, int]:
+        found = item.stash[SELECTED]
+        first = not found.variant or found.check.id == FOUNDATION
+        return found.level, found.variant, not first, depth(found.check.id)
+
+    return sorted(items, key=place)
 
 
 # ---- each check ------------------------------------------------------------------------------------------------------
@@ -264,9 +299,9 @@ def pytest_runtest_makereport(
         report.outcome = "skipped"
         report.wasxfail = reason  # read by pytest itself
     if outcome in ("blocked", "failed", "expected"):
-        session.failed.setdefault((found.plugin, found.check.id), set()).add(found.world_size)
+        session.failed.setdefault((found.plugin, found.check.id), set()).add(found.where)
         if found.blocked_by:
-            session.root_of[found.plugin, found.check.id, found.world_size] = found.blocked_by
+            session.root_of[found.plugin, found.check.id, found.where] = found.blocked_by
     if outcome:
         report.corerl_outcome = outcome  # type: ignore[attr-defined]
         line = Outcome(
@@ -275,6 +310,7 @@ def pytest_runtest_makereport(
             parameters=found.parameters,
             level=found.level,
             ranks=found.world_size,
+            variant=found.variant,
             needs=[str(capability) for capability in found.needs],
             outcome=outcome,
             reason=reason,

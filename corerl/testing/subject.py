@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from attrs import evolve, field, frozen
 
 from corerl.checkpoint.commit import begin, commit
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.registry import Kind, load
 from corerl.testing.compare import Trajectory, together
 from corerl.testing.harness import Setup
 from corerl.testing.models import write_tiny_model
@@ -133,6 +137,16 @@ class Subject:
 
     def model(self, kind: str) -> Path:
         return self.runs.models[kind]
+
+    def require_ranks(self, number: int) -> None:
+        """Skip the check if the backend's spec refuses its options on so many ranks, as it does those of a layout that
+        takes more. Defaults are for any number."""
+        spec = load(Kind.BACKENDS, self.backend).spec
+        if not self.options:
+            return
+        options = structure(self.options, spec.config, path="")
+        for problem in spec.check(options, ClusterInfo(device=self.device, ranks=number)):
+            pytest.skip(f"the spec refuses these options on {number} rank(s): {problem.path} = {problem.text}")
 
     def refusal_of_two_ranks(self) -> str:
         """The error if both of two ranks refuse to start; "" if one does not."""

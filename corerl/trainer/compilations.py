@@ -13,14 +13,25 @@ from corerl.types import Compilation
 
 @define
 class Compilations:
-    """Those since they were asked for last, first since this was made. torch remembers the last 64."""
+    """Those since they were asked for last, first since this was made. torch remembers the last 64.
+
+    The first time, none has a reason: until then there was no graph for each kind of layer and of pass, and that an
+    earlier one is for another kind is no news."""
 
     _until: int = 0  # microseconds: the end of the last one seen
+    _begun: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self.take()
+        self._new()
 
     def take(self) -> tuple[Compilation, ...]:
+        found = self._new()
+        if not self._begun:
+            found = tuple(evolve(each, why="") for each in found)
+        self._begun = True
+        return found
+
+    def _new(self) -> tuple[Compilation, ...]:
         # Not imported here: it takes a second, and only who compiles has it.
         utils: Any = sys.modules.get("torch._dynamo.utils")
         if utils is None:

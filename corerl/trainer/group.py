@@ -216,7 +216,6 @@ class TrainGroup:
 
     def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
         host, port, listening = self.processes.listen(0)
-        devices = [*self.processes.devices, *others.processes.devices]
         config = others.plan.assignments[0].config
         handover = Handover(
             host=host,
@@ -225,7 +224,6 @@ class TrainGroup:
             listening=listening,
             givers=len(self.processes),
             takers=len(others.processes),
-            device=config.device if len(set(devices)) == len(devices) else "cpu",
             bucket_bytes=config.weights.bucket_bytes,
             timeout=config.timeout,
         )
@@ -364,7 +362,7 @@ class TrainGroup:
             found = [each.outputs for each in results if each.outputs is not None]
             return Gradients(
                 metrics=merge_metrics(result.metrics for result in results),
-                tokens=self._tokens(results),
+                tokens=sum(result.tokens for result in results),
                 outputs=scatter(found, wanted, shared.samples, plan.members, role=self.role, verb="forward_backward")
                 if wanted
                 else {},
@@ -386,9 +384,6 @@ class TrainGroup:
         pending = evolve(pending, method=f"optimizer_step at optimizer step {step.optimizer_step}")
         return self._calls.add(pending, self._merged)
 
-    def _tokens(self, results: Sequence[GradientResult | TrainResult]) -> int:
-        return sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs)
-
     def _merged(self, results: Sequence[TrainResult]) -> TrainResult:
         if len({result.applied for result in results}) != 1:
             self.processes.kill()
@@ -406,7 +401,7 @@ class TrainGroup:
             metrics=merge_metrics(result.metrics for result in results),
             grad_norm=results[0].grad_norm,
             compilations=max((result.compilations for result in results), key=len),
-            tokens=self._tokens(results),
+            tokens=sum(result.tokens for result in results),
         )
 
     def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:

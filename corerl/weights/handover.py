@@ -1,13 +1,16 @@
 """Hand training state from the ranks of one group to those of another, whatever their numbers, layouts and backends.
 
-Ranks that have the state give it, ranks that want it take it, over a process group of all of them. Each taker says
-which boxes of which tensors it holds; each giver sends of them what it has, in buckets, so that no end needs memory for
-more than one besides the state. They meet in a store that the first giver hosts:
+Ranks that have the state give it, ranks that want it take it. Each taker says which boxes of which tensors it holds;
+each giver passes on of them what it has, in buckets, so that no end needs memory for more than one besides the state:
+through host memory that both have mapped, or over gloo from machine to machine. They meet in a store that the first
+giver hosts:
 
     note/g        giver g -> takers    what each keeps besides tensors
     given         giver 0 -> all       the kinds of state to come, in order
     has/KIND/g    giver g -> all       its boxes
     wants/KIND/t  taker t -> all       its boxes
+    room/KIND/g   giver g -> takers    where it puts buckets
+    maps/KIND/g/t taker t -> giver g   whether it could map that
 
 Transfers of a bucket are in the same order on all ranks, taker by taker and for each of them giver by giver, one at a
 time: the earliest that has not been made can always be made, so no two ranks wait for each other.
@@ -15,8 +18,11 @@ time: the earliest that has not been made can always be made, so no two ranks wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -30,6 +36,7 @@ from corerl.errors import ContractError, ResizeFailed
 from corerl.messages import first_line
 from corerl.weights.chunks import Box, Chunk, intersect, within
 from corerl.weights.manifest import proportionate_bucket
+from corerl.weights.shared import SharedOnHost, opened
 
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
 
@@ -39,7 +46,7 @@ Row: TypeAlias = tuple[str, Shape, Box, str]  # (name, whole shape, box, dtype) 
 
 @frozen(kw_only=True)
 class Handover:
-    """Where the ranks of two groups meet, and how they pass state on; all of them get the same."""
+    """Where the ranks of two groups meet; all of them get the same."""
 
     host: str  # of the store
     port: int
@@ -47,7 +54,6 @@ class Handover:
     listening: int | None = None  # file descriptor, in the first giver's process, of a socket already listening there
     givers: int
     takers: int
-    device: str = "cpu"  # through whose memory state travels; "cuda" only if no two ranks share a device
     bucket_bytes: int  # as weights.bucket_bytes: 0 for a part of the weights
     timeout: float = 600.0  # seconds that one rank waits for another
 
@@ -65,12 +71,7 @@ class Handover:
     def join(self, store: dist.Store, rank: int) -> Any:
         """The group of all ranks, takers after givers; returns once all have come."""
         size, timeout = self.givers + self.takers, timedelta(seconds=self.timeout)
-        prefixed = dist.PrefixStore("group", store)
-        if self.device == "cpu":
-            return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, size, timeout)
 
 
 @frozen(eq=False)
@@ -198,19 +199,23 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
     _hear(store, f"wants/{next(iter(state))}", handover.takers)  # before the group: it waits less patiently
     group = handover.join(store, rank)
     joined.append(group)
-    sent = 0
-    for kind, chunks in owned.items():
-        plan = _plan(store, handover, kind)
-        room = plan.room(handover.device)
-        for giver, taker, pieces in plan.transfers:
-            if giver != rank:
-                continue
-            flat = room[: pieces[-1].stop]
-            for piece in pieces:
-                flat[piece.start : piece.stop].view(piece.sizes).copy_(chunks[piece.given].view[piece.source])
-            group.send([flat], handover.givers + taker, 0).wait()
-            _synchronize(handover.device)
-            sent += flat.nbytes
+    sent, signal = 0, torch.zeros(1, dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
+        room = stack.enter_context(contextlib.closing(Room()))
+        for kind, chunks in owned.items():
+            plan = _plan(store, handover, kind)
+            mine = [(taker, pieces) for giver, taker, pieces in plan.transfers if giver == rank]
+            room.reserve(plan.dtype.itemsize * max((pieces[-1].stop for _, pieces in mine), default=0))
+            store.set(f"room/{kind}/{rank}", json.dumps(room.place))
+            maps = {taker: store.get(f"maps/{kind}/{rank}/{taker}") == b"yes" for taker in {taker for taker, _ in mine}}
+            for taker, pieces in mine:
+                flat = room.memory(plan.dtype)[: pieces[-1].stop]
+                for piece in pieces:
+                    flat[piece.start : piece.stop].view(piece.sizes).copy_(chunks[piece.given].view[piece.source])
+                group.send([signal if maps[taker] else flat], handover.givers + taker, 0).wait()
+                if maps[taker]:
+                    group.recv([signal], handover.givers + taker, 0).wait()  # it has read the room
+                sent += flat.nbytes
     return sent
 
 
@@ -241,15 +246,64 @@ class Taken:
         if self._group is None:
             self._group = handover.join(self._store, handover.givers + self.rank)
         plan = _plan(self._store, handover, kind)
-        room = plan.room(handover.device)
-        for giver, taker, pieces in plan.transfers:
-            if taker != self.rank:
-                continue
-            flat = room[: pieces[-1].stop]
-            self._group.recv([flat], giver, 0).wait()
+        mine = [(giver, pieces) for giver, taker, pieces in plan.transfers if taker == self.rank]
+        mapped = {giver: self._mapped(kind, giver) for giver in {giver for giver, _ in mine}}
+        signal = torch.zeros(1, dtype=torch.uint8)
+        for giver, pieces in mine:
+            shared = mapped[giver]
+            flat = torch.empty(pieces[-1].stop, dtype=plan.dtype) if shared is None else shared.view(plan.dtype)
+            self._group.recv([flat if shared is None else signal], giver, 0).wait()
             for piece in pieces:
                 chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
-            _synchronize(handover.device)  # before the room is used again
+            if shared is not None:
+                self._group.send([signal], giver, 0).wait()
+
+    def _mapped(self, kind: str, giver: int) -> torch.Tensor | None:
+        """The bytes of a giver's room; None if it is on another machine, or out of reach in another container."""
+        found = mapped(json.loads(self._store.get(f"room/{kind}/{giver}")))
+        self._store.set(f"maps/{kind}/{giver}/{self.rank}", "no" if found is None else "yes")
+        return found
+
+
+class Room:
+    """Host memory in which a giver puts what others on its machine read."""
+
+    def __init__(self) -> None:
+        self._name = f"corerl-{secrets.token_hex(8)}"  # by which a taker knows that it has found this one
+        self._shared: SharedOnHost | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for this many bytes; what is there is lost if there was less."""
+        if self._shared is None or self._shared.bytes.numel() < nbytes:
+            self.close()
+            self._shared = SharedOnHost(max(nbytes, 1), self._name)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        assert self._shared is not None
+        handle, (descriptor,) = self._shared.handle()
+        return {"name": self._name, "path": f"/proc/{os.getpid()}/fd/{descriptor}", "handle": handle}
+
+    def memory(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self._shared is not None
+        whole = self._shared.bytes.numel() // dtype.itemsize * dtype.itemsize
+        return self._shared.bytes[:whole].view(dtype)
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+
+def mapped(place: Mapping[str, Any]) -> torch.Tensor | None:
+    """The bytes of the room at this place; None if they are out of reach."""
+    try:
+        if place["name"] not in os.readlink(place["path"]):
+            return None  # the process of this number is another one here
+        descriptor = os.open(place["path"], os.O_RDWR)
+    except OSError:
+        return None
+    return opened(place["handle"], [descriptor])
 
 
 @frozen(eq=False)
@@ -258,14 +312,6 @@ class _Plan:
 
     transfers: list[tuple[int, int, list[Piece]]]
     dtype: torch.dtype  # the least that loses nothing of any giver's
-
-    def room(self, device: str) -> torch.Tensor:
-        largest = max((pieces[-1].stop for _, _, pieces in self.transfers), default=0)
-        return torch.empty(largest, dtype=self.dtype, device=device, pin_memory=_pinned(device))
-
-
-def _pinned(device: str) -> bool:
-    return device == "cpu" and torch.cuda.is_available()
 
 
 def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
@@ -317,8 +363,3 @@ def _hear(store: dist.Store, prefix: str, ranks: int) -> list[list[Row]]:
         ]
         for rank in range(ranks)
     ]
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda" or torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -73,9 +73,9 @@ class SharedOnHost(Shared):
     """An anonymous file in memory. It disappears with the last process that has it open, however that ends, and does
     not use /dev/shm, which is small in containers."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, name: str = "corerl-weights") -> None:
         self._nbytes = nbytes
-        self._descriptor = os.memfd_create("corerl-weights")
+        self._descriptor = os.memfd_create(name)
         try:
             os.ftruncate(self._descriptor, nbytes)
             self.bytes = torch.frombuffer(mmap.mmap(self._descriptor, nbytes), dtype=torch.uint8)

@@ -191,7 +191,7 @@ def errors_reference() -> str:
 
 
 def checks_reference(checks: Mapping[str, Callable[..., None]]) -> str:
-    """A row for each check, in the order of ids; a check on several ranks says so."""
+    """A row for each check, in the order of ids; a check on several ranks, or with variants, says so."""
     rows = []
     for name, function in checks.items():
         check = check_of(function)
@@ -200,7 +200,8 @@ def checks_reference(checks: Mapping[str, Callable[..., None]]) -> str:
         takes_ranks = {"subject", "world_size"} & inspect.signature(function).parameters.keys()
         levels = {check.level_at(ranks) for ranks in check.ranks} if takes_ranks else {check.level}
         needs = ", ".join(f"`{capability}`" for capability in check.needs)
-        rows.append((check.id, ", ".join(map(str, sorted(levels))), sentence, needs, ", ".join(check.builds_on)))
+        at = ", ".join(map(str, sorted(levels))) + " and variants" * (check.variants is not None)
+        rows.append((check.id, at, sentence, needs, ", ".join(check.builds_on)))
     lines = ["| id | level | what holds | needs | builds on |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in sorted(rows))])
 

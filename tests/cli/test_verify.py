@@ -62,7 +62,7 @@ def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_pa
     )
     asked = ["--level", "1", "--check", "C15"]
     reports = []
-    for options in ([], ["backends.'mine:SPEC'.fails=true"]):
+    for options in ([], ["--option", "fails=true"]):
         report = tmp_path / "report.json"
         done = verify("mine:SPEC", *options, *asked, "--report", str(report), cwd=tmp_path)
         assert done.returncode == bool(options), done.stdout + done.stderr
@@ -124,9 +124,9 @@ def test_expected_failures_are_strict(tmp_path: Path) -> None:
         (["plian"], "unknown backend 'plian'; installed: "),
         ([], "verify takes the name of one backend, got none; write corerl verify NAME, or --algorithm NAME"),
         (["plain", "grpo"], "verify takes the name of one backend, got 2 names; "),
-        (["plain", "train.precision=float32"], "train.precision=float32: a backend is verified with options of its "),
-        (["plain", "backends.fsdp.shard_size=2"], "backends.fsdp.shard_size=2: a backend is verified with options of "),
-        (["plain", "backends.plain.speed=2"], "backends.plain.speed: unknown key; "),
+        (["plain", "speed=2"], "speed=2: options of a backend are given as --option KEY=VALUE; "),
+        (["plain", "--option", "speed=2"], "backends.plain.speed: unknown key; "),
+        (["plain", "--option", "speed"], "--option speed: expected KEY=VALUE"),
         (["--algorithm", "grop"], "unknown algorithm 'grop'; installed: "),
         (["--algorithm", "ppo", "algorithms.ppo.whitn=false"], "algorithms.ppo.whitn: unknown key; did you mean 'whi"),
         (

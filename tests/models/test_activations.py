@@ -125,3 +125,4 @@ def test_a_models_size_is_that_of_its_parts() -> None:
     assert (tied.head, untied.head) == (0, untied.embedding)
     critic = size_of(look_at(AutoConfig.for_model(**fields), value_head=True))
     assert critic.head == fields["hidden_size"]
+    assert found.one_kernel and not size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264}))).one_kernel

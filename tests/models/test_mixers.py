@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
 from corerl.models.attention import Seen
 from corerl.models.files import look_at
-from corerl.models.mixers import attends, carries_state, keep_apart, mixers, unregistered_attention
+from corerl.models.mixers import (
+    attends,
+    attends_in_one_kernel,
+    carries_state,
+    keep_apart,
+    mixers,
+    unregistered_attention,
+)
 from corerl.models.parts import parts_of
 from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
@@ -35,6 +43,28 @@ def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> 
     assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
     alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
     assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "wanted"),
+    [
+        ("qwen3", {}, True),
+        ("qwen3", {"head_dim": 256}, True),
+        ("qwen3", {"head_dim": 264}, False),
+        ("deepseek_v3", {}, True),
+        ("gemma2", {}, False),  # caps its scores
+        ("gemma2", {"attn_logit_softcapping": None}, True),
+        ("gpt_oss", {}, False),  # has sinks
+        ("qwen3_5_text", {}, False),  # has a state
+        ("bloom", {}, False),  # computes attention with its own code
+        ("openai-gpt", {}, False),
+    ],
+)
+def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
+    model_type: str, fields: dict[str, Any], wanted: bool
+) -> None:
+    decoder = parts_of(look_at(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
+    assert attends_in_one_kernel(decoder) is wanted
 
 
 class Sums(nn.Module):

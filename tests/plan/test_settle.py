@@ -54,7 +54,7 @@ def test_on_gpus_passes_are_in_bfloat16_and_recompute_layers_where_memory_wants_
     tight = planned_on(needed, tmp_path)
     assert settings(tight) == ("bfloat16", "full")
     assert tight.notices[1] == "train.recompute: 'auto' is 'full' for the actor"
-    assert tight.memory is not None and tight.memory.stages["train actor"].total < 0.8 * needed
+    assert tight.memory is not None and tight.memory.stages["train actor"].total < 0.9 * needed
     unknown = planned_on(0, tmp_path)
     assert settings(unknown) == ("bfloat16", "none")
 

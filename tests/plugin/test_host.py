@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Set
+from collections.abc import Generator, Iterator, Set
 from typing import Any
 
 import numpy as np
@@ -377,6 +377,43 @@ def test_a_batch_without_micro_batches_adds_nothing_and_does_not_reach_the_backe
     with pytest.raises(WrongState):
         host.forward_backward(BATCH, LOSS, (), False)
     assert host.optimizer_step(STEP, 1.0) is STEPPED
+
+
+@pytest.mark.parametrize("output_rank", [True, False])
+def test_of_a_rank_without_outputs_only_what_extensions_measured_is_left(output_rank: bool) -> None:
+    own, measured = {"loss": Metric(3.0, 4.0)}, {"longest": Metric(7.0)}
+    given = ForwardResult(
+        samples=np.array([2]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: np.array([0.0, -1.0], np.float32)}
+    )
+
+    class Shares(Fake):
+        def init(self, config: RoleConfig, context: Context) -> InitResult:
+            return InitResult(layout=ParallelLayout(rank=1, world_size=2, dp_rank=0, dp_size=1, outputs=output_rank))
+
+        def forward_backward(
+            self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+        ) -> GradientResult:
+            return GradientResult(metrics=own, tokens=8, outputs=given)
+
+        def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+            return given
+
+        init, forward_backward, forward = hookimpl(init), hookimpl(forward_backward), hookimpl(forward)
+
+    class Measures:
+        @hookimpl(wrapper=True)
+        def forward_backward(self) -> Generator[None, GradientResult, GradientResult]:
+            result = yield
+            return evolve(result, metrics={**result.metrics, **measured})
+
+    host, _ = ready(Shares(), ("measures", Measures()))
+    found = host.forward_backward(BATCH, LOSS, (Output.LOGPROBS,), False)
+    assert found.metrics == ({**own, **measured} if output_rank else measured)
+    assert found.tokens == (8 if output_rank else 0)
+    for passed in (found.outputs, host.forward(BATCH, (Output.LOGPROBS,), "")):
+        assert passed is not None
+        assert passed.samples.tolist() == ([2] if output_rank else [])
+        assert passed.outputs[Output.LOGPROBS].tolist() == ([0.0, -1.0] if output_rank else [])
 
 
 # ---- residency -------------------------------------------------------------------------------------------------------

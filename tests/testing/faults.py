@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.backend import StateKey
-from corerl.config.schema import RoleConfig
+from corerl.config.schema import ClusterInfo, RoleConfig, option
 from corerl.plugin.context import Context
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin.spec import BackendSpec, Problem
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.types import ParallelLayout
@@ -20,6 +20,17 @@ def faulty(cls: str) -> BackendSpec:
     return evolve(PLAIN, implementation=f"{__name__}:{cls}")
 
 
+@frozen(kw_only=True)
+class Split:
+    parts: int = option("ranks that hold one model together", default=1)
+
+
+def whole_models(config: Split, cluster: ClusterInfo) -> Iterable[Problem]:
+    if cluster.ranks % config.parts:
+        yield Problem("parts", f"{config.parts} does not divide {cluster.ranks} rank(s)")
+
+
+SPLIT = evolve(PLAIN, config=Split, check=whole_models)  # without a fault
 KEEPS_A_GRADIENT = faulty("KeepsAGradient")
 HIDES_MOMENTS = faulty("HidesMoments")
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")

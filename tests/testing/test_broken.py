@@ -26,14 +26,19 @@ PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 SUITE = """
 import pytest
 
+from corerl.testing import with_variants
+from corerl.testing.broken import BROKEN
 from corerl.testing.suite import *
 from tests.testing import reached
-
-from corerl.testing.broken import BROKEN
 
 
 @pytest.fixture(scope="session", params=[reached.NAME, *BROKEN])
 def backend_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="session", params=with_variants("corerl.testing.broken:FORGETS_OTHER_PAIRS"))
+def backend_variant(request):
     return request.param
 """
 # Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
@@ -78,6 +83,7 @@ Runs.trained_as = trained_as
 def key_of(item):
     parameters = dict(item.callspec.params)
     name = parameters.pop("backend_name")
+    parameters.pop("backend_variant", None)
     return name, (item.originalname, repr(sorted(parameters.items())))
 
 
@@ -86,7 +92,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         parameters = dict(item.callspec.params)
         name, world_size = parameters.pop("backend_name"), parameters.pop("world_size", 0)
-        lacks = registry.load(registry.Kind.BACKENDS, name).spec.capabilities
+        variant = parameters.pop("backend_variant", None)
+        spec = registry.load(registry.Kind.BACKENDS, name).spec
+        lacks = spec.capabilities
+        if variant is not None and variant not in spec.variants:
+            continue
+        if world_size and spec.variants and variant is None:
+            continue  # it is without a fault there
         check = check_of(item.function)
         several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
         if lacks.keys() & {*check.needs, *several} or (world_size == 1 and Capability.MULTI_RANK not in lacks):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.testing.compare import Trajectory, assert_follows, different, grad_norm_of, weights_apart
-from corerl.types import TrainResult
+from corerl.testing.compare import (
+    Trajectory,
+    assert_follows,
+    assert_outputs,
+    different,
+    grad_norm_of,
+    in_order,
+    weights_apart,
+)
+from corerl.testing.harness import make_samples
+from corerl.types import ForwardResult, Output, TrainResult
 
 ONE = {"model.norm.weight": np.ones(2, np.float32)}
 RUN = Trajectory(
@@ -31,7 +41,9 @@ def test_norms_that_are_no_number_on_any_rank_are_equal() -> None:
     assert norm_of(0.5, 0.5) == 0.5
     assert math.isnan(norm_of(math.nan, math.nan))
     for norms in ((0.5, 0.25), (math.nan, 0.5), (0.5, math.nan)):
-        with pytest.raises(AssertionError, match="^the ranks disagree on the norm"):
+        with pytest.raises(
+            AssertionError, match="^the ranks disagree on the norm: .*; sum gradients over all ranks th"
+        ):
             norm_of(*norms)
 
 
@@ -45,6 +57,51 @@ def test_what_differs_first_is_told() -> None:
         with pytest.raises(AssertionError) as caught:
             assert_follows(evolve(RUN, losses=losses, grad_norms=grad_norms), RUN)
         assert str(caught.value).partition("\n")[0] == said
+
+
+# ---- what outputs are off by -----------------------------------------------------------------------------------------
+
+SAMPLES = make_samples(3, samples=4)  # two of a length, twice
+RIGHT = np.random.default_rng(1).normal(-3.0, 1.0, len(SAMPLES.tokens)).astype(np.float32)
+FIRST, SECOND = (slice(*SAMPLES.offsets[at : at + 2]) for at in (0, 1))
+
+
+def moved(by: int) -> np.ndarray:
+    return np.concatenate([np.roll(RIGHT[start:end], by) for start, end in pairwise(SAMPLES.offsets)])
+
+
+def exchanged() -> np.ndarray:
+    found = RIGHT.copy()
+    found[FIRST], found[SECOND] = RIGHT[SECOND], RIGHT[FIRST]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (moved(-1), "; each token has that of the next one; "),
+        (moved(1), "; each token has that of the one before; "),
+        (exchanged(), "; sample 0 has those of sample 1; "),
+        (2 * RIGHT, f"logprobs of token 0 of sample 0 is {2 * RIGHT[0]}, expected {RIGHT[0]}; {len(RIGHT)} of"),
+    ],
+    ids=["shifted to the left", "shifted to the right", "exchanged samples", "a factor"],
+)
+def test_outputs_that_are_another_tokens_or_samples_are_told_as_that(found: np.ndarray, said: str) -> None:
+    assert_outputs(RIGHT.copy(), RIGHT, SAMPLES, Output.LOGPROBS)
+    with pytest.raises(AssertionError) as caught:
+        assert_outputs(found, RIGHT, SAMPLES, Output.LOGPROBS)
+    assert said in str(caught.value)
+
+
+def test_samples_that_two_ranks_return_are_told_with_who_is_to_return_them() -> None:
+    given = ForwardResult(samples=np.arange(len(SAMPLES)), offsets=SAMPLES.offsets, outputs={Output.LOGPROBS: RIGHT})
+    assert (
+        in_order([given, ForwardResult.empty([Output.LOGPROBS])], SAMPLES, Output.LOGPROBS).tolist() == RIGHT.tolist()
+    )
+    with pytest.raises(
+        AssertionError, match="^logprobs of sample 0 came twice, .*; of ranks that share samples one sets"
+    ):
+        in_order([given, given], SAMPLES, Output.LOGPROBS)
 
 
 # ---- what a difference points to -------------------------------------------------------------------------------------

@@ -65,11 +65,39 @@ def test_of_someone_else(): pass
 """
 
 
-def run(directory: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    (directory / "test_suite.py").write_text(SUITE)
+WITH_VARIANTS = """
+import pytest
+from corerl.testing import with_variants
+from corerl.testing.marks import check
+
+@check("C43", level=1, builds_on=["C42"], variants={})
+def test_what_builds_on_training(world_size, backend_variant): pass
+
+@check("C41", level=1, builds_on=["C42"], variants={"kind": "small"})
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_training(world_size, kind, backend_variant):
+    assert backend_variant is None, f"{kind} with {backend_variant.name}"
+
+@check("C42", level=1)
+def test_what_options_do_not_change(world_size): pass
+"""
+BACKEND = "corerl.testing.broken:FORGETS_OTHER_PAIRS"  # whose spec has a variant on four ranks
+IN_THE_FILE = f"""
+@pytest.fixture(scope="session")
+def backend_name(): return {BACKEND!r}
+
+@pytest.fixture(scope="session", params=with_variants({BACKEND!r}))
+def backend_variant(request): return request.param
+"""
+
+
+def run(
+    directory: Path, *arguments: str, suite: str = SUITE, backend: str = "plain"
+) -> tuple[int, str, dict[str, Any]]:
+    (directory / "test_suite.py").write_text(suite)
     report = directory / "report.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "corerl.testing.plugin", "-p", "no:cacheprovider"]
-    command += ["-c", "/dev/null", "--rootdir", ".", "--corerl-backend", "plain", "--corerl-report", str(report)]
+    command += ["-c", "/dev/null", "--rootdir", ".", "--corerl-backend", backend, "--corerl-report", str(report)]
     done = subprocess.run(
         [*command, *arguments, "test_suite.py"], capture_output=True, text=True, cwd=directory, check=False
     )
@@ -139,3 +167,30 @@ def test_a_clean_run_ends_with_status_0(tmp_path: Path) -> None:
     status, out, report = run(tmp_path, "-k", "lowest or first or of_a_kind")
     assert (status, report["summary"]["passed"]) == (0, 4)
     assert "4 passed" in out
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize("named", ["by the command", "in the file"])
+def test_with_each_variant_of_the_spec_checks_that_ask_for_it_run_once_on_its_ranks(tmp_path: Path, named: str) -> None:
+    own = {"suite": WITH_VARIANTS, "backend": BACKEND}
+    if named == "in the file":
+        own = {"suite": WITH_VARIANTS + IN_THE_FILE, "backend": ""}
+    status, out, report = run(tmp_path, "-v", **own)
+    assert status == 1
+    found = [(each["id"], each["variant"], each["ranks"], each["outcome"]) for each in report["checks"]]
+    alone = [
+        (id_, "", ranks, "passed") for ranks in (1, 2) for id_ in ("C42", "C43", "C41", "C41")
+    ]  # C41 for each kind
+    assert found == [*alone, ("C41", "in pairs", 4, "failed"), ("C43", "in pairs", 4, "blocked")]
+    assert report["checks"][-2]["reason"] == "AssertionError: small with in pairs"
+    if named == "by the command":
+        assert "corerl variants: 'in pairs' on 4 ranks\n" in out
+        assert "C41 with 'in pairs' failed: training: AssertionError: small with in pairs\n" in out
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_with_options_of_ones_own_or_on_one_rank_there_are_no_variants(tmp_path: Path) -> None:
+    for arguments in (["--corerl-override", "any=1"], ["--corerl-level", "1"]):
+        status, out, report = run(tmp_path, *arguments, suite=WITH_VARIANTS, backend=BACKEND)
+        assert (status, {each["variant"] for each in report["checks"]}) == (0, {""})
+        assert "in pairs" not in out

@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from corerl.testing.harness import Setup
-from corerl.testing.subject import Runs
+from corerl.testing.subject import Runs, Subject
 
 
 class Told:
@@ -53,3 +55,18 @@ def test_what_the_plain_backend_is_compared_by_is_run_once_also_beside_other_pro
     assert rank.ran == [(1,), (1,), (2,)]
     assert beside.of_plain(named, "own", 1) == [("plain", "own", 1)]
     assert sorted(beside.rank_sets) == [1, 4] and sorted(runs.models) == ["llama", "qwen3"]
+
+
+def test_a_check_is_not_run_on_ranks_that_the_spec_refuses_for_its_options(tmp_path: Path) -> None:
+    def subject(**options: Any) -> Subject:
+        runs = Runs({}, {})
+        return Subject(
+            backend="tests.testing.faults:SPLIT", world_size=2, runs=runs, directory=tmp_path, options=options
+        )
+
+    subject(parts=2).require_ranks(2)
+    subject().require_ranks(1)
+    with pytest.raises(
+        pytest.skip.Exception, match=r"^the spec refuses these options on 1 rank\(s\): parts = 2 does not"
+    ):
+        subject(parts=2).require_ranks(1)

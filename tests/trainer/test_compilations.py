@@ -32,6 +32,19 @@ def test_a_graph_is_told_of_once_with_what_the_earlier_ones_did_not_allow() -> N
     torch._dynamo.reset()
 
 
+def test_what_a_first_step_compiles_is_not_anew() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, backend="aot_eager")
+    told = Compilations()
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert [each.why for each in told.take()] == ["", ""]
+    compiled(torch.ones(3, 2, requires_grad=True)).backward()
+    assert [each.why == "" for each in told.take()] == [False]
+    torch._dynamo.reset()
+
+
 def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     assert Compilations().take() == ()

@@ -391,15 +391,16 @@ SHARED = {
 
 @pytest.mark.usefixtures("given_by_value")
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
-def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
-    tokens = [100, 200]  # of each dp rank's samples; whoever shares them has seen them all
+def test_what_ranks_report_counts_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
+    tokens = [100, 200]  # of each dp rank's samples
 
     def trained(rank: int, **changes: Any) -> TrainResult:
         at = layouts[rank]
         # The backend's own where it outputs; and what an extension has measured, on every rank.
         own = {"loss": Metric(1.0 + at.dp_rank, 4.0)} if at.outputs else {}
         measured = {"peak": Metric(10.0 - rank, reduction=Reduction.MAX), "found": Metric(1.0, 1.0, Reduction.SUM)}
-        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=tokens[at.dp_rank])
+        counted = tokens[at.dp_rank] if at.outputs else 0
+        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=counted)
         return evolve(result, **changes)
 
     results = [trained(rank) for rank in range(4)]
@@ -750,11 +751,10 @@ def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
 
 
 class Moving(Answers):
-    """Ranks that are to be replaced, or that come; each on a device of its own if nothing else is said."""
+    """Ranks that are to be replaced, or that come."""
 
-    def __init__(self, *gpus: int, **answers: Sequence[Any]) -> None:
+    def __init__(self, **answers: Sequence[Any]) -> None:
         super().__init__(**answers)
-        self.devices = [("here", gpu) for gpu in gpus]
         self.late: dict[str, int] = {}  # verb -> how often it is not ready yet when somebody looks
         self.dead: CorerlError | None = None  # as the first process does not start
 
@@ -820,10 +820,9 @@ def make_move(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
         *,
         old: dict[str, Any] | None = None,
         new: dict[str, Any] | None = None,
-        gpus: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> Move:
         given = {"init": INIT, "hand_over": [8, 16], "shutdown": [None, None], "saved": [True, True], **(old or {})}
-        before, after = Moving(*gpus[0], **given), Moving(*gpus[1], **{"init": INIT, **(new or {})})
+        before, after = Moving(**given), Moving(**{"init": INIT, **(new or {})})
         one = TrainGroup(before, PLAN)  # type: ignore[arg-type]
         one.init().result()
         before.calls.clear()
@@ -871,22 +870,9 @@ def test_both_meet_at_a_socket_of_the_first_old_rank_and_the_new_ones_among_them
     move()
     found, config = move.new.handover, AFTER.assignments[0].config
     assert (found.host, found.port, found.listening) == ("old host", 77, 9)
-    assert (found.givers, found.takers, found.device) == (2, 2, "cpu")
+    assert (found.givers, found.takers) == (2, 2)
     assert (found.timeout, found.bucket_bytes) == (config.timeout, config.weights.bucket_bytes)
     assert [given[:3] for given in move.new.calls[0][1:]] == [("host", 1234, 5), ("host", 1234, None)]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "device"),
-    [((0, 1), (2, 3), "cuda"), ((0, 1), (1, 2), "cpu"), ((0, 0), (1, 2), "cpu"), ((0, 1), (0, 1), "cpu")],
-)
-def test_state_passes_through_gpus_only_if_no_two_ranks_share_one(
-    before: Sequence[int], after: Sequence[int], device: str, make_move: Callable[..., Move]
-) -> None:
-    move = make_move(gpus=(before, after))
-    on_gpus = tuple(evolve(each, config=evolve(each.config, device="cuda")) for each in AFTER.assignments)
-    move(evolve(AFTER, assignments=on_gpus))
-    assert move.new.handover.device == device
 
 
 @pytest.mark.parametrize(

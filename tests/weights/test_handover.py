@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import socket
@@ -16,8 +17,9 @@ import torch
 from attrs import evolve
 
 from corerl.errors import ContractError, ResizeFailed
+from corerl.weights import handover as handover_module
 from corerl.weights.chunks import Box, Chunk, flat_range_boxes, within
-from corerl.weights.handover import Handover, Taken, give, transfers
+from corerl.weights.handover import Handover, Room, Taken, give, mapped, transfers
 from tests.machine import paced
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (13, 6), "norm": (6,), "q": (4, 3, 5), "scale": (), "head": (13, 6)}
@@ -108,9 +110,12 @@ LAYOUTS = {
     ("before", "givers", "after", "takers"),
     [("flat", 3, "columns", 2), ("columns", 2, "flat", 4), ("whole", 2, "whole", 1), ("flat", 1, "whole", 3)],
 )
+@pytest.mark.parametrize("one_machine", [True, False])
 def test_every_rank_gets_its_boxes_of_every_kind_to_the_last_bit(
-    before: str, givers: int, after: str, takers: int
+    before: str, givers: int, after: str, takers: int, one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not one_machine:
+        monkeypatch.setattr(handover_module, "mapped", lambda place: None)
     handover = handover_of(givers, takers)
     kinds = {"master": whole(1), "exp_avg": whole(2), "snapshot/reference": whole(3)}
     nothing = {name: torch.full(shape, math.nan) for name, shape in SHAPES.items()}
@@ -171,6 +176,22 @@ def test_no_transfer_and_no_bucket_of_a_rank_is_larger_than_a_bucket() -> None:
                 assert sum(pieces[-1].stop for _, _, pieces in received) <= limit
         elements = sum(pieces[-1].stop for _, _, pieces in planned)
         assert elements == sum(math.prod(box[1]) for boxes in columns(2) for _, box in boxes)
+
+
+def test_a_room_is_mapped_only_by_its_name_in_a_process_of_that_number() -> None:
+    with contextlib.closing(Room()) as room, contextlib.closing(Room()) as other:
+        room.reserve(8)
+        other.reserve(8)
+        room.memory(torch.float32).copy_(torch.tensor([1.5, -2.0]))
+        found = mapped(room.place)
+        assert found is not None and found.view(torch.float32).tolist() == [1.5, -2.0]
+        assert mapped({**room.place, "name": other.place["name"]}) is None
+        assert mapped({**room.place, "path": "/proc/0/fd/0"}) is None
+        before = room.place
+        room.reserve(4)
+        assert room.place == before  # it has that much already
+        room.reserve(64)
+        assert room.memory(torch.bfloat16).numel() == 32
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from corerl.config.schema import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import BackendSpec, RankMemory
+from corerl.plugin.spec import BackendSpec, RankMemory, Variant
 from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.testing.plain.spec import PlainConfig, memory
 
@@ -95,9 +95,27 @@ def one_group(config: PlainConfig, cluster: ClusterInfo) -> int:
     return 1
 
 
+ANSWERS_ON_EVERY_RANK = evolve(
+    broken_on_several_ranks("AnswersOnEveryRank", "ranks that share samples all set outputs", seen_by="C51"),
+    data_parallel=one_group,
+)
+
 ANNOUNCES_ONE_GROUP = evolve(
     broken_on_several_ranks("DataParallel", "its spec announces one data-parallel group", seen_by="C11"),
     data_parallel=one_group,
+)
+
+
+def pairs(config: PlainConfig, cluster: ClusterInfo) -> int:
+    return max(1, cluster.ranks // 2)
+
+
+FORGETS_OTHER_PAIRS = evolve(
+    broken_on_several_ranks(
+        "ForgetsOtherPairs", "ranks that share samples sum gradients with nobody else", seen_by="C41"
+    ),
+    data_parallel=pairs,
+    variants=[Variant(name="in pairs", options={}, ranks=4)],
 )
 
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------

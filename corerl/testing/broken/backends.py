@@ -275,6 +275,35 @@ class DataParallel(PlainBackend):
         return [evolve(chunk, replica=self.context.rank > 0) for chunk in chunks]
 
 
+class InPairs(DataParallel):
+    """Without a fault too, on one rank or an even number: two neighbors share samples. Each has the whole model, and
+    its own gradient of them is the gradient; the first one answers."""
+
+    like_me: dist.ProcessGroup | None = None  # one of each pair
+
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        alone, rank, pairs = super().build(config, context), context.rank, context.world_size // 2
+        if not pairs:
+            return alone
+        self.like_me = [dist.new_group([*range(each, 2 * pairs, 2)]) for each in (0, 1)][rank % 2]
+        return ParallelLayout(rank=rank, world_size=2 * pairs, dp_rank=rank // 2, dp_size=pairs, outputs=rank % 2 == 0)
+
+    def sum_gradients(self) -> None:
+        for param in self.params.values():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad, group=self.like_me)
+
+
+class AnswersOnEveryRank(InPairs):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        return evolve(super().build(config, context), outputs=True)
+
+
+class ForgetsOtherPairs(InPairs):
+    def sum_gradients(self) -> None:
+        pass
+
+
 class RankDependentMetrics(DataParallel):
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool

@@ -34,7 +34,7 @@ def taken(subject: Subject, kind: str = "qwen3", **how: object) -> Trajectory:
     return together(subject.run(halves.train_in_calls, subject.setup(kind), STEPS, *arguments.values()))
 
 
-@check("C67", level=1, builds_on=["C41"])
+@check("C67", level=1, builds_on=["C41"], variants={"kind": "qwen3-tied", "announced": False})
 @pytest.mark.parametrize("announced", [False, True], ids=["open", "announced"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_the_gradients_of_several_calls_are_those_of_one(subject: Subject, kind: str, announced: bool) -> None:
@@ -45,7 +45,7 @@ def test_the_gradients_of_several_calls_are_those_of_one(subject: Subject, kind:
     assert found.adam_step == STEPS
 
 
-@check("C67", level=1, builds_on=["C41", "C50"])
+@check("C67", level=1, builds_on=["C41", "C50"], variants={})
 def test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.skip_a_step_in_calls, setup)
@@ -57,7 +57,7 @@ def test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to
     assert found == pytest.approx(subject.losses(setup, STEPS)[2], rel=LOSS.relative, abs=LOSS.absolute)
 
 
-@check("C68", level=1, builds_on=["C67"])
+@check("C68", level=1, builds_on=["C67"], variants={})
 def test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject: Subject) -> None:
     wanted = subject.undisturbed(subject.setup("qwen3"), STEPS)
     found = taken(subject, unit=1.0)  # the scale is 1 over the number of loss tokens
@@ -65,12 +65,12 @@ def test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject:
     assert_same_metrics(found, wanted)  # the loss too, which is a sum with the token weights
 
 
-@check("C69", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C67", "C48"])
+@check("C69", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C67", "C48"], variants={})
 def test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject: Subject) -> None:
     assert_follows(taken(subject, visit="pass"), subject.undisturbed(subject.setup("qwen3"), STEPS))
 
 
-@check("C69", level=1, needs=[Capability.SLEEP], builds_on=["C67", "C43"])
+@check("C69", level=1, needs=[Capability.SLEEP], builds_on=["C67", "C43"], variants={})
 def test_all_but_gradients_may_sleep_between_the_calls(subject: Subject) -> None:
     assert_follows(taken(subject, visit="sleep"), subject.undisturbed(subject.setup("qwen3"), STEPS))
 

@@ -25,7 +25,7 @@ from corerl.types import MemoryKind
 ENDS = list(MemoryKind)
 
 
-@check("C43", level=1, needs=[Capability.SLEEP], builds_on=["C14"])
+@check("C43", level=1, needs=[Capability.SLEEP], builds_on=["C14"], variants={"down": ENDS, "up": ENDS})
 @pytest.mark.parametrize(("down", "up"), [(ENDS, ENDS), (ENDS[::-1], ENDS), (ENDS[1:] + ENDS[:1], ENDS[::-1])])
 def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
     subject: Subject, down: Sequence[MemoryKind], up: Sequence[MemoryKind]

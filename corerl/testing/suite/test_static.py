@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from corerl.config.load import to_plain
+from corerl.config.load import structure, to_plain
 from corerl.config.schema import ClusterInfo
 from corerl.errors import Unsupported
 from corerl.plugin.capabilities import Capability
@@ -24,7 +24,7 @@ from corerl.plugin.check import check_capabilities
 from corerl.plugin.contract import build_manager, check_backend
 from corerl.plugin.host import BackendBase
 from corerl.plugin.registry import Kind, Loaded, load_implementation
-from corerl.plugin.spec import Problem, Resources
+from corerl.plugin.spec import BackendSpec, Problem, Resources
 from corerl.testing.marks import check
 from corerl.testing.spec_checks import (
     assert_frozen_and_explained,
@@ -144,3 +144,15 @@ def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: 
         with pytest.raises(Unsupported) as caught:
             check_capabilities(loaded.spec, {capability: "the run"}, name=loaded.name)
         assert support.reason in caught.value.message and repr(capability.value) in caught.value.message
+
+
+@check("C71", level=0, builds_on=["C03"])
+def test_each_variant_has_a_name_of_its_own_and_options_that_its_ranks_may_have(loaded: Loaded) -> None:
+    spec: BackendSpec = loaded.spec
+    names = [each.name for each in spec.variants]
+    assert sorted(set(names)) == sorted(names)
+    for each in spec.variants:
+        config: object = structure(each.options, spec.config, path="")
+        assert config != spec.config() or each.ranks > 2, f"{each.name!r} has the defaults, as all checks have"
+        problems = list(spec.check(config, ClusterInfo(device="cpu", ranks=each.ranks)))
+        assert problems == [], f"{each.name!r} cannot run on {each.ranks} ranks"

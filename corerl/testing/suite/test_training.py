@@ -31,7 +31,12 @@ from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NO
 from corerl.types import Output
 
 
-@check("C41", level=1, builds_on=["C15", "C16", "C17", "C27", "C51"])
+@check(
+    "C41",
+    level=1,
+    builds_on=["C15", "C16", "C17", "C27", "C51"],
+    variants={"kind": "qwen3-tied", "packing": "packed"},
+)
 @pytest.mark.parametrize(("kind", "packing"), CASES)
 def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing: str) -> None:
     found = subject.trained(kind, packing)
@@ -63,7 +68,7 @@ def test_ranks_without_samples_keep_in_step(subject: Subject, kind: str) -> None
     assert [result.applied for result in found] == [True] * subject.world_size
 
 
-@check("C50", level=1, builds_on=["C14"])
+@check("C50", level=1, builds_on=["C14"], variants={})
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(training.skip_a_step, setup)
@@ -197,21 +202,20 @@ def test_tokens_that_are_masked_or_padding_change_nothing(subject: Subject) -> N
         assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
 
 
-@check("C26", level=2, builds_on=["C14"], ranks=[2])
+@check("C26", level=2, builds_on=["C14", "C51"], ranks=[2])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_two_ranks_train_as_one_does_on_the_same_batch(subject: Subject, kind: str) -> None:
+    subject.require_ranks(1)
     alone = subject.runs.trained_as(1, subject.setup(kind))
     assert_follows(subject.trained(kind), alone)
 
 
 @check("C27", level=2, builds_on=["C26"], ranks=[2])
 def test_the_metrics_of_two_ranks_together_are_those_of_one(subject: Subject) -> None:
+    subject.require_ranks(1)
     found = subject.trained("qwen3-tied")
-    layouts = [rank.init.layout for rank in subject.run(training.train_steps, subject.setup("qwen3-tied"), [])]
     for results in found.results:
         grad_norm_of(results)  # equal on all ranks
-        for result, layout in zip(results, layouts, strict=True):
-            assert layout.outputs or not result.metrics
     assert_same_metrics(found, subject.runs.trained_as(1, subject.setup("qwen3-tied")))
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed in the conformance suite: stage 2 of ZeRO."""
+"""DeepSpeed in the conformance suite: stage 2 of ZeRO, whose parameters are whole on each rank, as far as stage 3."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from corerl.config import ClusterInfo, TrainConfig
 from corerl.ops import attention, flash
-from corerl.testing import Setup, make_samples, running, tiny_fields, train
-from corerl.types import SampleBatch, offsets_of
+from corerl.testing import Setup, forward, running, tiny_fields, train
+from corerl.types import ModelSize
 from corerl_fsdp import build, compiled
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.memory import memory
+from plugins.fsdp.tests.ragged import samples_of
 
 # Of torch, which asks for it while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -26,17 +33,6 @@ SIZE = int(FIELDS["hidden_size"])
 # Batches of few tokens and many, of one sample and many, and one of as many tokens as a hidden state has elements.
 BATCHES = [[20, 3, 19], [40] * 4, [SIZE], [SIZE - 3, 3], [2], [5, 7], [16] * 5, [9] * 40, [31], [300], [13, 2, 2, 2]]
 BATCHES += [[2 + number, 50 - number] * (1 + number % 3) for number in range(19)]
-
-
-def samples(lengths: Sequence[int], seed: int) -> SampleBatch:
-    total, offsets = sum(lengths), offsets_of(np.array(lengths))
-    long = make_samples(seed, samples=150)
-    columns = {name: column[:total].copy() for name, column in long.columns.items()}
-    columns["loss_mask"][offsets[:-1]] = False  # nothing predicts a first token
-    for column in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
-        columns[column][~columns["loss_mask"]] = 0.0
-    rows = {"group": np.zeros(len(lengths), dtype=np.int64)}
-    return evolve(long, tokens=long.tokens[:total], offsets=offsets, columns=columns, rows=rows)
 
 
 def weights(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -50,7 +46,7 @@ def repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def forward(
+def attended(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     assert (int(longest), window) == (int(cu_seqlens.diff().max()), flash.FULL)
@@ -58,7 +54,7 @@ def forward(
     return torch.empty_like(q).copy_(out), torch.zeros(q.shape[1], len(q))
 
 
-def backward(
+def gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -87,8 +83,8 @@ def always(*_: object) -> bool:
 @pytest.fixture
 def one_kernel() -> Iterator[None]:
     """Attention as in half precision on a GPU. What inductor would make of a graph takes a minute here."""
-    flash.flash_attention.register_kernel("cpu")(forward)
-    flash.flash_attention_backward.register_kernel("cpu")(backward)
+    flash.flash_attention.register_kernel("cpu")(attended)
+    flash.flash_attention_backward.register_kernel("cpu")(gradients)
     with (
         mock.patch.object(attention, "one_kernel", always),  # a Mock cannot be traced
         mock.patch.object(build, "one_kernel", always),
@@ -102,26 +98,106 @@ def one_kernel() -> Iterator[None]:
 
 
 def norms(batches: Sequence[Sequence[int]], *, compiled: bool) -> tuple[list[float], list[int]]:
-    """Of the gradients of a step on each batch; and the graphs that were compiled until its end."""
+    """Of the gradients of a step on each batch; and the graphs that were compiled until its end, and until that of a
+    pass without gradients on the next batch."""
     setup = Setup(backend="fsdp", model="", fields=FIELDS, options={"compile": compiled})
     setup = evolve(setup, train=evolve(setup.train, tokens_per_micro_batch=400))
     found, graphs = [], []
     with running(setup) as worker:
         for number, lengths in enumerate(batches):
-            result = train(worker, setup, number, samples=samples(lengths, seed=number))
+            result = train(worker, setup, number, samples=samples_of(lengths, seed=number))
             found.append(result.grad_norm)
+            graphs.append(counters["stats"]["unique_graphs"])
+            next_one = batches[(number + 1) % len(batches)]
+            forward(worker, setup, samples_of(next_one, seed=number))
             graphs.append(counters["stats"]["unique_graphs"])
     return found, graphs
 
 
 @pytest.mark.usefixtures("one_kernel")
-def test_one_graph_serves_all_layers_and_all_lengths_with_the_numbers_of_layers_that_are_not_compiled() -> None:
+def test_one_graph_trains_all_layers_and_lengths_and_one_passes_them_with_the_numbers_of_layers_not_compiled() -> None:
     found, graphs = norms(BATCHES, compiled=True)
-    assert graphs == [1] * 30
+    assert graphs == [1, *[2] * 59]
     assert found == pytest.approx(norms(BATCHES, compiled=False)[0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_kernel")
+def test_a_first_batch_with_as_many_tokens_as_bounds_of_sequences_allows_any_other() -> None:
+    assert norms([[2], [20, 3, 19], [9] * 40], compiled=True)[1] == [1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.usefixtures("one_kernel")
 def test_without_a_mark_each_of_two_lengths_would_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_mark", lambda tensor: None)
-    assert norms(BATCHES[:2], compiled=True)[1] == [1, 2]
+    assert norms(BATCHES[:2], compiled=True)[1] == [1, 2, 3, 3]
+
+
+# ---- whether, and where what was compiled is kept --------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.parametrize(
+    ("asked", "fields", "lacks", "wanted"),
+    [
+        ("auto", {}, "", "whole"),
+        ("auto", {"head_dim": 264}, "", "not"),
+        ("auto", {}, "Triton is not installed", "not"),
+        (True, {"head_dim": 264}, "Triton is not installed", "in pieces"),
+        (False, {}, "", "not"),
+    ],
+)
+def test_layers_are_compiled_by_themselves_where_attention_is_one_kernel_and_the_compiler_is_there(
+    asked: Any, fields: dict[str, int], lacks: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = ["not"]
+    monkeypatch.setattr(build, "lacking", lambda: lacks)
+    monkeypatch.setattr(
+        build, "compile_forward", lambda layers, *, attention: seen.append("whole" if attention else "in pieces")
+    )
+    with running(Setup(backend="fsdp", model="", fields={**FIELDS, **fields}, options={"compile": asked})):
+        assert seen[-1] == wanted
+
+
+def test_a_cpu_does_not_compile_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_forward", pytest.fail)
+    with running(Setup(backend="fsdp", model="", fields=FIELDS)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "train", "one_kernel", "wanted"),
+    [
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), True, True),
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), False, False),
+        ("auto", "cuda", TrainConfig(precision="float32"), True, False),
+        ("auto", "cuda", TrainConfig(precision="bfloat16", layout="whole"), True, False),
+        ("auto", "cpu", TrainConfig(precision="bfloat16"), True, False),
+        (True, "cuda", TrainConfig(precision="float32"), True, True),
+        (False, "cuda", TrainConfig(precision="bfloat16"), True, False),
+    ],
+)
+def test_a_forecast_takes_layers_for_compiled_where_ranks_will_compile_them(
+    asked: Any, device: str, train: TrainConfig, one_kernel: bool, wanted: bool
+) -> None:
+    size = ModelSize(layers=(10,), experts=(0,), embedding=4, head=4, rest=1, hidden=2, one_kernel=one_kernel)
+    found = memory(FsdpConfig(compile=asked), ClusterInfo(device=device, ranks=1, train=train), size)
+    assert found.fused is wanted
+
+
+@pytest.mark.parametrize(
+    ("folder", "there", "wanted"),
+    [
+        ("{}/kept", "", "{}/kept"),
+        ("{}/kept", default_cache_dir(), "{}/kept"),  # as torch sets it
+        ("{}/kept", "/elsewhere", "/elsewhere"),
+        ("", "", ""),
+        ("{}/file/kept", "", ""),
+    ],
+)
+def test_what_is_compiled_is_kept_in_the_folder_unless_a_variable_names_another_or_there_can_be_none(
+    folder: str, there: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(compiled.CACHE, there)
+    compiled.keep_compiled(folder.format(tmp_path))
+    assert os.environ[compiled.CACHE] == wanted.format(tmp_path)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from corerl.testing import Runs
+from corerl.plugin import Variant
+from corerl.testing import Runs, with_variants
 from corerl.testing.subject import CASES
 from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 from tests.bare_loop import assert_follows_a_bare_loop
@@ -11,6 +12,12 @@ from tests.bare_loop import assert_follows_a_bare_loop
 @pytest.fixture(scope="session")
 def backend_name() -> str:
     return "fsdp"
+
+
+@pytest.fixture(scope="session", params=with_variants("fsdp"))
+def backend_variant(request: pytest.FixtureRequest) -> Variant | None:
+    variant: Variant | None = request.param
+    return variant
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -50,6 +50,7 @@ def test_compiled_layers_are_refused_for_a_whole_model_by_the_spec_and_by_the_ra
         "or use a model that can be packed"
     )
     assert list(check(options, asked)) == [Problem("compile", text)]
+    assert list(check(FsdpConfig(), asked)) == []
     assert list(check(options, evolve(asked, train=TrainConfig(layout="packed")))) == []
     setup = evolve(setup_of("fsdp", runs.models["qwen3"], layout="whole"), options={"compile": True})
     assert runs.rank_sets[1].run(error_of, lambda: start(setup)) == [f"Unsupported: compile = {text}"]

@@ -14,11 +14,23 @@ from attrs import evolve, frozen
 from torch._dynamo.utils import counters
 
 from corerl.memory import resident_bytes
-from corerl.testing import Setup, different, make_worker, state_of, step_at, tiny_fields, train, weights_apart, whole
+from corerl.testing import (
+    Setup,
+    different,
+    forward,
+    make_worker,
+    state_of,
+    step_at,
+    tiny_fields,
+    train,
+    weights_apart,
+    whole,
+)
 from corerl.testing.compare import Tensors
 from corerl.testing.inprocess import InProcessSender
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, TrainResult
+from plugins.fsdp.tests.ragged import samples_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -96,10 +108,11 @@ def ran(setup: Setup, directory: Path) -> Ran:
 def test_offloaded_memory_is_on_the_host_and_numbers_stay(
     tmp_path: Path, offload: str, kinds: set[str], precision: str
 ) -> None:
-    setup = Setup(backend="fsdp", model="", fields=FIELDS)
+    eager = {"compile": False}  # the same kernels on both sides, and no minute to make them
+    setup = Setup(backend="fsdp", model="", fields=FIELDS, options=eager)
     setup = evolve(setup, train=evolve(setup.train, precision=precision))
     wanted = ran(setup, tmp_path / "none")
-    found = ran(evolve(setup, options={"offload": offload}), tmp_path / offload)
+    found = ran(evolve(setup, options={**eager, "offload": offload}), tmp_path / offload)
 
     relative = RELATIVE[precision]
     assert [result.applied for result in found.results] == [True] * 4
@@ -123,19 +136,25 @@ def test_offloaded_memory_is_on_the_host_and_numbers_stay(
         assert found.freed[kind] == (0 if kind in kinds else size[kind] * model)
 
 
+# Hidden states of more than 5 Mi elements and of fewer, whose reductions Inductor would compile apart.
+RAGGED = [[4096] * 6, [700, 3, 50], [2], [300] * 40, [31], [4095], [4096, 7], [64] * 300, [1023, 1], [4096] * 7]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.11 asks for it while it traces
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_compiled_layers_are_one_graph_for_all_layers_and_lengths(kind: str) -> None:
-    setup = Setup(backend="fsdp", model="", fields={**tiny_fields(kind), **SIZES})
-    setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+def test_layers_are_compiled_once_to_train_and_once_to_pass_whatever_the_lengths(kind: str) -> None:
+    fields = {**tiny_fields(kind), **SIZES, "max_position_embeddings": 4096}
+    setup = Setup(backend="fsdp", model="", fields=fields)
+    setup = evolve(setup, train=evolve(setup.train, precision="bfloat16", tokens_per_micro_batch=6 * 4096))
     torch._dynamo.reset()
     norms, graphs = [], []
-    for compiled in (False, True):
+    for option in (False, "auto"):
         counters.clear()
-        worker = start(evolve(setup, options={"compile": compiled}))
-        for number in (0, 1):
-            norms.append(train(worker, setup, number).grad_norm)
+        worker = start(evolve(setup, options={"compile": option}))
+        for number, lengths in enumerate(RAGGED):
+            norms.append(train(worker, setup, number, samples=samples_of(lengths, seed=number)).grad_norm)
+            forward(worker, setup, samples_of(lengths[::-1], seed=number))
             graphs.append(counters["stats"]["unique_graphs"])
         worker.shutdown("the run is over")
-    assert graphs == [0, 0, 1, 1]
-    assert norms[2:] == pytest.approx(norms[:2], rel=RELATIVE["bfloat16"])
+    assert graphs == [0] * len(RAGGED) + [2] * len(RAGGED)
+    assert norms[len(RAGGED)] == pytest.approx(norms[0], rel=RELATIVE["bfloat16"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,18 @@ from corerl.testing import (
 from corerl.testing.compare import assert_same_metrics, together
 from corerl.testing.models import DEEP
 from corerl.testing.suite import CHECKS
+from corerl_megatron.spec import BESIDE, SPEC
 from plugins.megatron.tests import ranks
 
 STEPS = 4
-BESIDE = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4096}
+# With these the conformance suite trains a model with tied embeddings, in one call and in several.
+VARIANTS = {each.name: dict(each.options) for each in SPEC.variants if each.ranks == 2}
 TWO = {
-    "tp2": {"tensor_parallel": 2},
     "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_parallel": 2},
     "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
-    "cp2": {"context_parallel": 2},
-    "dp2, whole optimizer": {"distributed_optimizer": False},
-    "dp2, in small buckets beside computation": BESIDE,
 }
 FOUR = {
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
-    "tp2 dp2": {"tensor_parallel": 2},
     "pp2 cp2": {"pipeline_parallel": 2, "context_parallel": 2},
     "tp2 sp cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
 }
@@ -86,13 +82,6 @@ RECOMPUTED = {
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def runs_of_four(runs: Runs, four_ranks: RankPool) -> Runs:
     return runs.beside({4: four_ranks})
 
@@ -116,7 +105,7 @@ def assert_trains_as_plain(
 @pytest.mark.parametrize(
     ("world_size", "kind", "options"),
     [
-        *(pytest.param(2, "qwen3", options, id=layout) for layout, options in TWO.items()),
+        *(pytest.param(2, "qwen3", options, id=layout) for layout, options in {**VARIANTS, **TWO}.items()),
         *(pytest.param(2, "qwen3-moe", options, id=layout) for layout, options in EXPERTS.items()),
         *(pytest.param(4, "qwen3-tied", options, id=layout) for layout, options in FOUR.items()),
     ],
@@ -130,10 +119,12 @@ def test_forward_gives_what_transformers_gives_in_every_layout(
     )
 
 
-@pytest.mark.parametrize("layout", TWO)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*(("qwen3", layout) for layout in {**VARIANTS, **TWO}), *(("qwen3-tied", each) for each in TWO)],
+)
 def test_two_ranks_train_as_the_plain_backend_does(runs: Runs, kind: str, layout: str) -> None:
-    assert_trains_as_plain(runs, 2, kind, TWO[layout])
+    assert_trains_as_plain(runs, 2, kind, {**VARIANTS, **TWO}[layout])
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
@@ -166,9 +157,9 @@ def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: R
     assert_follows(runs_of_four.train(4, setup, range(3)), wanted)
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "context parallel"])
 def test_a_critic_on_two_ranks_trains_as_the_plain_one_does(runs: Runs, layout: str) -> None:
-    assert_trains_as_plain(runs, 2, "qwen3", TWO[layout], value_head=True)
+    assert_trains_as_plain(runs, 2, "qwen3", {**VARIANTS, **TWO}[layout], value_head=True)
 
 
 @pytest.mark.parametrize("case", RECOMPUTED)

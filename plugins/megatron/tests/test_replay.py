@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,6 @@ def test_it_trains_through_the_experts_that_it_is_told(runs: Runs, layout: str, 
 def test_so_it_does_with_routers_that_choose_by_a_bias(runs: Runs, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     assert_replays_as_transformers(runs, ranks, evolve(setup_of(runs, options), model=str(runs.models["glm4-moe"])))
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("options", [{**SP2, **SPLIT_EXPERTS, "context_parallel": 2}, {**SP2, **SPLIT_EXPERTS, **PP2}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from corerl.config import ClusterInfo
-from corerl.plugin import BackendSpec, Capability, Environment, Problem, not_implemented
+from corerl.plugin import BackendSpec, Capability, Environment, Problem, Variant, not_implemented
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.memory import memory
 from corerl_deepspeed.probe import probe
@@ -56,4 +56,16 @@ SPEC = BackendSpec(
     check=check,
     memory=memory,
     probe=probe,
+    variants=[
+        Variant(name="stage 1", options={"stage": 1}),
+        Variant(name="stage 2", options={"stage": 2}),
+        Variant(name="stage 2, moments on the host", options={"stage": 2, "offload": "optimizer"}),
+        Variant(name="moments on the host", options={"offload": "optimizer"}),
+        Variant(name="parameters on the host", options={"offload": "parameters"}),
+        Variant(name="a second copy in each node", options={"node_shard_size": 2}),
+        Variant(
+            name="small parameters kept",
+            options={"raw": {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}},
+        ),
+    ],
 )

@@ -14,14 +14,15 @@ from transformers import PretrainedConfig
 from corerl.errors import Unsupported
 from corerl.models import (
     Policy,
+    attends_in_one_kernel,
     decoder_layers,
     make_policy,
     materialize,
     move_buffers,
     recompute_layers,
 )
-from corerl.ops import one_kernel
-from corerl_fsdp.compiled import compile_forward
+from corerl.ops import lacking, one_kernel
+from corerl_fsdp.compiled import compile_forward, keep_compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
 
@@ -50,11 +51,13 @@ def build_policy(
     dtype: torch.dtype = getattr(torch, precision)
     held = dtype if frozen else torch.float32
     policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype)
-    if options.compile and policy.rectangular:
+    if options.compile is True and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
+    attention = not policy.rectangular and one_kernel(device, dtype) and attends_in_one_kernel(policy.decoder)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
-    if options.compile:
-        compile_forward(decoder_layers(policy.model), attention=one_kernel(device, dtype))
+    if options.compile is True or (options.compile == "auto" and attention and not lacking()):
+        keep_compiled(options.compile_cache)
+        compile_forward(decoder_layers(policy.model), attention=attention)
     if recompute:
         recompute_layers(policy.model)
     on_host = options.offload == "parameters"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,19 @@ from corerl.ops import PackedSequences
 # Inductor would make other kernels for few tokens than for many, in a compilation of 10 to 20 s at the first batch of
 # fewer; those for many are right for all.
 ALWAYS = "triton.mix_order_reduction_non_strict_mode"
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # read by torch whenever it compiles, and set to its default when it is imported
+
+
+def keep_compiled(folder: str) -> None:
+    """Have torch keep what this process compiles in `folder`, if there can be such a folder and neither the user nor
+    an earlier model of the process has named one."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    if folder and os.environ.get(CACHE, "") in ("", default_cache_dir()):
+        with suppress(OSError, RuntimeError):  # a home that cannot be written, or none: then where torch does
+            path = Path(folder).expanduser().absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            os.environ[CACHE] = str(path)
 
 
 def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
@@ -26,7 +42,7 @@ def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
         if attention:
             layer.forward = _with_lengths_marked(torch.compile(layer.forward, options=_options()))
         else:  # pieces also pass numbers on, which cannot be marked
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True, options=_options())
 
 
 def _options() -> dict[str, Any]:

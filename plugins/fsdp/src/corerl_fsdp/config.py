@@ -32,8 +32,14 @@ class FsdpConfig:
         "parameters, copied to the device one layer at a time",
         default="none",
     )
-    compile: bool = option(
-        "run decoder layers through torch.compile, once for all micro-batch lengths; needs a C++ compiler (Triton on a "
-        "GPU), and about 15 s at the first batch, 3 once torch's cache has the kernels",
-        default=False,
+    compile: bool | Literal["auto"] = option(
+        "run decoder layers through torch.compile, once for all micro-batch lengths; needs a C++ compiler (Triton and "
+        "a C compiler on a GPU), and about 25 s at the first passes, 4 once compile_cache has the kernels. auto: on "
+        "GPUs, in half precision, if the model's attention is one kernel there and what this needs is installed",
+        default="auto",
+    )
+    compile_cache: str = option(
+        "folder on each node where compiled layers are kept for later runs; the variable TORCHINDUCTOR_CACHE_DIR goes "
+        "before it, and empty leaves them where torch does, in /tmp",
+        default="~/.cache/corerl/compiled",
     )

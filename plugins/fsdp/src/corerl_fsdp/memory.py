@@ -30,5 +30,13 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
         gathered=half * (root + (2 * layer if config.reshard_after_forward else sum(size.layers))),
         # The root's gradients wait for the end of the backward pass.
         reducing=half * (root + layer) + FLOAT32 * layer,
-        fused=config.compile,
+        fused=_compiled(config, cluster, half=half < FLOAT32, one_kernel=size.one_kernel),
     )
+
+
+def _compiled(config: FsdpConfig, cluster: ClusterInfo, *, half: bool, one_kernel: bool) -> bool:
+    """Whether ranks will compile layers, where they find what that needs."""
+    if config.compile != "auto":
+        return config.compile
+    packed = cluster.train is not None and cluster.train.layout != "whole"
+    return cluster.device == "cuda" and half and packed and one_kernel

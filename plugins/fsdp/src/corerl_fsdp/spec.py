@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from corerl.config import ClusterInfo
-from corerl.plugin import BackendSpec, Problem
+from corerl.plugin import BackendSpec, Problem, Variant
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
 from corerl_fsdp.probe import probe
@@ -23,7 +23,7 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             "shard_size",
             f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 0 for all ranks",
         )
-    if config.compile and cluster.train is not None and cluster.train.layout == "whole":
+    if config.compile is True and cluster.train is not None and cluster.train.layout == "whole":
         yield Problem("compile", NO_WHOLE_COMPILE.removeprefix("compile = "))
 
 
@@ -35,4 +35,10 @@ SPEC = BackendSpec(
     check=check,
     memory=memory,
     probe=probe,
+    variants=[
+        Variant(name="moments on the host", options={"offload": "optimizer"}),
+        Variant(name="parameters on the host", options={"offload": "parameters"}),
+        Variant(name="replicas, reduced once", options={"shard_size": 1, "sync": "last"}),
+        Variant(name="replicas of shards", options={"shard_size": 2}, ranks=4),
+    ],
 )

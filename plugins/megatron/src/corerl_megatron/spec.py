@@ -8,7 +8,7 @@ from typing import Any
 
 from corerl.config import ClusterInfo
 from corerl.models import experts_of
-from corerl.plugin import BackendSpec, Capability, Environment, Problem, not_implemented, unsupported
+from corerl.plugin import BackendSpec, Capability, Environment, Problem, Variant, not_implemented, unsupported
 from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory
@@ -262,6 +262,9 @@ def _widths(config: MegatronConfig, built: Architecture) -> Mapping[str, int]:
     return widths
 
 
+# In buckets so small that even a small model has several.
+BESIDE = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4096}
+
 SPEC = BackendSpec(
     implementation="corerl_megatron.backend:MegatronBackend",
     config=MegatronConfig,
@@ -276,4 +279,12 @@ SPEC = BackendSpec(
     check=check,
     memory=memory,
     probe=probe,
+    variants=[
+        Variant(name="whole optimizer", options={"distributed_optimizer": False}),
+        Variant(name="beside computation", options=BESIDE),
+        Variant(name="tensor parallel", options={"tensor_parallel": 2}),
+        Variant(name="pipeline parallel", options={"pipeline_parallel": 2}),
+        Variant(name="context parallel", options={"context_parallel": 2}),
+        Variant(name="tensor and data parallel", options={"tensor_parallel": 2}, ranks=4),
+    ],
 )

@@ -222,7 +222,7 @@ def forward_backward(
         pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
     found = {**metrics.finish(), **(balance.metrics(pipeline.routing.layers) if balance else {})}
     return GradientResult(
-        metrics=found if pipeline.groups.outputs else {},
+        metrics=found,
         tokens=tokens,
         outputs=collector.finish(outputs) if outputs else None,
     )

@@ -1,0 +1,18 @@
+"""DeepSpeed in the conformance suite: stage 3 of ZeRO, and the spec's variants."""
+
+import pytest
+
+from corerl.plugin import Variant
+from corerl.testing import with_variants
+from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
+
+
+@pytest.fixture(scope="session")
+def backend_name() -> str:
+    return "deepspeed"
+
+
+@pytest.fixture(scope="session", params=with_variants("deepspeed"))
+def backend_variant(request: pytest.FixtureRequest) -> Variant | None:
+    variant: Variant | None = request.param
+    return variant
