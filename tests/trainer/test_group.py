@@ -987,6 +987,18 @@ def test_ranks_of_a_frozen_role_load_their_model_anew(make_move: Callable[..., M
     move.stays()
 
 
+@pytest.mark.parametrize("plan", [AFTER, evolve(AFTER, objective=None)])
+def test_new_ranks_end_with_whoever_stops_waiting_for_them(plan: RolePlan, make_move: Callable[..., Move]) -> None:
+    def interrupted(pending: Pending) -> list[Any]:
+        raise KeyboardInterrupt
+
+    move = make_move()
+    move.new.wait = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        move(plan)
+    assert move.new.killed and move.group.processes is move.old  # type: ignore[comparison-overlap]
+
+
 def test_only_a_group_of_start_can_be_resized(make_move: Callable[..., Move]) -> None:
     move = make_move()
     with pytest.raises(CorerlError) as caught:
