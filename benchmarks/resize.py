@@ -55,6 +55,7 @@ def taking(tensors: int, handovers: Sequence[Handover], results: Any) -> None:
         began = time.perf_counter()
         for kind in taken.kinds:
             taken.take(kind, state[kind])
+        taken.close()
         ours = time.perf_counter() - began
         for kind in KINDS:
             for each in state[kind]:

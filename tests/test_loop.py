@@ -85,6 +85,9 @@ class FakeRun:
     def save(self) -> None:
         self.log.append(f"save {self.progress.step}")
 
+    def resize(self) -> None:
+        self.log.append("resize")
+
     def finish(self) -> Summary:
         self.log.append("finish")
         return Summary(reason="finished", run_dir=Path(), steps_done=self.progress.step)
@@ -112,6 +115,7 @@ def rollout_step(batch: int, number: int) -> list[str]:
         "push",
         f"report batch {batch}: results of samples of batch {batch}",
         f"save {number + 1}",
+        "resize",
         "leave",
         f"evaluate {number + 1}",
     ]

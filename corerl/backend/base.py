@@ -501,4 +501,5 @@ class Backend(BackendBase, ABC):
             )
         for name in saved.snapshots:
             self._snapshots.make(name, self.weights, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
+        saved.close()
         return int(extra["optimizer_step"])

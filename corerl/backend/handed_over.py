@@ -34,6 +34,9 @@ class TrainingState(Protocol):
     def require_taken(self, names: Collection[str]) -> None:
         """Raise if there are other weights than these."""
 
+    def close(self) -> None:
+        """Called once all has been taken."""
+
 
 class HandedOver:
     """The state of other ranks, which give it meanwhile."""
@@ -56,6 +59,9 @@ class HandedOver:
 
     def require_taken(self, names: Collection[str]) -> None:
         """Nothing to do: what is not taken has been refused."""
+
+    def close(self) -> None:
+        self._taken.close()
 
 
 def to_text(extra: Mapping[str, Any]) -> str:

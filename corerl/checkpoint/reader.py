@@ -146,6 +146,9 @@ class SavedState:
                     "with the model that the checkpoint was written with"
                 )
 
+    def close(self) -> None:
+        """Nothing to do: files are closed with what has read them."""
+
 
 def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Path) -> None:
     """Raise CheckpointError unless a tensor is the box that was saved, with this checksum and finite values."""

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     run_dir = Path(args.what)
     if not args.overrides:
         raise ConfigError("no sizes are given; name some, such as roles.actor.ranks=4 or rollout.replicas=2")
-    with_other_sizes(load_config(run_dir / CONFIG_FILE), args.overrides)  # the rest is checked by the run
+    config = with_other_sizes(load_config(run_dir / CONFIG_FILE), args.overrides)  # the rest is checked by the run
+    if not config.run.trains:
+        raise ConfigError(f"run.mode: {config.run.mode!r}, but only a run that trains changes its sizes; start another")
     runs = functools.partial(is_occupied, run_dir)
     if not runs():
         raise ConfigError(f"{run_dir}: no run is running there; set its sizes when you start it")

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from corerl.cluster import services
 from corerl.cluster.deaths import cause
-from corerl.errors import CorerlError, UserError
+from corerl.errors import CorerlError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
@@ -117,7 +117,7 @@ def arrange(
 class Room(Mapping[str, Sequence[Slot]]):
     """The bundles that a run has reserved, as the slots of each group's processes. More are reserved as it grows.
 
-    Bundles are used in (node, device) order."""
+    Bundles that are free are used in (node, device) order."""
 
     def __init__(self, *, timeout: float) -> None:
         """`timeout`: seconds to wait until the cluster has bundles free."""
@@ -150,6 +150,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         free = [bundle for bundle in self._bundles if bundle not in held]
         if missing := len(open_) - len(free):
             free += self._reserve(placement.bundle, missing) if missing > 0 else []
+        free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu, bundle.index))
         at |= dict(zip(open_, free, strict=False))
         neighbors = Counter(bundle.node for bundle in self._bundles)
         return {
@@ -163,10 +164,12 @@ class Room(Mapping[str, Sequence[Slot]]):
             for name in placement.places
         }
 
-    def take(self, slots: Mapping[str, Sequence[Slot]]) -> None:
-        """Note that the groups' processes are in these slots now, and give back bundles that were reserved together
-        and that no process is on any more."""
+    def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
+        """Note that the groups' processes are in these slots now, and unless others are to come, give back bundles that
+        were reserved together and that no process is on any more."""
         self._slots |= slots
+        if not give_back:
+            return
         used = {bundle.group for slots in self._slots.values() for slot in slots for bundle in slot.bundles}
         for group in {bundle.group for bundle in self._bundles} - used:
             self._bundles = [bundle for bundle in self._bundles if bundle.group != group]
@@ -235,14 +238,14 @@ def _slot(
     return Slot(bundles, cpus, gpus, neighbors[bundles[0].node])
 
 
-def _no_room(bundle: Mapping[str, float], count: int) -> UserError:
+def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
     there, free = ray.cluster_resources(), ray.available_resources()
     needed = {name: amount * count for name, amount in bundle.items()}
     listed = ", ".join(
         f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount:g} needed"
         for name, amount in needed.items()
     )
-    return UserError(
+    return CorerlError(
         f"the cluster has no room for {count} bundles of {bundle}: {listed}; "
         "use fewer ranks or engines, or a larger cluster"
     )

@@ -45,12 +45,11 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, ResizeFailed, SaveFailed, UserError
+from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
-from corerl.plan.sizes import REPLICAS
 from corerl.plugin.events import (
     Evaluated,
     RunFinished,
@@ -373,9 +372,14 @@ class Run:
         if self.stopping or self.progress.step >= self.plan.run.steps:
             return
         run_dir = self.plan.start.run_dir
-        if (request := asked(run_dir)) is not None:
-            changed, error = self._resize(request.overrides)
-            answer(run_dir, request, Answer(changed=tuple(changed), error=error))
+        try:
+            request = asked(run_dir)
+        except ConfigError as error:
+            self.progress.notice(f"a request for other sizes is ignored: {error.message}")
+            request = None
+        if request is not None:
+            changed, failed = self._resize(request.overrides)
+            answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
         if self.scaling is not None:
             try:
                 wanted = self.scaling.wanted(self.progress.step, self.sizes.now)
@@ -383,8 +387,8 @@ class Run:
                 self.progress.notice(f"{error.message}; it is not asked again")
                 self.scaling = None
                 return
-            if wanted:
-                self._resize(wanted)
+            if wanted and self._resize(wanted)[1]:
+                self.scaling.refused(wanted)
 
     def _resize(self, overrides: Sequence[str]) -> tuple[list[str], str]:
         """Returns a line for each group that has changed, and what went wrong."""
@@ -393,17 +397,16 @@ class Run:
             for line in self.sizes.change(overrides):
                 changed.append(line)
                 self.progress.notice(line)
+            failed = ""
         except (UserError, ResizeFailed) as error:
-            self.progress.notice(f"the sizes stay as they are: {'; '.join(error.message.splitlines())}")
-            return changed, error.message
-        finally:
-            now = self.sizes.now
-            if now.get(REPLICAS, 0) > before.get(REPLICAS, 0):
-                self._pushed_at = None  # new engines have no weights yet
-            if now != before and self.scaling is not None:
-                self.scaling.changed(before)
+            told = "; ".join(error.message.splitlines())
+            self.progress.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
+            failed = error.message
+        if self.sizes.now != before and self.scaling is not None:
+            self.scaling.changed(before)
+        if changed or failed:  # engines may be new, or asleep
             self.push_weights()
-        return changed, ""
+        return changed, failed
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -433,7 +436,8 @@ class Run:
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         slept = self.residency.shared
-        if slept or self._pushed_at is None or fleet.dead:  # engines that slept, or are new, hold no weights
+        # Engines that slept, or are new, hold no weights.
+        if slept or self._pushed_at is None or fleet.dead or fleet.lacking:
             return True
         every = self.plan.weights.every
         due = self.progress.step % every == 0 or self._evaluation_due()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -45,14 +46,21 @@ def begin(run_dir: Path) -> None:
 
 
 def asked(run_dir: Path) -> Request | None:
-    """The request that waits, which is then taken."""
+    """The request that waits, which is then taken. Raises ConfigError for one that cannot be read, or that another user
+    has made, for whom a run does nothing: a backend's name may be a module to import."""
     path = run_dir / REQUEST
     try:
-        content = json.loads(path.read_text())
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            raise ConfigError(f"{path} is no file of this user's; remove it")
+        text = path.read_text()
         path.unlink()
+        content = json.loads(text)
+        return Request(str(content["id"]), tuple(map(str, content["overrides"])))
     except FileNotFoundError:
         return None
-    return Request(content["id"], tuple(content["overrides"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({one_line(error)}); use `corerl scale`") from error
 
 
 def answer(run_dir: Path, request: Request, answer: Answer) -> None:
@@ -64,9 +72,7 @@ def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], to
     that. Raises ConfigError if another request waits already, or the run ends (`runs`) without an answer."""
     request = Request(uuid.uuid4().hex, tuple(overrides))
     path = run_dir / REQUEST
-    if path.exists():
-        raise ConfigError(f"{path}: another request waits for the end of a step; wait for it, or remove the file")
-    _write(path, {"id": request.id, "overrides": list(overrides)})
+    _write(path, {"id": request.id, "overrides": list(overrides)}, replace=False)
     told("the sizes are changed when the step that runs has been trained on")
     try:
         while True:
@@ -101,11 +107,22 @@ def _answered(run_dir: Path, request: Request) -> Answer | None:
     return Answer(changed=tuple(content["changed"]), error=content["error"])
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.part")
+def _write(path: Path, content: Mapping[str, Any], *, replace: bool = True) -> None:
+    """Write it as a whole. Raises ConfigError, also where there is one that is not to be replaced."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         part.write_text(json.dumps(content))
-        os.replace(part, path)
+        if replace:
+            os.replace(part, path)
+            return
+        try:
+            os.link(part, path)  # fails if there is one
+        finally:
+            part.unlink()
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path}: another request waits for the end of a step; wait for it, or remove the file"
+        ) from error
     except OSError as error:
         raise unwritable(path.parent, error) from error
 
@@ -145,6 +162,7 @@ class Scaling:
     _steps: int = 0
     _changing: bool = False  # the sizes have changed since the last step: the next one has the seconds of that
     _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
+    _refused: set[frozenset[str]] = field(factory=set)  # overrides that could not be had at the present sizes
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
         changing, self._changing = self._changing, False
@@ -161,7 +179,8 @@ class Scaling:
             found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
         except Exception as error:
             raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
-        return [f"{name}={value}" for name, value in self._sizes(found, sizes).items() if sizes[name] != value]
+        wanted = [f"{name}={value}" for name, value in self._sizes(found, sizes).items() if sizes[name] != value]
+        return [] if frozenset(wanted) in self._refused else wanted
 
     def _sizes(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
         """What the function returned. Raises CorerlError unless it is other values of these sizes."""
@@ -179,8 +198,14 @@ class Scaling:
     def _returned(self, found: object, expected: str) -> CorerlError:
         return CorerlError(f"cluster.scaler: {self.name} returned {short_repr(found)}, expected {expected}")
 
+    def refused(self, wanted: Sequence[str]) -> None:
+        """Note that these could not be had: they are not wanted again until the sizes are others."""
+        self._refused.add(frozenset(wanted))
+        self._changing = True
+
     def changed(self, before: Mapping[str, int]) -> None:
         """Begin anew, as the sizes are others now."""
+        self._refused.clear()
         self._earlier.append((dict(before), self._spent))
         self._totals, self._steps, self._changing = {}, 0, True
 

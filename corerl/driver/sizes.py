@@ -17,7 +17,7 @@ from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError
+from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
@@ -61,7 +61,7 @@ class Sizes:
         wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
         engines = [each for each in overrides if of_engines(each)]
         parts = _by_role([each for each in overrides if not of_engines(each)])
-        fewer = self.updates is not None and len(_engines(wanted.processes)) < len(self.updates.fleet)
+        fewer = self.updates is not None and len(_engines(wanted.processes)) < self.now[REPLICAS]
         plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
         for part in [engines, *parts] if fewer else [*parts, engines]:
             if part:
@@ -73,17 +73,16 @@ class Sizes:
     def _change(self, plan: Plan) -> Iterator[str]:
         before, after = self.plan.processes, plan.processes
         moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
-        replicas = len(_engines(before)), len(_engines(after))
+        replicas = self.now.get(REPLICAS, 0), len(_engines(after))
         if not moved and replicas[0] == replicas[1]:
             return
         staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
         if replicas[1]:
             staying[ENGINES] = min(replicas)
         try:
-            slots = self.room.arrange(after.placement, staying)
+            slots = self._arranged(after, staying)
             renew = functools.partial(self.address_of, _seen(after, slots))
-            for save in self.saves:  # which the ranks' successors know nothing of
-                save.complete(wait=True)
+            self._complete_saves()
             for name in moved:
                 began = time.monotonic()
                 role = self.roles[name]
@@ -91,7 +90,7 @@ class Sizes:
                 with self.progress.phase("resize"):
                     role.group.move(after.roles[name], slots[name], role.step(self.progress.step))
                 self.residency.ranks_changed([name])
-                self.room.take({name: slots[name]})
+                self.room.take({name: slots[name]}, give_back=False)
                 roles = {**self.plan.processes.roles, name: after.roles[name]}
                 self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
                 if self.updates is not None and name == ACTOR:
@@ -102,15 +101,36 @@ class Sizes:
                 self.residency.enter(REST)  # new engines load where others may be
                 with self.progress.phase("resize"):
                     self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
-                self.room.take({ENGINES: slots[ENGINES]})
+                self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
+                self.plan = evolve(self.plan, processes=evolve(self.plan.processes, engine=after.engine))
                 self.residency.engines_changed()
                 self.updates.resized(renew)
                 yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
-        except CorerlError:
-            self.room.take({})  # what was reserved for processes that did not come
-            raise
+        finally:
+            self.room.take(
+                {}
+            )  # of what was reserved, that for processes that have ended, or did not come, is given back
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
+
+    def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
+        try:
+            return self.room.arrange(after.placement, staying)
+        except UserError:
+            raise
+        except CorerlError as error:  # a machine that does not fit, or a GPU that does not answer
+            raise ResizeFailed(error.message) from error
+
+    def _complete_saves(self) -> None:
+        """Complete those in flight, which the ranks' successors know nothing of."""
+        for save in self.saves:
+            try:
+                save.complete(wait=True)
+            except SaveFailed as error:
+                if save.told:
+                    raise
+                self.progress.notice(f"a copy in memory is lost: {error.message}")
+                save.forget()
 
 
 def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:

@@ -50,6 +50,7 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
+    _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
     _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
@@ -70,13 +71,21 @@ class WeightUpdates:
     def renewed(self, source: Source) -> None:
         """Note that the ranks were replaced by new ones, and the source by another."""
         self.source = source
-        self.address = self.group.meeting(self.address)  # the old ranks are still part of the old group
+        self._meet()  # the old ranks are still part of the old group
 
     def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
-        self.manifest = self.group.manifest().result()
-        self.address = self.group.meeting(address_of(self.fleet.receivers))
+        self._address_of = address_of  # first: if ranks die now, those that are started in their place meet there
         self._served &= set(self.fleet.names)
+        self._unverified &= set(self.fleet.names)
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._address_of is None:
+            self.address = self.group.meeting(self.address)
+            return
+        self.manifest = self.group.manifest().result()
+        self.address = self.group.meeting(self._address_of(self.fleet.receivers))
 
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
         """Run one update; returns the engines that missed it, which now serve nothing, and why."""

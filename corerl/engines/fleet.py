@@ -321,6 +321,12 @@ class EngineFleet:
         return bool(self._dead)
 
     @property
+    def lacking(self) -> bool:
+        """Whether any replica that lives has no weights yet."""
+        with self._changing:
+            return any(each not in self._dead for each in self._without_weights if each < len(self))
+
+    @property
     def died(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:

@@ -56,7 +56,11 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     """
 
     def resized(overrides: Sequence[str]) -> Plan:
-        return make_plan(with_other_sizes(given, overrides), starting=False)
+        # State comes from the ranks that run, and the checkpoint that these began with may be gone by now.
+        other = with_other_sizes(given, overrides)
+        plan = make_plan(evolve(other, checkpoint=evolve(other.checkpoint, resume="never")), starting=False)
+        resume = {"checkpoint": {**plan.record["checkpoint"], "resume": given.checkpoint.resume}}
+        return evolve(plan, record={**plan.record, **resume}, resized=lambda more: resized([*overrides, *more]))
 
     given, problems = config, Problems()
     with problems.stage("algorithm's spec", path="algorithm.name"):

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.calls import Calls, Future, wait_all
+from corerl.calls import POLL_SECONDS, Calls, Future
 from corerl.cluster.group import GRACE_SECONDS, Pending, RayGroup, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.pulse import Bounds
@@ -227,11 +227,14 @@ class TrainGroup:
             timeout=config.timeout,
         )
         taking = others.init(handover)
-        giving = self._calls.add(self._start("hand_over", handover, step), sum)
+        pending = self._start("hand_over", handover, step)
+        giving = self._calls.add(pending, sum)
         try:
-            both: Mapping[str, Future[Any]] = {"taking": taking, "giving": giving}
-            taken: InitResult = wait_all(both)["taking"]
-            return taken
+            while not taking.ready(POLL_SECONDS):
+                for found in self.processes.answered(pending, 0.0).values():
+                    if isinstance(found, CorerlError):
+                        raise found
+            return taking.result()
         except CorerlError as error:
             # A giver that loses a taker may be heard first.
             cause = error
@@ -240,15 +243,17 @@ class TrainGroup:
                     taking.result()
                 except CorerlError as own:
                     cause = own
+            # Before anyone waits for the givers: those that wait for takers would else be ended for being late.
             others.processes.kill()
-            if self.processes.ended:
-                raise
-            self.processes.aside("call_off", handover.token, cause.message)
+            if not self.processes.ended:
+                self.processes.aside("call_off", handover.token, cause.message)
             try:
                 giving.result()
-            except CorerlError:
+            except CorerlError as late:
                 if self.processes.ended:
-                    raise
+                    if not late.harmless:
+                        raise
+                    raise WorkerDied(f"the {self.role}'s ranks were ended: {late.message}") from late
             with self._staying():
                 raise cause from None
 

@@ -8,8 +8,9 @@ memory that both have mapped, or over gloo from machine to machine. They meet in
     given         giver 0 -> all       the kinds of state to come, in order
     has/KIND/g    giver g -> all       its boxes
     wants/KIND/t  taker t -> all       its boxes
-    room/KIND/g   giver g -> takers    where it puts buckets
+    room/KIND/g   giver g -> takers    where it puts them
     maps/KIND/g/t taker t -> giver g   whether it could map that
+    done/t        taker t -> giver 0   it needs the store no more
 
 Transfers are in the same order on all ranks, bucket by bucket, taker by taker and for each of them giver by giver: the
 earliest that has not been made can always be made, so no two ranks wait for each other.
@@ -17,12 +18,14 @@ earliest that has not been made can always be made, so no two ranks wait for eac
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
 import os
 import secrets
 import threading
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -40,6 +43,7 @@ from corerl.weights.shared import SharedOnHost, opened
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
 PART = 2**22  # bytes of a transfer at most: what is written is read while it is still in the processor's cache
 PARTS = 2  # of a giver's room
+VALUE = 2**22  # bytes of one value in the store
 
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[str, Shape, Box, str]  # (name, whole shape, box, dtype) of a box that a rank holds
@@ -190,9 +194,9 @@ def give(
 
 def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], note: str, joined: list[Any]) -> int:
     store = handover.open_store(master=rank == 0)
-    store.set(f"note/{rank}", note)
+    _put(store, f"note/{rank}", note)
     if rank == 0:
-        store.set("given", json.dumps(list(state)))
+        _put(store, "given", json.dumps(list(state)))
     owned = {kind: [chunk for chunk in chunks if not chunk.replica] for kind, chunks in state.items()}
     for kind, chunks in owned.items():
         _tell(store, f"has/{kind}/{rank}", chunks)
@@ -222,6 +226,9 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
                 sent += flat.nbytes
             for _, taker in reading:
                 group.recv([signal], handover.givers + taker, 0).wait()
+    if rank == 0:  # whose store it is
+        for taker in range(handover.takers):
+            store.get(f"done/{taker}")
     return sent
 
 
@@ -229,7 +236,7 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
 class Taken:
     """The state that other ranks hand over, in the place of a checkpoint's. Its kinds are to be taken in their order.
 
-    Raises ResizeFailed, on all takers alike, if givers do not have what is wanted."""
+    Raises ContractError, on all takers alike, if givers do not have what is wanted, or torch's if one is lost."""
 
     handover: Handover
     rank: int  # among the takers
@@ -239,11 +246,15 @@ class Taken:
 
     def __attrs_post_init__(self) -> None:
         self._store = self.handover.open_store(master=False)
-        self.kinds = json.loads(self._store.get("given"))
+        self.kinds = json.loads(_get(self._store, "given"))
 
     def note(self, giver: int) -> str:
         """What a giver keeps besides tensors."""
-        return self._store.get(f"note/{giver}").decode()
+        return _get(self._store, f"note/{giver}")
+
+    def close(self) -> None:
+        """To be called once nothing else is needed: until then the first giver waits."""
+        self._store.set(f"done/{self.rank}", "")
 
     def take(self, kind: str, chunks: Sequence[Chunk]) -> None:
         """Fill the chunks, replicas included, with the state of this kind."""
@@ -254,7 +265,7 @@ class Taken:
         plan = _plan(self._store, handover, kind)
         mine = [(number, giver, pieces) for number, giver, taker, pieces in plan.numbered if taker == self.rank]
         mapped = {giver: self._mapped(kind, giver) for giver in {giver for _, giver, _ in mine}}
-        signal = torch.zeros(1, dtype=torch.uint8)
+        signal, read = torch.zeros(1, dtype=torch.uint8), []
         for number, giver, pieces in mine:
             shared = mapped[giver]
             flat = (
@@ -263,8 +274,10 @@ class Taken:
             self._group.recv([flat if shared is None else signal], giver, 0).wait()
             for piece in pieces:
                 chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
-            if shared is not None:
-                self._group.send([signal], giver, 0).wait()
+            if shared is not None:  # not waited for here: the giver listens once it wants the part again
+                read.append(self._group.send([signal], giver, 0))
+        for work in read:
+            work.wait()
 
     def _mapped(self, kind: str, giver: int) -> torch.Tensor | None:
         """The bytes of a giver's room; None if it is on another machine, or out of reach in another container."""
@@ -361,14 +374,27 @@ def _tell(store: dist.Store, key: str, chunks: Sequence[Chunk]) -> None:
     rows = [
         (chunk.name, tuple(chunk.shape), chunk.box, str(chunk.view.dtype).removeprefix("torch.")) for chunk in chunks
     ]
-    store.set(key, json.dumps(rows))
+    _put(store, key, json.dumps(rows))
+
+
+def _put(store: dist.Store, key: str, text: str) -> None:
+    """Store a text of any length: a value of over 8 MiB would break the connection."""
+    data = base64.b64encode(zlib.compress(text.encode(), level=1)).decode()
+    for number, start in enumerate(range(0, len(data), VALUE)):
+        store.set(f"{key}/part/{number}", data[start : start + VALUE])
+    store.set(key, str(-(-len(data) // VALUE)))
+
+
+def _get(store: dist.Store, key: str) -> str:
+    parts = [store.get(f"{key}/part/{number}") for number in range(int(store.get(key)))]
+    return zlib.decompress(base64.b64decode(b"".join(parts))).decode()
 
 
 def _hear(store: dist.Store, prefix: str, ranks: int) -> list[list[Row]]:
     return [
         [
             (name, tuple(shape), (tuple(offsets), tuple(sizes)), dtype)
-            for name, shape, (offsets, sizes), dtype in json.loads(store.get(f"{prefix}/{rank}"))
+            for name, shape, (offsets, sizes), dtype in json.loads(_get(store, f"{prefix}/{rank}"))
         ]
         for rank in range(ranks)
     ]

@@ -61,6 +61,7 @@ class Group:
         self.processes = self
         self.failure: Exception | None = None
         self.dead = False
+        self.lacking = False
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})

@@ -541,6 +541,22 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
+def test_engines_that_have_come_get_the_weights_which_are_no_new_ones(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the snapshots of earlier updates would be of these weights too."""
+    kept: list[int] = []
+    monkeypatch.setattr(Snapshots, "updated", lambda snapshots: kept.append(len(kept)))
+    actor, fleet = Group(), Group()
+    run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
+    run.push_weights()
+    run.push_weights()
+    assert (fleet.log, kept) == (["receive 0"], [0])
+    fleet.lacking = True
+    run.push_weights()
+    assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
+
+
 def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ranks_sleep(
     make_run: Callable[..., Run],
 ) -> None:
@@ -845,9 +861,9 @@ def test_a_request_is_answered_with_what_was_changed_and_why_no_more_was(
         "roles.actor.ranks is 1",
         "rollout.replicas is 3",
         "roles.actor.ranks is 2",
-        "the sizes stay as they are: no luck",
+        "no more sizes are changed: no luck",
     ]
-    assert pushed == [3, None, None]  # engines that came have no weights yet
+    assert pushed == [3, 3, 3]  # whether that is due, engines know
     sizes.error = WorkerDied("gone")
     with pytest.raises(WorkerDied, match=r"^gone$"):
         ask("roles.actor.ranks=1")

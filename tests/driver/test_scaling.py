@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -142,10 +143,41 @@ def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / f".{REQUEST}.part").mkdir()
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, [], runs=lambda: True, told=[].append)
+        ask(tmp_path / "gone", [], runs=lambda: True, told=[].append)
     assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
+def test_a_request_that_cannot_be_read_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
+    (tmp_path / REQUEST).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        asked(tmp_path)
+    assert (
+        caught.value.message.startswith(f"{tmp_path / REQUEST} cannot be read (") and "\n" not in caught.value.message
+    )
+    assert asked(tmp_path) is None
+
+
+def test_only_a_file_of_the_runs_user_is_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / REQUEST)  # to read it would wait for ever
+    with pytest.raises(ConfigError, match="is no file of this user's; remove it"):
+        asked(tmp_path)
+    (tmp_path / REQUEST).unlink()
+    (tmp_path / REQUEST).write_text('{"id": "x", "overrides": []}')
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="is no file of this user's; remove it"):
+        asked(tmp_path)
+
+
+def test_what_was_refused_is_not_wanted_again_until_the_sizes_are_others() -> None:
+    scaling = Scaling(name="more", scaler=lambda sizing: {"rollout.replicas": 3})
+    sizes = {"roles.actor.ranks": 1, "rollout.replicas": 2}
+    assert scaling.wanted(1, sizes) == ["rollout.replicas=3"]
+    scaling.refused(["rollout.replicas=3"])
+    assert scaling.wanted(2, sizes) == []
+    scaling.changed(sizes)
+    assert scaling.wanted(3, {**sizes, "roles.actor.ranks": 2}) == ["rollout.replicas=3"]
 
 
 def test_a_request_is_never_read_half_written(tmp_path: Path) -> None:

@@ -769,6 +769,11 @@ class Moving(Answers):
         self.late[pending.method] = left - 1
         return left <= 0
 
+    def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
+        if self.late.get(pending.method, 0) > 0:
+            return {}
+        return dict(enumerate(self.answers.get(pending.refs[0], [None, None])))
+
     def aside(self, method: str, *args: Any) -> None:
         self.calls.append((method, *args))
 

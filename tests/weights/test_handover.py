@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -98,6 +99,15 @@ def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
         return [pool.submit(call) for call in calls]
 
 
+def take_all(handover: Handover, master: Sequence[Chunk]) -> str:
+    """As the only taker, of the only giver; returns its note."""
+    taken = Taken(handover, 0)
+    taken.take("master", master)
+    note = taken.note(0)
+    taken.close()
+    return note
+
+
 LAYOUTS = {
     "flat": flat,
     "columns": columns,
@@ -130,7 +140,10 @@ def test_every_rank_gets_its_boxes_of_every_kind_to_the_last_bit(
         taken = Taken(handover, rank)
         for kind in taken.kinds:
             taken.take(kind, want[kind][rank])
-        return taken.kinds, [taken.note(giver) for giver in range(givers)]
+        time.sleep(0.2 * rank)  # as ranks do that load what they have got, while givers have nothing left to send
+        notes = [taken.note(giver) for giver in range(givers)]
+        taken.close()
+        return taken.kinds, notes
 
     ended = together(
         *[lambda rank=rank: giving(rank) for rank in range(givers)],
@@ -151,13 +164,20 @@ def test_a_kind_travels_in_the_least_precision_that_loses_nothing() -> None:
     handover = handover_of(1, 1)
     half = chunks(flat(1), whole(1), torch.bfloat16)[0]
     want = chunks(flat(1), whole(2), torch.float32)[0]
-    sent, _ = together(
-        lambda: give(handover, 0, {"master": half}, ""),
-        lambda: Taken(handover, 0).take("master", want),
-    )
+    sent, _ = together(lambda: give(handover, 0, {"master": half}, ""), lambda: take_all(handover, want))
     assert sent.result() == 2 * sum(map(math.prod, SHAPES.values()))
     for chunk, other in zip(want, half, strict=True):
         assert torch.equal(chunk.view, other.view.float())
+
+
+def test_what_a_rank_keeps_besides_tensors_may_be_of_any_length() -> None:
+    """A store's connection breaks at values of over 8 MiB."""
+    handover, note = handover_of(1, 1), np.random.default_rng(0).bytes(2**23).hex()
+    _, heard = together(
+        lambda: give(handover, 0, {"master": chunks(flat(1), whole(1), torch.float32)[0]}, note),
+        lambda: take_all(handover, chunks(flat(1), whole(2), torch.float32)[0]),
+    )
+    assert heard.result() == note
 
 
 def test_no_transfer_and_no_bucket_of_a_rank_is_larger_than_a_bucket() -> None:
