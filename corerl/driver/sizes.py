@@ -56,8 +56,8 @@ class Sizes:
         """Change the groups as the overrides of the config say; yields a line for each that has changed. Engines that
         are to end do so first, those to come start last: so devices can pass from one side to the other.
 
-        Raises UserError or ResizeFailed for the first group that could not be changed, which then is as
-        before; WorkerDied if ranks die."""
+        Raises UserError or ResizeFailed for the first group that could not be changed, which then is as before;
+        WorkerDied if ranks die."""
         wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
         engines = [each for each in overrides if of_engines(each)]
         parts = _by_role([each for each in overrides if not of_engines(each)])
@@ -107,9 +107,7 @@ class Sizes:
                 self.updates.resized(renew)
                 yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
         finally:
-            self.room.take(
-                {}
-            )  # of what was reserved, that for processes that have ended, or did not come, is given back
+            self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
 
