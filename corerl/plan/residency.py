@@ -8,10 +8,8 @@ from enum import IntEnum
 from attrs import field, frozen
 
 from corerl.kinds import ALL_KINDS, MemoryKind
+from corerl.plugin.hookspecs import STATE
 from corerl.plugin.spec import ACTOR
-
-# What a save reads.
-SAVED = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})
 
 
 class EngineMemory(IntEnum):
@@ -60,7 +58,7 @@ def residency_plan(roles: Sequence[str], passed: Collection[str], frozen: Collec
         TRAIN: Stage(),  # only for roles with devices of their own
         **{training(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
         UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        **{saving(role): Stage(engines=None, ranks={role: SAVED}) for role in trained},
+        **{saving(role): Stage(engines=None, ranks={role: STATE}) for role in trained},
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }
