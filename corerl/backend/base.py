@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import evolve
 
+from corerl.backend.frozen_weights import digest, require_same
 from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
@@ -35,6 +37,7 @@ from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import look_at, model_files
 from corerl.models.initial import initials
+from corerl.models.peft_files import PeftFiles, begins
 from corerl.models.random import RandomSource
 from corerl.models.readers import FirstOf
 from corerl.plugin.capabilities import Capability
@@ -58,6 +61,7 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
+from corerl.weights.adapters import Adapters, is_adapter
 from corerl.weights.chunks import Chunk, TensorSource, fill
 from corerl.weights.gather import GatherPlan
 from corerl.weights.handover import Handover, give
@@ -74,8 +78,9 @@ ExtraState: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 class StateKey(StrEnum):
     """What `local_state` can be asked for; the last three together make a training checkpoint.
 
-    MASTER is the most precise copy of a parameter: `param` itself if there is no other. A checkpoint holds `buffers()`
-    besides.
+    MASTER is the most precise copy of a parameter that is trained: `param` itself if there is no other. Of a role with
+    adapters (`config.lora`), PARAM has these besides the weights, by the names of `corerl.weights.adapters`, and the
+    others have them and a value head alone. A checkpoint holds `buffers()` besides.
     """
 
     PARAM = "param"
@@ -115,8 +120,9 @@ class Backend(BackendBase, ABC):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         """Build the model and its optimizer, with parameters allocated but not loaded. torch.distributed is ready.
 
-        A frozen role (`config.frozen`) has no optimizer, masters or gradients, and its weights are in the precision of
-        its passes. Of the other methods only `forward`, `local_state` and `tensors` for parameters, `after_load` for
+        A role with adapters (`config.lora`) trains these and a value head; its other weights are in the precision of
+        its passes, without masters, gradients and moments. A frozen role (`config.frozen`) has no optimizer, masters or
+        gradients, and its weights are in the precision of its passes. Of the other methods only `forward`, `local_state` and `tensors` for parameters, `after_load` for
         parameters, `buffers` and `gather` are called.
         """
 
@@ -196,15 +202,22 @@ class Backend(BackendBase, ABC):
 
     def initial_weights(self) -> TensorSource:
         """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
-        value head that the directory lacks is random too."""
+        value head that the directory lacks is random too, and so are new adapters."""
         hf = hf_config(self.config.model)
-        shapes = {chunk.name: chunk.shape for chunk in self.weights}
-        if not self.config.model.path:
-            begin = initials(hf, seed=self.config.seed)
-            return RandomSource(hf, shapes, self.config.seed, self.device, initials=begin)
-        files = model_files(self.config.model.path, hf)
-        head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-        return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
+        held = {chunk.name: chunk.shape for chunk in self.weights}
+        adapters = {name: shape for name, shape in held.items() if is_adapter(name)}
+        shapes = {name: shape for name, shape in held.items() if name not in adapters}
+        drawn = functools.partial(RandomSource, hf, seed=self.config.seed, device=self.device)
+        sources: list[TensorSource] = []
+        if (lora := self.config.lora) is not None:
+            new = drawn(adapters, initials=begins(adapters, lora.init))
+            sources.append(PeftFiles(lora.path) if lora.path else new)
+        if self.config.model.path:
+            head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
+            sources += [model_files(self.config.model.path, hf), drawn(head)]
+        else:
+            sources.append(drawn(shapes, initials=initials(hf, seed=self.config.seed)))
+        return FirstOf(*sources)
 
     # ---- hooks built on these ---------------------------------------------------------------------------------------
 
@@ -239,8 +252,11 @@ class Backend(BackendBase, ABC):
         if saved is not None:
             saved.require_taken({name for name, _ in self._gather_plan.shapes})
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
+        adapters = [each for each in self._gather_plan.shapes if is_adapter(each[0])]
+        # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
+        self._adapters = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize).buckets if adapters else ()
         self.manifest: Manifest = build_manifest(
-            self._gather_plan.shapes,
+            [each for each in self._gather_plan.shapes if not is_adapter(each[0])],
             dtype=dtype,
             bucket_bytes=config.weights.bucket_bytes,
             senders=self._gather_plan.senders,
@@ -255,11 +271,12 @@ class Backend(BackendBase, ABC):
         sends = None in roots or self.layout.rank in roots
         sent, stream = 0, self.stream
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
+        adapters = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
         for bucket, root in zip(self.manifest.buckets, roots, strict=True):
-            sent += self._send(sender, bucket, stream, chunks=chunks, root=root)
+            sent += self._send(sender, bucket, stream, chunks=chunks, root=root, adapters=adapters)
         self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
@@ -316,8 +333,14 @@ class Backend(BackendBase, ABC):
 
     @property
     def weights(self) -> Sequence[Chunk]:
-        """What engines are sent of this rank, and what a snapshot holds."""
+        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
         return [*self.local_state(StateKey.PARAM), *self.buffers()]
+
+    @property
+    def changing(self) -> Sequence[Chunk]:
+        """Those of the weights that training changes: what a snapshot holds. So with adapters it is small, and a
+        reference policy takes no second copy of the model."""
+        return self.weights if self.config.lora is None else [each for each in self.weights if _is_trained(each.name)]
 
     @property
     def stream(self) -> Manifest:
@@ -349,18 +372,18 @@ class Backend(BackendBase, ABC):
         state = {key.value: self.local_state(key) for key in SAVED}
         state[StateKey.MASTER.value] = [*state[StateKey.MASTER.value], *self.buffers()]
         for name in self._snapshots.names:
-            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.weights)
+            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.changing)
         note = to_text(self._extra(step))
         return give(handover, self.layout.rank, state, note, called_off=called_off)
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
-        self._snapshots.create(name, self.weights)
+        self._snapshots.create(name, self.changing)
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
         source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
-        self._snapshots.load(name, self.weights, source)
+        self._snapshots.load(name, self.changing, source)
 
     def drop_snapshot(self, name: str) -> None:
         self._snapshots.drop(name)
@@ -372,17 +395,32 @@ class Backend(BackendBase, ABC):
             yield
             return
         try:
-            with self._snapshots.swapped(weights, self.weights):
+            with self._snapshots.swapped(weights, self.changing):
                 self.after_load({StateKey.PARAM}, None)
                 yield
         finally:
             self.after_load({StateKey.PARAM}, None)
 
+    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> Adapters | None:
+        """The whole adapters on rank `root`, or on all ranks if it is None; None elsewhere, and without adapters."""
+        lora, found = self.config.lora, None
+        for bucket in self._adapters:
+            where = self._gather_plan.memory("adapters", bucket.numel, torch.float32, self.device)
+            found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
+        return None if lora is None or found is None else Adapters(self._adapters[0].views(found), lora.scale)
+
     def _send(
-        self, sender: WeightSender, bucket: Bucket, stream: Manifest, *, chunks: Sequence[Chunk], root: int | None
+        self,
+        sender: WeightSender,
+        bucket: Bucket,
+        stream: Manifest,
+        *,
+        chunks: Sequence[Chunk],
+        root: int | None,
+        adapters: Adapters | None,
     ) -> int:
-        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`. Returns
-        the bytes sent. Keeps no reference to the sender's memory."""
+        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`, with the
+        adapters merged. Returns the bytes sent. Keeps no reference to the sender's memory."""
         holds, direct = root in (None, self.layout.rank), stream is self.manifest
         out: torch.Tensor | None = None
         if holds:
@@ -391,6 +429,9 @@ class Backend(BackendBase, ABC):
             self.gather(bucket, out, chunks=chunks, root=root)
         if out is None:
             return 0
+        if adapters is not None:
+            with self.span("merge"):
+                adapters.merge(bucket.views(out))
         as_sent = stream.buckets[bucket.index]
         if not direct:
             flat, out = out, self._room(sender, as_sent, stream)
@@ -453,12 +494,29 @@ class Backend(BackendBase, ABC):
         for kind in MemoryKind:
             yield from self.on_device(kind)
 
+    @property
+    def _begins_with(self) -> str:
+        """Where the initial weights come from, for messages."""
+        lora, path = self.config.lora, self.config.model.path
+        weights = f"model.path={path!r}" if path else "random initialization"
+        return f"{weights} or lora.path={lora.path!r}" if lora is not None and lora.path else weights
+
     def _load_initial(self) -> int:
-        what = f"model.path={self.config.model.path!r}" if self.config.model.path else "random initialization"
+        what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
+        base = self._load_frozen(what)
         fill([*self.local_state(key), *self.buffers()], self.initial_weights(), what=what)
-        self.after_load({key}, None)
+        self.after_load({key} | base, None)
         return 0
+
+    def _load_frozen(self, what: str) -> set[StateKey]:
+        """Load the weights that adapters leave as they are; returns the key of what was loaded, if any."""
+        if self.config.lora is None:
+            return set()
+        chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not _is_trained(chunk.name)]
+        fill(chunks, self.initial_weights(), what=what)
+        self._frozen_digest = digest(chunks, self.group)
+        return {StateKey.PARAM}
 
     def _saved(self) -> TrainingState | None:
         """What this rank goes on from; None if it begins with the model's own weights."""
@@ -476,6 +534,7 @@ class Backend(BackendBase, ABC):
             "weights_version": self.weights_version,
             "backend": type(self).__qualname__,
             "world_size": self.layout.world_size,
+            **({"frozen_weights": self._frozen_digest} if self.config.lora is not None else {}),
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
 
@@ -489,10 +548,13 @@ class Backend(BackendBase, ABC):
                 Capability.RESHARD,
                 f"going on from the state of {ranks} ranks with roles.{self.context.role}.ranks = {own}",
             )
+        base = self._load_frozen(self._begins_with)
+        if base:
+            require_same(extra.get("frozen_weights"), self._frozen_digest, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
-        self.after_load(set(SAVED), self.adam_step)
+        self.after_load({*SAVED, *base}, self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], ranks) == (type(self).__qualname__, own):
             of_rank = saved.extra(self.layout.rank)
@@ -500,6 +562,11 @@ class Backend(BackendBase, ABC):
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
         for name in saved.snapshots:
-            self._snapshots.make(name, self.weights, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
+            self._snapshots.make(name, self.changing, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
         saved.close()
         return int(extra["optimizer_step"])
+
+
+def _is_trained(name: str) -> bool:
+    """Whether a role with adapters trains the HF tensor of that name."""
+    return is_adapter(name) or name == VALUE_HEAD_WEIGHT

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corerl.config.schema import ClusterInfo as ClusterInfo
     from corerl.config.schema import Config as Config
     from corerl.config.schema import DataConfig as DataConfig
+    from corerl.config.schema import LoraConfig as LoraConfig
     from corerl.config.schema import ModelConfig as ModelConfig
     from corerl.config.schema import OptimizerConfig as OptimizerConfig
     from corerl.config.schema import RoleConfig as RoleConfig

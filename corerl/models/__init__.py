@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
     from corerl.models.layout import make_policy as make_policy
+    from corerl.models.lora import freeze as freeze
+    from corerl.models.lora import put_adapters as put_adapters
+    from corerl.models.lora import trained_parameters as trained_parameters
     from corerl.models.mixers import attends_in_one_kernel as attends_in_one_kernel
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks

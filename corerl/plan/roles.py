@@ -97,6 +97,7 @@ def plan_role(
         seed=config.run.seed,
         timeout=config.cluster.timeout,
         value_head=has_value_head(config, role),
+        lora=cluster.lora,
         frozen=cluster.frozen,
         resume=resume,
         sleeps=role in offloaded(config, device),
@@ -144,6 +145,7 @@ def cluster_of(
         model=model or {},
         train=evolve(train, layout=layout) if layout else train,
         frozen=frozen,
+        lora=config.lora_of(role),
         streamed=role == ACTOR and config.rollout.source == "streamed",
     )
 
@@ -163,7 +165,13 @@ def needed(
     asked, value_head = config.train_of(role), has_value_head(config, role)
     train = evolve(cluster.train or asked, layout=asked.layout)
     needs = asked_by_role(
-        role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head, frozen=cluster.frozen
+        role,
+        train,
+        device=cluster.device,
+        ranks=cluster.ranks,
+        value_head=value_head,
+        frozen=cluster.frozen,
+        lora=config.lora_table_of(role) if cluster.lora else "",
     )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")

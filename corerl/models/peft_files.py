@@ -1,0 +1,102 @@
+"""How adapters begin, and the directories in which PEFT keeps them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from corerl.config.schema import ALL_LINEAR, LoraConfig
+from corerl.errors import ModelError
+from corerl.models.initial import Constant, Initial, Normal, Uniform
+from corerl.models.readers import SafetensorsSource
+from corerl.plain_json import read_json_file
+from corerl.weights.adapters import A
+
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What a PEFT directory may say that changes what its adapters compute -> the value with which they are those of CoreRL.
+PLAIN: Mapping[str, Sequence[Any]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layers_to_transform": ([], None),
+    "target_parameters": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "lora_dropout": (0, 0.0, None),
+    "megatron_config": (None,),
+}
+
+
+def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
+    """How new adapters begin, by their names, as PEFT's do: A [rank, in] uniform within 1 / sqrt(in), which is He et
+    al. 2015 with a slope of sqrt(5), or normal with a deviation of 1 / rank; B zero."""
+    return {name: _a(shape, init) if name.endswith(A) else Constant(0.0) for name, shape in shapes.items()}
+
+
+def _a(shape: Sequence[int], init: str) -> Initial:
+    rank, inputs = shape
+    return Normal(0.0, 1 / rank) if init == "gaussian" else Uniform(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
+
+
+class PeftFiles(SafetensorsSource):
+    """The adapters in a directory of PEFT, by the names of `corerl.weights.adapters`, which are its own."""
+
+    def _find(self) -> dict[str, str]:
+        if not (self.directory / PEFT_WEIGHTS).is_file():
+            raise ModelError(f"{self.directory} has no {PEFT_WEIGHTS}; name a directory that PEFT has saved")
+        return dict.fromkeys(self._opened(PEFT_WEIGHTS).keys(), PEFT_WEIGHTS)
+
+
+def saved_settings(directory: str | Path) -> dict[str, Any]:
+    """`rank`, `alpha`, `targets` and `rslora` of a PEFT directory. Raises ModelError if it has none, or adapters that
+    compute something else than these settings say."""
+    file = Path(directory) / PEFT_CONFIG
+    try:
+        told = read_json_file(file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}); name a directory that PEFT has saved") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is no JSON ({error}); save the adapters again") from error
+    if not isinstance(told, dict) or told.get("peft_type") != "LORA":
+        kind = told.get("peft_type") if isinstance(told, dict) else None
+        raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
+    for name, plain in PLAIN.items():
+        if name in told and told[name] not in plain:
+            raise ModelError(
+                f"{file} has {name}={told[name]!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"
+            )
+    targets = told.get("target_modules")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
+    rank, alpha = told.get("r"), told.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
+        raise ModelError(f"{file} lacks r, lora_alpha or target_modules; save the adapters again")
+    return {
+        "rank": rank,
+        "alpha": float(alpha),
+        "targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "rslora": bool(told.get("use_rslora", False)),
+    }
+
+
+def peft_config(lora: LoraConfig, *, base: str, targets: Sequence[str]) -> dict[str, Any]:
+    """What PEFT's adapter_config.json says of settled adapters of the modules `targets` of the model in `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": bool(lora.rslora),
+        "target_modules": list(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
