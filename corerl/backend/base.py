@@ -36,10 +36,7 @@ from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import look_at, model_files
-from corerl.models.initial import initials
-from corerl.models.peft_files import PeftFiles, begins
-from corerl.models.random import RandomSource
-from corerl.models.readers import FirstOf
+from corerl.models.sources import initial_source
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS
@@ -200,24 +197,11 @@ class Backend(BackendBase, ABC):
             return torch.device("cuda", self.context.local_rank)
         return torch.device("cpu")
 
-    def initial_weights(self) -> TensorSource:
-        """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
-        value head that the directory lacks is random too, and so are new adapters."""
-        hf = hf_config(self.config.model)
-        held = {chunk.name: chunk.shape for chunk in self.weights}
-        adapters = {name: shape for name, shape in held.items() if is_adapter(name)}
-        shapes = {name: shape for name, shape in held.items() if name not in adapters}
-        drawn = functools.partial(RandomSource, hf, seed=self.config.seed, device=self.device)
-        sources: list[TensorSource] = []
-        if (lora := self.config.lora) is not None:
-            new = drawn(adapters, initials=begins(adapters, lora.init))
-            sources.append(PeftFiles(lora.path) if lora.path else new)
-        if self.config.model.path:
-            head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-            sources += [model_files(self.config.model.path, hf), drawn(head)]
-        else:
-            sources.append(drawn(shapes, initials=initials(hf, seed=self.config.seed)))
-        return FirstOf(*sources)
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
+        """The source of a fresh run's weights for these chunks."""
+        shapes = {chunk.name: chunk.shape for chunk in chunks}
+        hf, lora = hf_config(self.config.model), self.config.lora
+        return initial_source(self.config.model, hf, shapes, seed=self.config.seed, device=self.device, lora=lora)
 
     # ---- hooks built on these ---------------------------------------------------------------------------------------
 
@@ -382,7 +366,7 @@ class Backend(BackendBase, ABC):
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
-        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
+        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights(self.changing)
         self._snapshots.load(name, self.changing, source)
 
     def drop_snapshot(self, name: str) -> None:
@@ -505,7 +489,8 @@ class Backend(BackendBase, ABC):
         what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
         base = self._load_frozen(what)
-        fill([*self.local_state(key), *self.buffers()], self.initial_weights(), what=what)
+        chunks = [*self.local_state(key), *self.buffers()]
+        fill(chunks, self.initial_weights(chunks), what=what)
         self.after_load({key} | base, None)
         return 0
 
@@ -514,7 +499,7 @@ class Backend(BackendBase, ABC):
         if self.config.lora is None:
             return set()
         chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not _is_trained(chunk.name)]
-        fill(chunks, self.initial_weights(), what=what)
+        fill(chunks, self.initial_weights(chunks), what=what)
         self._frozen_digest = digest(chunks, self.group)
         return {StateKey.PARAM}
 

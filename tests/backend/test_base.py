@@ -81,7 +81,7 @@ def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_l
         def build(self, *arguments: Any) -> Any:
             super().build(*arguments)
 
-        def initial_weights(self) -> Any:
+        def initial_weights(self, chunks: Any) -> Any:
             raise AssertionError("nothing is to be loaded")
 
     host = PluginHost(Forgetful(), name="mine", context=CONTEXT)

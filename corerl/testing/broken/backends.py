@@ -91,8 +91,8 @@ class LeavesATensorOut(PlainBackend):
 
 
 class LoadsTwice(PlainBackend):
-    def initial_weights(self) -> TensorSource:
-        source = super().initial_weights()
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
+        source = super().initial_weights(chunks)
         self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in self.local_state(StateKey.MASTER)]
         return source
 
