@@ -22,6 +22,7 @@ from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, summed, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
+from corerl.models.lora import LoraLinear
 from corerl.plugin.context import Context
 from corerl.testing.plain.backend import PlainBackend
 from corerl.types import (
@@ -458,3 +459,26 @@ class TrainsAFrozenRole(PlainBackend):
             for param in self.params.values():
                 moments(self.optimizer, param, self.adam_step)
         return result
+
+
+class ScalesAdaptersTwice(PlainBackend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        layout = super().build(config, context)
+        for module in self.model.modules():
+            if isinstance(module, LoraLinear):
+                module.scale *= 2
+        return layout
+
+
+class TrainsBesideAdapters(PlainBackend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        layout = super().build(config, context)
+        if config.lora is not None:
+            norm = self.params["model.norm.weight"].requires_grad_()
+            self.optimizer.add_param_group({"params": [norm], "weight_decay": 0.0})
+        return layout
+
+
+class SendsWithoutAdapters(PlainBackend):
+    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> None:
+        return None
