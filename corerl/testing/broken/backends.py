@@ -94,7 +94,7 @@ class LeavesATensorOut(PlainBackend):
 class LoadsTwice(PlainBackend):
     def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
         source = super().initial_weights(chunks)
-        self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in self.local_state(StateKey.MASTER)]
+        self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in chunks]
         return source
 
 

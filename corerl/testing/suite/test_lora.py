@@ -32,7 +32,7 @@ def adapted(setup: Setup, lora: LoraConfig = LORA) -> Setup:
     return evolve(setup, lora=lora)
 
 
-@check("C72", level=1, needs=[Capability.LORA], builds_on=["C41"], variants={"kind": "qwen3-tied", "lora": LORA})
+@check("C72", level=1, needs=[Capability.LORA], builds_on=["C41", "C61"], variants={"kind": "qwen3-tied", "lora": LORA})
 @pytest.mark.parametrize(
     ("kind", "lora"), [("qwen3-tied", LORA), ("qwen2", LORA), ("qwen3-moe", LORA), ("llama", SOME)]
 )
@@ -87,7 +87,7 @@ def test_engines_are_sent_the_weights_with_the_adapters_merged(subject: Subject,
             assert apart <= MERGED, f"{name} as sent is {apart:.2g} from W + scale B A"
 
 
-@check("C74", level=1, needs=[Capability.LORA], builds_on=["C42", "C72"])
+@check("C74", level=1, needs=[Capability.LORA], builds_on=["C19", "C42", "C72"])
 def test_adapters_go_on_in_the_plain_backend_and_back_and_their_checkpoint_has_nothing_else(subject: Subject) -> None:
     kind = "qwen3-tied"
     setup, plain = adapted(subject.setup(kind)), adapted(subject.runs.setup(PLAIN, kind, WHOLE))
