@@ -15,20 +15,30 @@ from corerl.plain_json import read_json_file
 from corerl.weights.adapters import A
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What a PEFT directory may say that changes what its adapters compute -> the value with which they are those of CoreRL.
+# What a PEFT directory may say that changes what its adapters compute, or the weights beside them -> the values with
+# which they are those of CoreRL. (Dropout is none of it: it is of PEFT's own training.)
 PLAIN: Mapping[str, Sequence[Any]] = {
     "use_dora": (False, None),
+    "use_qalora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
+    "exclude_modules": ([], "", None),
     "layers_to_transform": ([], None),
+    "layer_replication": ([], None),
     "target_parameters": ([], None),
     "trainable_token_indices": ([], {}, None),
-    "lora_dropout": (0, 0.0, None),
+    "alora_invocation_tokens": ([], None),
+    # The others begin with a part of the weights, which they take from these as the directory is loaded.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
     "megatron_config": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
 }
 
 
@@ -45,6 +55,11 @@ def _a(shape: Sequence[int], init: str) -> Initial:
 
 class PeftFiles(SafetensorsSource):
     """The adapters in a directory of PEFT, by the names of `corerl.weights.adapters`, which are its own."""
+
+    holds = "a directory of PEFT"
+
+    def where(self, name: str) -> Path:
+        return self.directory / PEFT_WEIGHTS
 
     def _find(self) -> dict[str, str]:
         if not (self.directory / PEFT_WEIGHTS).is_file():
@@ -73,15 +88,33 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
     targets = told.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
-    rank, alpha = told.get("r"), told.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
-        raise ModelError(f"{file} lacks r, lora_alpha or target_modules; save the adapters again")
+    for name, wanted, is_so in (
+        ("r", "a whole number of at least 1", _is_rank),
+        ("lora_alpha", "a number above 0", _is_alpha),
+        ("target_modules", "a list of names", _are_targets),
+    ):
+        if not is_so(told.get(name)):
+            raise ModelError(f"{file} has {name}={told.get(name)!r}, wanted {wanted}; save the adapters again")
     return {
-        "rank": rank,
-        "alpha": float(alpha),
+        "rank": told["r"],
+        "alpha": float(told["lora_alpha"]),
         "targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
         "rslora": bool(told.get("use_rslora", False)),
     }
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_alpha(value: object) -> bool:
+    return type(value) in (int, float) and 0 < float(value) < math.inf  # type: ignore[arg-type]
+
+
+def _are_targets(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str) and each for each in value)
+    return value == ALL_LINEAR
 
 
 def peft_config(lora: LoraConfig, *, base: str, targets: Sequence[str]) -> dict[str, Any]:
