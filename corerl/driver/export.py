@@ -78,15 +78,16 @@ def export(
             raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")
         tensors = _read(source, source.shapes, DTYPES[dtype or "float32"])
         return _export_adapters(directory, hf, lora, tensors, base=model.path)
-    kept = DTYPES[
-        dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
-    ]
+    precision = config.train_of(role).settled("cpu").precision
+    kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
     tensors = _read(source, source.shapes, kept)
     if lora is not None:
         told = read_extra(checkpoint / role, 0).get("frozen_weights")
         wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
         base = initial_source(model, hf, wholes, seed=config.run.seed)
-        tensors = _merged(source, FirstOf(source, base), wholes, lora.scale, kept, base_digest=str(told))
+        tensors = _merged(
+            source, FirstOf(source, base), wholes, lora.scale, kept, held=DTYPES[precision], base_digest=str(told)
+        )
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     exported = _with_special_tokens(hf, tokenizer)
     export_directory(
@@ -115,14 +116,15 @@ def _merged(
     scale: float,
     dtype: torch.dtype,
     *,
+    held: torch.dtype,
     base_digest: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights, those with adapters merged in float32. Raises ModelError at the end if those that were not trained
-    are not what the adapters were trained beside."""
+    are not what the adapters were trained beside, which was in `held`."""
     sums: dict[str, int] = {}
     for name, weight in _read(all_weights, shapes, torch.float32):
         if saved.shape(name) is None:
-            sums[name] = rounded_sum(weight)
+            sums[name] = rounded_sum(weight.to(held))
         pair = [each for each in adapters_of(name) if saved.shape(each) is not None]
         adapters = dict(_read(saved, {each: saved.shapes[each] for each in pair}, torch.float32))
         Adapters(adapters, scale).merge({name: weight})

@@ -98,12 +98,12 @@ def targets_in(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]
             last = sorted({name.rpartition(".")[2] for name in usual})
             meant = nearest(target, last)
             raise ModelError(
-                f"{type(model).__name__} has no module {target!r}{f', did you mean {meant!r}?' if meant else ''}; "
+                f"{type(model).__name__} has no module {target!r}{f', did you mean {meant!r}?' if meant else ';'} "
                 f"linear layers that can have adapters are {listed(last, SHOWN)}"
             )
         if other := next((name for name in named_so if name not in linears), ""):
             raise ModelError(
-                f"{other!r} is a {type(named[other]).__name__}, wanted a linear layer; name layers such as "
+                f"{other!r} is of class {type(named[other]).__name__}, wanted a linear layer; name layers such as "
                 f"{listed(sorted({name.rpartition('.')[2] for name in usual}), SHOWN)}"
             )
         if any(id(module) == id(head) for module in named_so.values()):

@@ -66,5 +66,6 @@ def test_adapters_beside_other_weights_are_refused(told: str | None, shown: str)
         require_same(told, DIGEST, where="step-2/actor")
     assert caught.value.message == (
         f"step-2/actor: its adapters belong to other weights (digest {shown}) than this model's ({DIGEST}); "
-        "resume with the model.path, or the run.seed of random weights, that they were trained with"
+        "resume with the model.path, or the run.seed of random weights, that they were trained with, and in float16 if "
+        "that was their train.precision"
     )

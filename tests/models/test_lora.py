@@ -15,7 +15,7 @@ from corerl.errors import ModelError
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.files import look_at
 from corerl.models.lora import LoraLinear, adapter_parameters, freeze, put_adapters, targets_in, trained_parameters
-from corerl.models.names import hf_boxes, shapes_of
+from corerl.models.names import shapes_of
 from corerl.models.smallest import smallest_config
 from corerl.testing.models import drawn_model, tiny_config
 from corerl.weights.adapters import PREFIX, is_adapter
@@ -62,7 +62,7 @@ def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
         (
             "qwen3",
             "q_porj",
-            "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'?; linear layers that can have adapters are "
+            "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can have adapters are "
             "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more",
         ),
         (
@@ -74,13 +74,13 @@ def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
         (
             "qwen3-moe",
             "experts",
-            "'model.layers.0.mlp.experts' is a Qwen3MoeExperts, wanted a linear layer; name layers such as k_proj, "
+            "'model.layers.0.mlp.experts' is of class Qwen3MoeExperts, wanted a linear layer; name layers such as k_proj, "
             "o_proj, q_proj, v_proj",
         ),
         (
             "qwen3",
             "embed_tokens",
-            "'model.embed_tokens' is a Embedding, wanted a linear layer; name layers such as down_proj, gate_proj, "
+            "'model.embed_tokens' is of class Embedding, wanted a linear layer; name layers such as down_proj, gate_proj, "
             "k_proj, o_proj, q_proj, up_proj, and 1 more",
         ),
         ("qwen3", "lm_head", "'lm_head' is the head, whose matrix is read in chunks; leave it out of the targets"),
@@ -167,6 +167,11 @@ def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> No
 
 
 def test_a_weight_that_the_files_hold_under_another_name_cannot_have_an_adapter() -> None:
-    model = look_at(smallest_config("phi3"))  # whose fused matrices are fused in its files too
-    assert targets_in(model, LORA).keys() >= {"model.layers.0.self_attn.qkv_proj"}
-    hf_boxes(look_at(smallest_config("phi3"), lora=LORA))
+    config = smallest_config("laguna")  # whose shared experts are called otherwise in its files
+    with pytest.raises(ModelError) as caught:
+        shapes_of(look_at(config, lora=LORA))
+    assert caught.value.message == (
+        "LagunaForCausalLM has no tensor 'model.layers.1.mlp.shared_experts.gate_proj.weight' of its own in its files, "
+        "so that it cannot have an adapter; leave it out of lora.targets"
+    )
+    assert any(map(is_adapter, shapes_of(look_at(config, lora=of("self_attn.q_proj")))))
