@@ -15,8 +15,9 @@ from corerl.weights.verify import bit_sums
 
 
 def digest(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:
-    """What identifies these weights of all ranks, however they are split, in float32 or in bfloat16; float16, which has fewer exponents, may round
-    small ones to others. Called on every rank. For each tensor, the bits of its values in bfloat16 are summed, which is blind to their order."""
+    """What identifies these weights of all ranks, however they are split, in float32 or in bfloat16; float16, which has
+    fewer exponents, may round small ones to others. For each tensor, the bits of its values in bfloat16 are summed,
+    which is blind to their order. Called on every rank."""
     own: dict[str, int] = {}
     for chunk in chunks:
         if not chunk.replica:
@@ -42,6 +43,6 @@ def require_same(told: object, own: str, *, where: str) -> None:
     if told != own:
         raise CheckpointError(
             f"{where}: its adapters belong to other weights (digest {told or 'none'}) than this model's ({own}); "
-            "resume with the model.path, or the run.seed of random weights, that they were trained with, and in float16 "
-            "if that was their train.precision"
+            "resume with the model.path, or the run.seed of random weights, that they were trained with, and in "
+            "float16 if that was their train.precision"
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import Attribute, evolve, field, frozen
+from attrs.validators import optional
 
 from corerl.fields import explain
 from corerl.messages import short_repr
@@ -319,13 +320,14 @@ class LoraConfig:
     alpha: float | None = option(
         "scale times the rank, or with rslora times its root; unset: 32, or as in path",
         default=None,
-        validator=above(0),
+        validator=[above(0), optional(finite)],
     )
     targets: tuple[str, ...] | None = option(
         "modules that get adapters, by the last parts of their names in the Hugging Face model, such as q_proj or "
         "self_attn.q_proj; 'all-linear' stands for all linear layers of the decoder but routers and the head; unset: "
         "that, or as in path",
         default=None,
+        validator=optional(filled),
     )
     rslora: bool | None = option(
         "scale by alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023); unset: false, or as in path",

@@ -66,7 +66,8 @@ def export(
     model, lora = config.model_of(role), config.lora_of(role)
     if merge is not None and lora is None:
         raise ModelError(
-            f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either"
+            f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
+            "--adapter and --merge"
         )
     hf = hf_config(model)
     source = CheckpointSource(checkpoint / role, *WEIGHTS)

@@ -70,6 +70,11 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
             raise ModelError(
                 f"{files.where(name)} {what} {name!r}, this model needs {list(shape)}; use adapters of the same model"
             )
+        if (dtype := files.dtype(name)) not in FLOATS:
+            raise ModelError(
+                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; save "
+                "the adapters again"
+            )
     if others := sorted(files.names - wanted.keys()):
         raise ModelError(
             f"{directory} has tensors that no adapter of this model is, as {listed(others, SHOWN)}; use adapters of "

@@ -29,7 +29,9 @@ def test_the_digest_is_the_same_however_the_weights_are_split(rank_pool: RankPoo
     for name, tensor in WHOLE.items():
         for start, stop in ((0, 3), (3, len(tensor))):
             part = tensor[start:stop]
-            halves.append(Chunk(name, tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1), tuple(part.shape), part))
+            halves.append(
+                Chunk(name, tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1), tuple(part.shape), part)
+            )
     assert digest(halves, None) == digest(halves[::-1], None) == DIGEST
     assert rank_pool.run(ranks.digest_of_halves) == [DIGEST, DIGEST]  # one of whose tensors is on both
     assert of_sums({name: rounded_sum(tensor) for name, tensor in WHOLE.items()}) == DIGEST
@@ -46,7 +48,9 @@ def test_other_weights_have_another_digest() -> None:
         digest(whole(up=moved), None),
         digest(whole(down=WHOLE["up"].T.contiguous(), up=WHOLE["down"].T.contiguous()), None),
         digest(whole()[:-1], None),
-        digest([Chunk(f"model.{each.name}", each.shape, each.offsets, each.sizes, each.view) for each in whole()], None),
+        digest(
+            [Chunk(f"model.{each.name}", each.shape, each.offsets, each.sizes, each.view) for each in whole()], None
+        ),
         digest(whole(up=-WHOLE["up"]), None),
     ]
     assert len({DIGEST, *others}) == 1 + len(others)

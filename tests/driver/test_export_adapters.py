@@ -129,7 +129,9 @@ def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_b
     placed = train_adapted(tmp_path / "run", adapting(base, PLACED))
 
     def told(adapted: Adapted, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((export(adapted.checkpoint, tmp_path / name) / "adapter_config.json").read_text())
+        found: dict[str, Any] = json.loads(
+            (export(adapted.checkpoint, tmp_path / name) / "adapter_config.json").read_text()
+        )
         return found
 
     config = told(of_base, "all")

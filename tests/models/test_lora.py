@@ -62,26 +62,34 @@ def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
         (
             "qwen3",
             "q_porj",
-            "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can have adapters are "
-            "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more",
+            (
+                "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can have adapters are "
+                "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more"
+            ),
         ),
         (
             "qwen3-moe",
             "attention.query",
-            "Qwen3MoeForCausalLM has no module 'attention.query'; linear layers that can have adapters are k_proj, "
-            "o_proj, q_proj, v_proj",
+            (
+                "Qwen3MoeForCausalLM has no module 'attention.query'; linear layers that can have adapters are k_proj, "
+                "o_proj, q_proj, v_proj"
+            ),
         ),
         (
             "qwen3-moe",
             "experts",
-            "'model.layers.0.mlp.experts' is of class Qwen3MoeExperts, wanted a linear layer; name layers such as k_proj, "
-            "o_proj, q_proj, v_proj",
+            (
+                "'model.layers.0.mlp.experts' is of class Qwen3MoeExperts, wanted a linear layer; name layers such as "
+                "k_proj, o_proj, q_proj, v_proj"
+            ),
         ),
         (
             "qwen3",
             "embed_tokens",
-            "'model.embed_tokens' is of class Embedding, wanted a linear layer; name layers such as down_proj, gate_proj, "
-            "k_proj, o_proj, q_proj, up_proj, and 1 more",
+            (
+                "'model.embed_tokens' is of class Embedding, wanted a linear layer; name layers such as down_proj, "
+                "gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more"
+            ),
         ),
         ("qwen3", "lm_head", "'lm_head' is the head, whose matrix is read in chunks; leave it out of the targets"),
     ],

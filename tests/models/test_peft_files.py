@@ -1,4 +1,4 @@
-"""Adapters that PEFT has made compute here what they compute there, begin alike, and are refused where they could not."""
+"""Adapters that PEFT has made compute here what they do there, begin alike, and are refused where they would not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS, PeftFiles, peft_
 from corerl.testing.harness import Setup, forward, packed_for_training, running, samples_at
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import LossSpec, Output
-from corerl.weights.adapters import A, PREFIX
+from corerl.weights.adapters import PREFIX, A
 from tests.with_peft import needs_peft, run_with_peft
 
 # One loss that needs nothing but log-probs: minus the sum of weights * advantages * ratio, as nothing is clipped.
@@ -159,7 +159,9 @@ def test_new_adapters_begin_as_those_of_peft(
     deciles = torch.linspace(0, 1, 11)
     for inputs in {each.shape[1] for name, each in wanted.items() if name.endswith(A)}:
         of_each = [
-            torch.cat([each.flatten() for name, each in tensors.items() if name.endswith(A) and each.shape[1] == inputs])
+            torch.cat(
+                [each.flatten() for name, each in tensors.items() if name.endswith(A) and each.shape[1] == inputs]
+            )
             for tensors in (held, wanted)
         ]
         ours, theirs = (torch.quantile(each, deciles) for each in of_each)
@@ -258,7 +260,9 @@ def test_a_config_that_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
 
     assert told() == f"{file} cannot be read (No such file or directory); name a directory that PEFT has saved"
     file.write_text('{"peft_type": "LORA",')
-    assert told().startswith(f"{file} is no JSON (Expecting property name") and told().endswith("; save the adapters again")
+    assert told().startswith(f"{file} is no JSON (Expecting property name") and told().endswith(
+        "; save the adapters again"
+    )
     file.write_text("[]")
     assert told() == f"{file} has peft_type=None, wanted 'LORA'; CoreRL trains no other adapters"
 

@@ -14,7 +14,13 @@ def test_names_are_those_of_peft_and_lead_back() -> None:
     assert B == "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
     assert adapted(A) == adapted(B) == UP
     assert is_adapter(A) and is_adapter(B)
-    others = [UP, UP.removesuffix(".weight"), A.removeprefix("base_model.model."), f"{A}.grad", "base_model.model.x.bias"]
+    others = [
+        UP,
+        UP.removesuffix(".weight"),
+        A.removeprefix("base_model.model."),
+        f"{A}.grad",
+        "base_model.model.x.bias",
+    ]
     assert not any(map(is_adapter, others))
 
 
