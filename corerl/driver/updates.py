@@ -45,12 +45,12 @@ class WeightUpdates:
     fleet: EngineFleet
     source: Source
     manifest: Manifest
-    adapters: Manifest | None  # of an update to engines that hold all other weights; None if none travel alone
     address: Address
     version: int  # of the next update
     residency: Residency
     progress: Progress
 
+    adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
     _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
