@@ -106,11 +106,11 @@ LIMITED = BackendSpec(
 class FakeBackend(BackendBase):
     """Whatever it counts is in proportion to the rank plus one."""
 
-    @hookimpl
     def stream_of(self, *, adapters: bool) -> Manifest:
         assert not adapters
         return MANIFEST
 
+    @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         self.options: FakeConfig = config.options
         self.rank, self.world_size = context.rank, context.world_size
