@@ -380,10 +380,10 @@ def counters(backend: PlainBackend, step: Step) -> Mapping[str, int | str]:
 
 
 class StaleWeights(PlainBackend):
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         self.load_snapshot("start", "")
         with self.using("start"):
-            return super().update_weights(sender, version)
+            return super().update_weights(sender, version, adapters)
 
 
 class SendsOnce(PlainBackend):

@@ -12,11 +12,13 @@ from corerl.checkpoint.commit import begin
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.schema import LoraConfig
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
 from corerl.testing.compare import SAVED, Tensors, assert_follows, assert_same_metrics, different, weights_apart, whole
 from corerl.testing.harness import Setup
 from corerl.testing.marks import check
 from corerl.testing.scenarios import adapting, updates
 from corerl.testing.subject import PLAIN, WHOLE, Checkpoint, Subject
+from corerl.testing.suite.test_memory import held_as_predicted
 from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 from corerl.types import Array
 from corerl.weights.adapters import adapters_of, is_adapter
@@ -68,6 +70,14 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
             f"after a step the role holds {rank.held} bytes, expected at most {rank.allowed}: weights in bfloat16, and "
             "masters, gradients and moments of the adapters alone"
         )
+
+
+@check("C75", level=1, needs=[Capability.LORA, Capability.BFLOAT16], builds_on=["C65", "C72"])
+def test_ranks_hold_beside_frozen_weights_what_the_spec_predicts(subject: Subject) -> None:
+    if load(Kind.BACKENDS, subject.backend).spec.memory is None:
+        pytest.skip("the backend's spec predicts no memory")
+    setup = adapted(subject.setup("qwen3"), evolve(LORA, rank=4))  # which two ranks can divide
+    held_as_predicted(subject, evolve(setup, train=evolve(setup.train, precision="bfloat16")))
 
 
 @check("C73", level=1, needs=[Capability.LORA], builds_on=["C21", "C72"])

@@ -61,10 +61,10 @@ class GathersTheWholeModel(DeepSpeedBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         params = list(self.model.policy.parameters())
         params[0].all_gather(params)
-        result = super().update_weights(sender, version)
+        result = super().update_weights(sender, version, adapters)
         params[0].partition(params)
         return result
 

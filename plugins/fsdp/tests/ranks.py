@@ -47,9 +47,9 @@ class GathersTheWholeModel(FsdpBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         whole = [param.detach().full_tensor() for param in self.shards.dtensors.values()]
-        result = super().update_weights(sender, version)
+        result = super().update_weights(sender, version, adapters)
         del whole
         return result
 
