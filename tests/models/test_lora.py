@@ -63,8 +63,8 @@ def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
             "qwen3",
             "q_porj",
             (
-                "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can have adapters are "
-                "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more"
+                "Qwen3ForCausalLM has no module 'q_porj', did you mean 'q_proj'? linear layers that can have adapters "
+                "are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, and 1 more"
             ),
         ),
         (
