@@ -34,12 +34,9 @@ PLAIN: Mapping[str, Sequence[Any]] = {
     "alora_invocation_tokens": ([], None),
     # The others begin with a part of the weights, which they take from these as the directory is loaded.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
-    "megatron_config": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
     "use_bdlora": (None, False),
 }
+OTHER_KINDS, NONE = "_config", (None, {})  # how the names of tables for other ways to compute an adapter end
 
 
 def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
@@ -80,11 +77,10 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
     if not isinstance(told, dict) or told.get("peft_type") != "LORA":
         kind = told.get("peft_type") if isinstance(told, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
-    for name, plain in PLAIN.items():
-        if name in told and told[name] not in plain:
-            raise ModelError(
-                f"{file} has {name}={told[name]!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"
-            )
+    for name, value in told.items():
+        plain = PLAIN.get(name, NONE if name.endswith(OTHER_KINDS) else (value,))
+        if value not in plain:
+            raise ModelError(f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters")
     targets = told.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
