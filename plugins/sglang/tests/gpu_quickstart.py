@@ -49,6 +49,9 @@ EXPERTS = (
 )
 
 
+LORA = ("lora.rank=8", "train.optimizer.lr=0.01")
+
+
 def model(model_type: str, **fields: object) -> tuple[str, ...]:
     """The settings of a model of another type."""
     asked = {"model_type": model_type, **fields}
@@ -155,6 +158,8 @@ SCENARIOS = {
         settings=("weights.verify_every=0", SILENT),
         deadline=TWO_STARTS,
     ),
+    "lora": Scenario(settings=LORA),
+    "lora-kill-update": Scenario(kill=in_update, settings=(*LORA, "weights.verify_every=0"), deadline=TWO_STARTS),
     # The engine's choice of experts, taken by the trainer; and each choosing by itself, to compare.
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
