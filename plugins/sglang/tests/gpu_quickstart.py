@@ -159,7 +159,11 @@ SCENARIOS = {
         deadline=TWO_STARTS,
     ),
     "lora": Scenario(settings=LORA),
+    "lora-adapter": Scenario(settings=(*LORA, "weights.lora=adapter")),
     "lora-kill-update": Scenario(kill=in_update, settings=(*LORA, "weights.verify_every=0"), deadline=TWO_STARTS),
+    "lora-adapter-kill-generation": Scenario(
+        kill=in_generation, settings=(*LORA, "weights.lora=adapter"), deadline=TWO_STARTS
+    ),
     # The engine's choice of experts, taken by the trainer; and each choosing by itself, to compare.
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
