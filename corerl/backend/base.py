@@ -76,8 +76,9 @@ class StateKey(StrEnum):
     """What `local_state` can be asked for; the last three together make a training checkpoint.
 
     MASTER is the most precise copy of a parameter that is trained: `param` itself if there is no other. Of a role with
-    adapters (`config.lora`), PARAM has these besides the weights, by the names of `corerl.weights.adapters`, and the
-    others have them and a value head alone. A checkpoint holds `buffers()` besides.
+    adapters (`config.lora`), PARAM has these besides the weights, by the names of
+    `corerl.weights.adapters_of`, and the others have them and a value head alone. A checkpoint holds `buffers()`
+    besides.
     """
 
     PARAM = "param"
