@@ -36,7 +36,8 @@ PLAIN: Mapping[str, Sequence[Any]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
     "use_bdlora": (None, False),
 }
-OTHER_KINDS, NONE = "_config", (None, {})  # how the names of tables for other ways to compute an adapter end
+OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
+EMPTY: Sequence[Any] = (None, {})
 
 
 def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
@@ -78,10 +79,12 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         kind = told.get("peft_type") if isinstance(told, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
     for name, value in told.items():
-        plain = PLAIN.get(name, NONE if name.endswith(OTHER_KINDS) else (value,))
+        plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else (value,))
         if value not in plain:
-            raise ModelError(f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters")
-    targets = told.get("target_modules")
+            raise ModelError(
+                f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"
+            )
+    targets: Any = told.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
     for name, wanted, is_so in (

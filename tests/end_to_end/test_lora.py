@@ -19,7 +19,13 @@ from tests.end_to_end.command import Command, metrics, write_small
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
-RUN = [f"run.steps={STEPS}", "checkpoint.every=1", "eval.every=0", "train.optimizer.lr=0.01", "train.schedule.decay=constant"]
+RUN = [
+    f"run.steps={STEPS}",
+    "checkpoint.every=1",
+    "eval.every=0",
+    "train.optimizer.lr=0.01",
+    "train.schedule.decay=constant",
+]
 LORA = ["lora.rank=8", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"]
 ALONE = ["backend.name=plain", "roles.actor.ranks=1"]
 ADAPTERS = 8 * 2 * sum((32 + 32, 32 + 16, 32 + 16, 32 + 32, 3 * (32 + 64)))  # elements: rank, layers, q k v o and mlp

@@ -24,7 +24,9 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
     moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
         kinds={
-            MemoryKind.PARAM: 0 if config.offload == "parameters" else half * frozen + (0 if cluster.frozen else FLOAT32 * share),
+            MemoryKind.PARAM: 0
+            if config.offload == "parameters"
+            else half * frozen + (0 if cluster.frozen else FLOAT32 * share),
             MemoryKind.GRAD: 0 if config.offload == "parameters" else gradients,
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },
