@@ -19,6 +19,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def is_adapter(name: str) -> bool:
+    """Whether a tensor of that name is an A or a B."""
     return name.startswith(PREFIX) and name.endswith((A, B))
 
 
