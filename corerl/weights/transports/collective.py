@@ -393,6 +393,8 @@ def _take(store: dist.Store | None, key: str, timeout: float) -> dict[str, Any] 
     """Wait for the value and remove it, so that no later update reads it; None if the time is up."""
     assert store is not None
     try:
+        if timeout <= 0 and not store.check([key]):  # the store would wait without a limit, and complain of a short one
+            return None
         store.wait([key], timedelta(seconds=max(timeout, 0.001)))
     except dist.DistStoreError:
         return None

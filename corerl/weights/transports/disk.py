@@ -122,7 +122,7 @@ class DiskSender(Sender):
         except OSError:
             shutil.rmtree(self._partial, ignore_errors=True)
             self.drop_all(self.broken)
-        self._joining = True
+        self.joining = True
 
     def release(self) -> None:
         for other in _directories(self.address.path):

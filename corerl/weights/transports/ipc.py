@@ -103,7 +103,7 @@ class IpcSender(Sender):
         if not self.receivers:
             return
         try:
-            self._listen()
+            self._bind()
         except OSError as error:
             self.drop_all(f"the trainer cannot listen for its engines: {error}")
             return
@@ -152,7 +152,7 @@ class IpcSender(Sender):
 
     # ---- receivers ---------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _bind(self) -> None:
         if self._listener is None:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._listener.bind(_name(self.address, self._rank))

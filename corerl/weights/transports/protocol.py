@@ -27,7 +27,7 @@ from corerl.weights.checksum import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightSender
 
-LOOK_SECONDS = 0.1  # between checks of what another thread has reported
+LOOK_SECONDS = 0.25  # between checks of what another thread has reported
 
 
 class Sender(WeightSender):
@@ -41,7 +41,7 @@ class Sender(WeightSender):
         self.receivers = tuple(receivers)
         self.taking: dict[int, Mapping[str, Any]] = {}  # who takes part and is not done -> what it has asked with
         self.answers: dict[int, str] = {}  # who is done or left out -> "" if it committed, otherwise why not
-        self._joining = False  # whether receivers may still join
+        self.joining = False  # whether receivers may still join
         self.broken = ""  # why this rank can no longer send this update
         self._given_up: dict[str, tuple[int, str]] = {}  # engine -> (version, reason)
 
@@ -55,7 +55,7 @@ class Sender(WeightSender):
     def commit(self) -> Mapping[str, str]:
         self.finish()
         self.wait(lambda: not self.awaited, self.patience)
-        self._joining = False
+        self.joining = False
         self.drop_all(self._not_committed(self.broken or f"no answer within {self.address.timeout:g} s"))
         self.release()
         engines: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Sender(WeightSender):
     @property
     def awaited(self) -> list[int]:
         """Receivers that may still be heard of in this update."""
-        return [each for each in self.receivers if each not in self.answers and (self._joining or each in self.taking)]
+        return [each for each in self.receivers if each not in self.answers and (self.joining or each in self.taking)]
 
     @property
     def given_up(self) -> dict[str, str]:
@@ -82,9 +82,9 @@ class Sender(WeightSender):
 
     def meet(self) -> None:
         """Let receivers join, until all have asked or the time is up."""
-        self._joining = True
+        self.joining = True
         self.wait(lambda: self.taking.keys() >= set(self.awaited), self.address.timeout)
-        self._joining = False
+        self.joining = False
         late = f"did not join the update to version {self.version} within {self.address.timeout:g} s"
         self.drop_all(late, but=self.taking)
 
@@ -102,7 +102,7 @@ class Sender(WeightSender):
         version, refusal = question["version"], ""
         if version != self.version:
             refusal = f"the trainer is sending version {self.version}, not {version}"
-        elif not self._joining:
+        elif not self.joining:
             refusal = f"version {version} is already being sent without this engine"
         elif question["error"]:
             self.answers[index] = question["error"]

@@ -54,7 +54,7 @@ class ByHand(Sender):
 
     def finish(self) -> None:
         self.log.append("finish")
-        self._joining = not self._meets
+        self.joining = not self._meets
 
     def release(self) -> None:
         self.log.append("release")
