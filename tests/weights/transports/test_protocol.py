@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -260,3 +261,23 @@ def test_a_bucket_that_is_damaged_is_not_loaded() -> None:
     engine = Engine(sent=17)
     with pytest.raises(WeightUpdateError, match=r"^bucket 0 of version 1 was damaged in transit: .* but 0x11 was sent"):
         next(iter(engine.buckets(TWO, 1)))
+
+
+class Lends(Engine):
+    """Lends its memory for a bucket, and looks whether it has it back when the next one is asked for."""
+
+    def receive(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor, int]]:
+        self.back: list[bool] = []
+        for bucket in manifest.buckets:
+            lent = torch.zeros(bucket.numel)
+            here, flat = weakref.ref(lent), [lent]
+            del lent
+            yield bucket, flat.pop(), checksum(torch.zeros(bucket.numel))
+            self.back.append(here() is None)
+
+
+def test_a_buckets_memory_is_held_no_longer_than_the_engine_holds_it() -> None:
+    engine = Lends()
+    for _, flat in engine.buckets(TWO, 1):
+        del flat
+    assert engine.back == [True, True]
