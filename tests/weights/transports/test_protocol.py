@@ -160,6 +160,28 @@ def test_a_frozen_engine_costs_the_time_limit_and_its_name_is_told() -> None:
     assert 0.2 <= time.monotonic() - began < paced(5.0)
     assert engines == {"frozen": "did not commit version 1: no answer within 0.2 s", "well": ""}
     assert sender.log[-2:] == ["0 is left out", "release"]
+    assert 0 < max(sender.listened) <= 0.25  # it sleeps, and looks now and then whether somebody is given up
+
+
+def test_why_the_trainer_cannot_go_on_is_told_in_place_of_a_silence() -> None:
+    sender = ByHand("a", timeout=0.1)
+    sender.ask(0)
+    engines = push(sender, then=lambda: setattr(sender, "broken", "the disk is full"))
+    assert engines == {"a": "did not commit version 1: the disk is full"}
+
+
+def test_the_first_reason_counts() -> None:
+    class Breaks(ByHand):
+        """Loses the connection to whom it answers."""
+
+        def answer(self, index: int, question: Mapping[str, Any], error: str) -> None:
+            self.drop(index, "the connection broke")
+
+    sender = Breaks("a", "b")
+    sender.ask(0)
+    sender.ask(1, manifest=OTHER)
+    engines = push(sender)
+    assert engines["a"] == "the connection broke" and "manifests differ" in engines["b"]
 
 
 @pytest.mark.parametrize(("joins", "prefix"), [(False, ""), (True, "did not commit version 1: ")])
