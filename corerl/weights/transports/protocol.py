@@ -83,8 +83,10 @@ class Sender(WeightSender):
     def meet(self) -> None:
         """Let receivers join, until all have asked or the time is up."""
         self.joining = True
-        self.wait(lambda: self.taking.keys() >= set(self.awaited), self.address.timeout)
-        self.joining = False
+        try:
+            self.wait(lambda: self.taking.keys() >= set(self.awaited), self.address.timeout)
+        finally:
+            self.joining = False
         late = f"did not join the update to version {self.version} within {self.address.timeout:g} s"
         self.drop_all(late, but=self.taking)
 
