@@ -73,15 +73,12 @@ def test_one_call_turns_as_megatron_core_does_sequence_by_sequence(
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
 
 
-def test_in_bfloat16_one_call_is_no_further_from_float64_than_megatron_core() -> None:
+def test_in_bfloat16_one_call_rounds_as_megatron_core_does() -> None:
     bounds, group = packed()
-    freqs = angles(max(LENGTHS), 16)
-    t = drawn_with_gradient(torch.bfloat16).detach()
-    wanted = BY_SEQUENCE(t.double(), bounds, freqs.double(), cp_group=group)
-    errors = [
-        (turn(t, bounds, freqs, cp_group=group).double() - wanted).square().mean() for turn in (turned, BY_SEQUENCE)
-    ]
-    assert errors[0] <= errors[1]
+    t, freqs = drawn_with_gradient(torch.bfloat16).detach(), angles(max(LENGTHS), 16)
+    found, wanted = (turn(t, bounds, freqs, cp_group=group) for turn in (turned, BY_SEQUENCE))
+    torch.testing.assert_close(found, wanted, rtol=2**-8, atol=2**-9)  # a cosine that the host's loops round apart
+    assert (found == wanted).float().mean() > 0.99
 
 
 def test_layers_that_turn_alike_share_tables_and_so_do_recomputed_ones() -> None:

@@ -97,7 +97,7 @@ def turned(
         other = part.unflatten(2, (-1, 2)).flip(3).flatten(2)
     else:
         other = torch.cat(part.chunk(2, dim=2)[::-1], dim=2)
-    out = torch.addcmul(part * cosines, other, sines)
+    out = part * cosines + other * sines
     return out if rest is None else torch.cat([out, rest], dim=2)
 
 
