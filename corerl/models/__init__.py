@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
     from corerl.models.layout import make_policy as make_policy
-    from corerl.models.mixers import attends_in_one_kernel as attends_in_one_kernel
+    from corerl.models.mixers import attention_in_pieces as attention_in_pieces
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks
     from corerl.models.names import dtensor_boxes as dtensor_boxes

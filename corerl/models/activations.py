@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.models.build import VALUE_HEAD, decoder_layers, recompute_layers
 from corerl.models.described import Described
 from corerl.models.layout import make_policy
-from corerl.models.mixers import attends_in_one_kernel
+from corerl.models.mixers import attention_in_pieces
 from corerl.models.parts import parts_of
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
@@ -149,7 +149,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         head=0 if ahead is None else ahead.numel(),
         rest=sum(param.numel() for param in model.parameters() if id(param) not in known),
         hidden=embedding.shape[1],
-        one_kernel=attends_in_one_kernel(parts_of(model).decoder),
+        in_pieces=attention_in_pieces(parts_of(model).decoder),
     )
 
 

@@ -22,6 +22,7 @@ from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.inputs import built_model
 from corerl.plan.model_files import require_same_tensors, require_weights
+from corerl.plan.notices import slow_paths
 from corerl.plan.resolve import ROLES, ignored_tables, is_frozen, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
@@ -107,6 +108,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *([f"{table}.path: {unused}"] if unused else []),
             *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
             *(settled(asked, config) if device == "cuda" else ()),
+            *slow_paths(asked, config, {role: plan}, {role: model}),
         ),
     )
 
