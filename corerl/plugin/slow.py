@@ -34,10 +34,11 @@ def slow_precision(cluster: ClusterInfo, *, asked: bool) -> Iterator[SlowPath]:
 def slow_attention(cluster: ClusterInfo, size: ModelSize) -> Iterator[SlowPath]:
     """What packed attention costs where it is more than one kernel for the sake of the model."""
     packed = cluster.train is None or cluster.train.layout != "whole"
-    if packed and size.in_pieces in IN_PIECES:
+    why = size.in_pieces
+    if packed and why is not None and why in IN_PIECES:
         yield SlowPath(
             path=".model",
-            text=f"attention runs on padded rows instead of one kernel over packed tokens, because {size.in_pieces}",
-            price=IN_PIECES[size.in_pieces],
+            text=f"attention runs on padded rows instead of one kernel over packed tokens, because {why}",
+            price=IN_PIECES[why],
             instead="no setting avoids it, only another model",
         )
