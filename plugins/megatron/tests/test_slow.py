@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.kinds import InPieces, ModelSize
-from corerl.models.smallest import smallest_config
+from corerl.testing import smallest_config
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.slow import INSTALL, WITHOUT_ENGINE
 from corerl_megatron.spec import SPEC
