@@ -1,7 +1,7 @@
 """Measure what slow paths cost: a training step on each, and on the same work without it, on one GPU.
 
 python -m benchmarks.slow_paths --output found
-python -m benchmarks.slow_paths megatron profile --output found
+python -m benchmarks.slow_paths smollm2 profile --output found
 python -m benchmarks.slow_paths --tiny --output found
 
 Pieces, each a group of sides of which the first is what the others are divided by:
