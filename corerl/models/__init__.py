@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from corerl.models.lora import freeze as freeze
     from corerl.models.lora import put_adapters as put_adapters
     from corerl.models.lora import trained_parameters as trained_parameters
-    from corerl.models.mixers import attends_in_one_kernel as attends_in_one_kernel
+    from corerl.models.mixers import attention_in_pieces as attention_in_pieces
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks
     from corerl.models.names import dtensor_boxes as dtensor_boxes

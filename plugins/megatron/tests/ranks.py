@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
@@ -36,12 +38,14 @@ from corerl.testing import (
 from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
-from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
+from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult, offsets_of
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
 from corerl_megatron.on_host import calling_megatron
 from plugins.megatron.tests.bridge import bridge_installed
+
+COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 
 
 def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
@@ -108,6 +112,41 @@ def memory(setup: Setup) -> dict[str, float]:
         backend: Any = worker.backend
         held = sum(each.param.numel() for each in backend.model.held)
         return {kind.value: resident_bytes(backend.tensors(kind)) / held for kind in MemoryKind}
+
+
+def operations(setup: Setup, batches: Sequence[Sequence[int]]) -> list[int]:
+    """Of torch, in a step on samples of each of these lengths, which make one micro-batch."""
+    with running(setup) as worker:
+        packs = [packed_for_training(worker, setup, samples_of(lengths)) for lengths in batches]
+        assert all(pack.count == 1 for pack in packs)
+        for number, pack in enumerate(packs):  # the first step makes what stays, and tables for each longest sample
+            worker.train_on(batch=pack, loss=setup.loss, step=step_at(number))
+        return [
+            operations_of(partial(worker.train_on, batch=pack, loss=setup.loss, step=step_at(number)))
+            for number, pack in enumerate(packs, len(packs))
+        ]
+
+
+def samples_of(lengths: Sequence[int]) -> SampleBatch:
+    """Samples of these lengths, of which each has a first token as its prompt."""
+    draw, total = np.random.default_rng(0), sum(lengths)
+    mask = np.ones(total, dtype=np.bool_)
+    mask[offsets_of(np.array(lengths))[:-1]] = False
+    columns = {name: np.where(mask, draw.normal(-2, 1, total), 0).astype(np.float32) for name in COLUMNS}
+    return SampleBatch(
+        tokens=draw.integers(3, 97, total),
+        offsets=offsets_of(np.array(lengths)),
+        columns={"loss_mask": mask, "versions": np.zeros(total, dtype=np.int64), **columns},
+        rows={"group": np.zeros(len(lengths), dtype=np.int64)},
+        temperature=1.0,
+    )
+
+
+def operations_of(call: Callable[[], object]) -> int:
+    """How many of torch's operators are called meanwhile, those of the backward pass too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(each.count for each in profile.key_averages() if each.key.startswith("aten::"))
 
 
 def rotary_tables(setup: Setup) -> tuple[int, int]:

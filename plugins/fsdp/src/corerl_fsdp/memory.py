@@ -6,6 +6,7 @@ from corerl.config import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin import RankMemory
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.slow import not_compiled
 
 FLOAT32 = 4
 
@@ -32,13 +33,6 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
         gathered=half * (root + (2 * layer if config.reshard_after_forward else sum(size.layers))),
         # The root's gradients wait for the end of the backward pass.
         reducing=half * ((0 if size.adapters else root) + moved) + FLOAT32 * moved,
-        fused=_compiled(config, cluster, half=half < FLOAT32, one_kernel=size.one_kernel),
+        fused=config.compile is True
+        or (config.compile == "auto" and cluster.device == "cuda" and not not_compiled(cluster, size)),
     )
-
-
-def _compiled(config: FsdpConfig, cluster: ClusterInfo, *, half: bool, one_kernel: bool) -> bool:
-    """Whether ranks will compile layers, where they find what that needs."""
-    if config.compile != "auto":
-        return config.compile
-    packed = cluster.train is not None and cluster.train.layout != "whole"
-    return cluster.device == "cuda" and half and packed and one_kernel

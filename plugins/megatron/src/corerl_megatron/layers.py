@@ -3,6 +3,7 @@ packed sequences and for context and sequence parallelism. What megatron-core's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -199,6 +200,12 @@ def finish_latent(attention: MLASelfAttention, *, engine: bool) -> None:
         module: Any = getattr(attention, name, None)
         if hasattr(module, "eps"):
             module.eps = LATENT_EPS
+
+
+def share_rotary(attentions: Sequence[MLASelfAttention]) -> None:
+    """Let latent attention turn by one set of tables in all layers, where megatron-core makes one for each."""
+    for attention in attentions[1:]:
+        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def add_choice_bias(router: TopKRouter) -> None:

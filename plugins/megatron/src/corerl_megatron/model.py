@@ -31,6 +31,7 @@ from corerl_megatron.layers import (
     engine_layers,
     finish_latent,
     make_alternating,
+    share_rotary,
     torch_layers,
     use_local_rope,
 )
@@ -218,6 +219,8 @@ def _stage(
         )
     for layer in module.decoder.layers:
         _finish(layer, config, architecture, rotary, engine=engine)
+    attentions = [layer.self_attention for layer in module.decoder.layers]
+    share_rotary([attention for attention in attentions if isinstance(attention, MLASelfAttention)])
     if critic and last:
         module.become_critic()
     if module.pre_process and architecture.padding is not None:

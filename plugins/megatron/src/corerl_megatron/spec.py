@@ -13,6 +13,7 @@ from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
+from corerl_megatron.slow import slow
 
 FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
 
@@ -278,6 +279,7 @@ SPEC = BackendSpec(
     data_parallel=data_parallel,
     check=check,
     memory=memory,
+    slow=slow,
     probe=probe,
     variants=[
         Variant(name="whole optimizer", options={"distributed_optimizer": False}),

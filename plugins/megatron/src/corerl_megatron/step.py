@@ -72,12 +72,13 @@ class Pipeline:
         def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = self._packed(next(micros))
             inputs, split, part = packed.inputs, packed.split, parts[id(chunk)]
+            positions = packed.local(inputs.positions)
             with self.routing.passing(part, packed.micro, inputs, split, trains=backward, balance=balance):
                 hidden = chunk(
                     packed.local(inputs.tokens)[None],
-                    packed.local(inputs.positions)[None],
+                    positions[None],
                     None,
-                    packed_seq_params=packed_params(inputs.packing, split),
+                    packed_seq_params=packed_params(inputs.packing, split, positions),
                 )
             if chosen:
                 chosen[part].append(self.routing.chosen(part, len(inputs.tokens), split))
