@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from corerl.models.layout import make_policy as make_policy
     from corerl.models.lora import freeze as freeze
     from corerl.models.lora import put_adapters as put_adapters
+    from corerl.models.lora import targets_in as targets_in
     from corerl.models.lora import trained_parameters as trained_parameters
     from corerl.models.mixers import attends_in_one_kernel as attends_in_one_kernel
     from corerl.models.names import HFBox as HFBox

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.changes import apply_changes as apply_changes
     from corerl.weights.changes import encode_changes as encode_changes
     from corerl.weights.chunks import Box as Box
