@@ -1,8 +1,8 @@
 """Low-rank adapters beside megatron-core's linear layers: W x becomes W x + scale B (A x), with an A and a B for each
 layer of the Hugging Face model that is in W.
 
-A module of megatron-core keeps its parameters and their names; what it returns has the adapters added by a hook, so that
-it does not matter whether torch or TransformerEngine multiplies.
+A module of megatron-core keeps its parameters and their names. A hook adds the adapters to what it returns, so that it
+does not matter whether torch or TransformerEngine multiplies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from corerl.config import LoraConfig, RoleConfig
 from corerl.errors import Unsupported
 from corerl.messages import listed
 from corerl.models import VALUE_HEAD_WEIGHT, hf_config, look_at, targets_in
-from corerl.weights import adapters_of
+from corerl.weights import adapters_of, gather_plain
 from corerl_megatron.chunks import Held, Piece
 from corerl_megatron.model import PackedModel
 from corerl_megatron.parallel import Groups
@@ -40,8 +40,8 @@ ROWS, COLUMNS = 0, 1  # the dims of W that tensor-parallel ranks split: in colum
 class Adapter(nn.Module):
     """The adapters of one weight W [out, in] of this rank, in which there are the weights of n Hugging Face layers.
 
-    `lora_A` [n rank, in] has their matrices A, one below the other. `lora_B` [rows, rank] has the rows of their matrices
-    B in the order in which W has those layers' rows: row i belongs to row `at[i]` of W, and to layer `of[i]`.
+    `lora_A` [n rank, in] has their matrices A, one below the other. `lora_B` [rows, rank] has the rows of their
+    matrices B in the order in which W has those layers' rows: row i belongs to row `at[i]` of W, and to layer `of[i]`.
 
     What tensor-parallel ranks exchange are the n rank values of A x for each token, not the inputs or outputs of W. A
     matrix that each rank has whole gets the same whole gradient on every rank; or with sequence parallelism the part
@@ -109,7 +109,8 @@ def put_adapters(
     groups: Groups,
 ) -> list[Held]:
     """Give the layers with `targets` in them adapters, without values yet, and freeze all other parameters, which are
-    those `held`, but a value head. Returns the adapters' parameters. Raises Unsupported if a target is in none."""
+    those `held`, but a value head. Returns the adapters' parameters. Called on every rank; raises Unsupported if a
+    target has an adapter on none."""
     weights = {id(part.param): part for part in held}
     found: list[Held] = []
     done: set[str] = set()
@@ -121,9 +122,10 @@ def put_adapters(
             found += _put(layer, part, lora, targets, groups, sequence_parallel=module.config.sequence_parallel)
             done |= {piece.name for piece in part.pieces}
         _keep_graph(module)
-    if missed := sorted({piece.name for part in held for piece in part.pieces if piece.name in targets} - done):
+    anywhere = {name for names in gather_plain(sorted(done), torch.distributed.group.WORLD) for name in names}
+    if missed := sorted(set(targets) - anywhere):
         raise Unsupported(
-            f"this backend has no adapters of {listed(missed, SHOWN)}, which are no linear layers by themselves in "
+            f"this backend cannot give {listed(missed, SHOWN)} adapters: they are no layers by themselves in "
             "megatron-core; leave them out of lora.targets, or use another backend"
         )
     for part in held:
