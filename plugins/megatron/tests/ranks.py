@@ -37,7 +37,8 @@ from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
-from corerl_megatron import native
+from corerl.weights.adapters import is_adapter
+from corerl_megatron import build, native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
 from corerl_megatron.on_host import calling_megatron
@@ -157,6 +158,81 @@ def native_save_on_a_full_disk(setup: Setup, directory: str) -> str:
         ):
             native.write(backend.model, Path(directory), step_at(0))
     return raised.value.message
+
+
+@frozen(kw_only=True)
+class WithOutputs:
+    """Steps, and what the model gives after them."""
+
+    trained: Trained
+    outputs: ForwardResult
+
+
+def steps_then_outputs(setup: Setup, steps: int, samples: SampleBatch) -> WithOutputs:
+    worker, init = start(setup)
+    at_start = state_of(worker)
+    results = [train(worker, setup, number) for number in range(steps)]
+    outputs = forward(worker, setup, samples)
+    trained = Trained(
+        init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step
+    )
+    worker.shutdown("the test is done")
+    return WithOutputs(trained=trained, outputs=outputs)
+
+
+def at_start(setup: Setup) -> State:
+    with running(setup) as worker:
+        return state_of(worker)
+
+
+def pass_under_a_snapshot(setup: Setup, samples: SampleBatch) -> list[ForwardResult]:
+    """Of the start; of the start's snapshot after two steps; of the weights after these, before and after that."""
+    with running(setup) as worker:
+        worker.create_snapshot("start")
+        first = forward(worker, setup, samples)
+        for number in range(2):
+            train(worker, setup, number)
+        trained = forward(worker, setup, samples)
+        again = forward(worker, setup, samples, weights="start")
+        return [first, again, trained, forward(worker, setup, samples)]
+
+
+def start_with_targets(setup: Setup, targets: Sequence[str]) -> None:
+    """As if these tensors were those of linear layers."""
+    with mock.patch.object(build, "targets_of", return_value=frozenset(targets)):
+        start(setup)
+
+
+@frozen(kw_only=True)
+class HeldBeside:
+    """What a rank holds of a model with adapters after a step."""
+
+    weights: int  # elements
+    adapters: int
+    bytes: dict[str, int]  # of each kind of memory
+    with_gradients: list[str]  # tensors of weights that have any
+    masters: set[torch.dtype]
+
+
+def held_beside_adapters(setup: Setup) -> HeldBeside:
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend: Any = worker.backend
+        sizes = {True: 0, False: 0}
+        for held in backend.model.held:
+            sizes[is_adapter(held.pieces[0].name)] += held.param.numel()
+        return HeldBeside(
+            weights=sizes[False],
+            adapters=sizes[True],
+            bytes={kind.value: resident_bytes(backend.tensors(kind)) for kind in MemoryKind},
+            with_gradients=[
+                held.pieces[0].name
+                for held in backend.model.held
+                if not is_adapter(held.pieces[0].name)
+                and (held.param.requires_grad or held.param.grad is not None or hasattr(held.param, "main_grad"))
+            ],
+            masters={master.tensor.dtype for master in backend.masters.values()},
+        )
 
 
 Passes: TypeAlias = list[tuple[float, float]]

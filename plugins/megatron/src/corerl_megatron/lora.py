@@ -122,7 +122,7 @@ def put_adapters(
             found += _put(layer, part, lora, targets, groups, sequence_parallel=module.config.sequence_parallel)
             done |= {piece.name for piece in part.pieces}
         _keep_graph(module)
-    anywhere = {name for names in gather_plain(sorted(done), torch.distributed.group.WORLD) for name in names}
+    anywhere = {name for names in gather_plain(sorted(done)) for name in names}
     if missed := sorted(set(targets) - anywhere):
         raise Unsupported(
             f"this backend cannot give {listed(missed, SHOWN)} adapters: they are no layers by themselves in "
