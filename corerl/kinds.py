@@ -29,8 +29,14 @@ class ModelSize:
     head: int  # what turns hidden states into logits or a value; 0 if it is the embedding
     rest: int  # all others, such as the final norm
     hidden: int  # elements of a hidden state
+    adapters: int = 0  # of a role that trains these: they, and a value head; the other fields count all but these
     one_kernel: bool = True  # packed attention is one kernel, in half precision on a GPU; else it pads, or has a state
 
     @property
     def total(self) -> int:
         return sum(self.layers) + self.embedding + self.head + self.rest
+
+    @property
+    def trained(self) -> int:
+        """Of what is trained."""
+        return self.adapters or self.total

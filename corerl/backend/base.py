@@ -27,7 +27,7 @@ from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import ContractError, MemoryHeld
+from corerl.errors import ContractError, MemoryHeld, Unsupported
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
@@ -36,10 +36,7 @@ from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import look_at, model_files
-from corerl.models.initial import initials
-from corerl.models.peft_files import PeftFiles, begins
-from corerl.models.random import RandomSource
-from corerl.models.readers import FirstOf
+from corerl.models.sources import initial_source
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS
@@ -200,24 +197,11 @@ class Backend(BackendBase, ABC):
             return torch.device("cuda", self.context.local_rank)
         return torch.device("cpu")
 
-    def initial_weights(self) -> TensorSource:
-        """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
-        value head that the directory lacks is random too, and so are new adapters."""
-        hf = hf_config(self.config.model)
-        held = {chunk.name: chunk.shape for chunk in self.weights}
-        adapters = {name: shape for name, shape in held.items() if is_adapter(name)}
-        shapes = {name: shape for name, shape in held.items() if name not in adapters}
-        drawn = functools.partial(RandomSource, hf, seed=self.config.seed, device=self.device)
-        sources: list[TensorSource] = []
-        if (lora := self.config.lora) is not None:
-            new = drawn(adapters, initials=begins(adapters, lora.init))
-            sources.append(PeftFiles(lora.path) if lora.path else new)
-        if self.config.model.path:
-            head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-            sources += [model_files(self.config.model.path, hf), drawn(head)]
-        else:
-            sources.append(drawn(shapes, initials=initials(hf, seed=self.config.seed)))
-        return FirstOf(*sources)
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
+        """The source of a fresh run's weights for these chunks."""
+        shapes = {chunk.name: chunk.shape for chunk in chunks}
+        hf, lora = hf_config(self.config.model), self.config.lora
+        return initial_source(self.config.model, hf, shapes, seed=self.config.seed, device=self.device, lora=lora)
 
     # ---- hooks built on these ---------------------------------------------------------------------------------------
 
@@ -252,31 +236,33 @@ class Backend(BackendBase, ABC):
         if saved is not None:
             saved.require_taken({name for name, _ in self._gather_plan.shapes})
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
-        adapters = [each for each in self._gather_plan.shapes if is_adapter(each[0])]
-        # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
-        self._adapters = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize).buckets if adapters else ()
-        self.manifest: Manifest = build_manifest(
-            [each for each in self._gather_plan.shapes if not is_adapter(each[0])],
-            dtype=dtype,
-            bucket_bytes=config.weights.bucket_bytes,
-            senders=self._gather_plan.senders,
+        cut = functools.partial(
+            build_manifest, dtype=dtype, bucket_bytes=config.weights.bucket_bytes, senders=self._gather_plan.senders
         )
+        adapters = [each for each in self._gather_plan.shapes if is_adapter(each[0])]
+        apart = config.weights.lora == "adapter"
+        self._alone = cut(adapters) if adapters and apart else None
+        # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
+        merged = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize) if adapters and not apart else None
+        self._merged = () if merged is None else merged.buckets
+        self.manifest: Manifest = cut([each for each in self._gather_plan.shapes if apart or not is_adapter(each[0])])
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 
     @hookimpl
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         started = time.perf_counter()
-        roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
+        gathered, stream = self._manifest_of(adapters=adapters), self.stream_of(adapters=adapters)
+        roots = [sender.sender_of(bucket) for bucket in gathered.buckets]
         sends = None in roots or self.layout.rank in roots
-        sent, stream = 0, self.stream
+        sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
-        adapters = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
+        merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
-        for bucket, root in zip(self.manifest.buckets, roots, strict=True):
-            sent += self._send(sender, bucket, stream, chunks=chunks, root=root, adapters=adapters)
+        for bucket, root in zip(gathered.buckets, roots, strict=True):
+            sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
         self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
@@ -342,16 +328,26 @@ class Backend(BackendBase, ABC):
         reference policy takes no second copy of the model."""
         return self.weights if self.config.lora is None else [each for each in self.weights if _is_trained(each.name)]
 
-    @property
-    def stream(self) -> Manifest:
+    def stream_of(self, *, adapters: bool) -> Manifest:
         """The manifest of what engines are sent: that of the gathered weights, or one in which tensors are quantized,
-        and buffers more precise than the manifest's dtype stay so."""
-        weights = self.config.weights
+        and buffers more precise than the manifest's dtype stay so. With `adapters`, of these alone; raises Unsupported
+        if they are merged, or there are none."""
+        weights, gathered = self.config.weights, self._manifest_of(adapters=adapters)
         left_out = weights.unquantized if weights.quantize == "fp8" else None
         precise = {name: str(view.dtype).removeprefix("torch.") for name, view in self._precise().items()}
-        return (
-            self.manifest if left_out is None and not precise else quantized(self.manifest, left_out, precise=precise)
-        )
+        if adapters or (left_out is None and not precise):
+            return gathered
+        return quantized(gathered, left_out, precise=precise)
+
+    def _manifest_of(self, *, adapters: bool) -> Manifest:
+        if not adapters:
+            return self.manifest
+        if self._alone is None:
+            raise Unsupported(
+                f"the {self.context.role} sends no adapters apart from its weights; set [lora] and "
+                "weights.lora='adapter', or send all weights"
+            )
+        return self._alone
 
     def _precise(self) -> dict[str, torch.Tensor]:
         """The buffers that the manifest's dtype would round: such as decide which experts a token goes to."""
@@ -382,7 +378,7 @@ class Backend(BackendBase, ABC):
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
-        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
+        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights(self.changing)
         self._snapshots.load(name, self.changing, source)
 
     def drop_snapshot(self, name: str) -> None:
@@ -402,36 +398,38 @@ class Backend(BackendBase, ABC):
             self.after_load({StateKey.PARAM}, None)
 
     def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> Adapters | None:
-        """The whole adapters on rank `root`, or on all ranks if it is None; None elsewhere, and without adapters."""
+        """The whole adapters to merge, on rank `root`, or on all ranks if it is None; None elsewhere, and if there are
+        none."""
         lora, found = self.config.lora, None
-        for bucket in self._adapters:
+        for bucket in self._merged:
             where = self._gather_plan.memory("adapters", bucket.numel, torch.float32, self.device)
             found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
-        return None if lora is None or found is None else Adapters(self._adapters[0].views(found), lora.scale)
+        return None if lora is None or found is None else Adapters(self._merged[0].views(found), lora.scale)
 
     def _send(
         self,
         sender: WeightSender,
         bucket: Bucket,
+        gathered: Manifest,
         stream: Manifest,
         *,
         chunks: Sequence[Chunk],
         root: int | None,
-        adapters: Adapters | None,
+        merged: Adapters | None,
     ) -> int:
         """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`, with the
-        adapters merged. Returns the bytes sent. Keeps no reference to the sender's memory."""
-        holds, direct = root in (None, self.layout.rank), stream is self.manifest
+        adapters `merged`. Returns the bytes sent. Keeps no reference to the sender's memory."""
+        holds, direct = root in (None, self.layout.rank), stream is gathered
         out: torch.Tensor | None = None
         if holds:
-            out = self._room(sender, bucket, self.manifest) if direct else self._memory(bucket, self.manifest)
+            out = self._room(sender, bucket, gathered) if direct else self._memory(bucket, gathered)
         with self.span("gather"):
             self.gather(bucket, out, chunks=chunks, root=root)
         if out is None:
             return 0
-        if adapters is not None:
+        if merged is not None:
             with self.span("merge"):
-                adapters.merge(bucket.views(out))
+                merged.merge(bucket.views(out))
         as_sent = stream.buckets[bucket.index]
         if not direct:
             flat, out = out, self._room(sender, as_sent, stream)
@@ -505,7 +503,8 @@ class Backend(BackendBase, ABC):
         what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
         base = self._load_frozen(what)
-        fill([*self.local_state(key), *self.buffers()], self.initial_weights(), what=what)
+        chunks = [*self.local_state(key), *self.buffers()]
+        fill(chunks, self.initial_weights(chunks), what=what)
         self.after_load({key} | base, None)
         return 0
 
@@ -514,7 +513,7 @@ class Backend(BackendBase, ABC):
         if self.config.lora is None:
             return set()
         chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not _is_trained(chunk.name)]
-        fill(chunks, self.initial_weights(), what=what)
+        fill(chunks, self.initial_weights(chunks), what=what)
         self._frozen_digest = digest(chunks, self.group)
         return {StateKey.PARAM}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -20,11 +20,20 @@ def digest(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:
     own: dict[str, int] = {}
     for chunk in chunks:
         if not chunk.replica:
-            found = bit_sums({chunk.name: chunk.view.to(torch.bfloat16)})[chunk.name]
-            own[chunk.name] = own.get(chunk.name, 0) + found
+            own[chunk.name] = own.get(chunk.name, 0) + rounded_sum(chunk.view)
     ranks = [own] if group is None else gather_plain(own, group)
-    names = sorted({name for sums in ranks for name in sums})
-    lines = [f"{name} {sum(sums.get(name, 0) for sums in ranks) % 2**64:x}" for name in names]
+    names = {name for sums in ranks for name in sums}
+    return of_sums({name: sum(sums.get(name, 0) for sums in ranks) for name in names})
+
+
+def rounded_sum(values: torch.Tensor) -> int:
+    """The sum of the bits of `values` in bfloat16."""
+    return bit_sums({"": values.to(torch.bfloat16)})[""]
+
+
+def of_sums(sums: Mapping[str, int]) -> str:
+    """The digest of whole tensors by name -> `rounded_sum`."""
+    lines = [f"{name} {sums[name] % 2**64:x}" for name in sorted(sums)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 

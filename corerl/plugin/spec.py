@@ -188,6 +188,9 @@ class EngineSpec:
     # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
     # `corerl.weights.quantize`.
     quantized: Callable[[Any, ClusterInfo], str] = not_quantized
+    # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
+    # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
+    adapters: bool = False
 
 
 @frozen(kw_only=True)

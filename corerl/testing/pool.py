@@ -139,10 +139,22 @@ class RankPool:
             raise RankFailed(f"{function}: rank {rank} died") from None
         if not ok:
             if not self._all_refuse(rank, value):
+                dead = next((other for other in range(self.world_size) if other != rank and self._ended(other)), None)
                 self.close()
+                if dead is not None:  # what the others raise is that they have lost it
+                    raise RankFailed(f"{function}: rank {dead} died")
             told = (value.strip().splitlines() or ["an error"])[-1]  # first, where a summary shows it
             raise RankFailed(f"{function}: rank {rank} raised {told}\n{value}")
         return value
+
+    def _ended(self, rank: int) -> bool:
+        """Whether the rank's process has ended; takes an answer that it has given for good."""
+        try:
+            if self._pipes[rank].poll(0):
+                self._pipes[rank].recv()
+        except (EOFError, OSError):
+            return True
+        return False
 
     def _all_refuse(self, first: int, text: str) -> bool:
         """Whether every rank refuses, so that none waits for another; rank `first` has answered with `text`."""

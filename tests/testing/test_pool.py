@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+from multiprocessing.connection import wait
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,20 @@ def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_start
                 pool.run(function)
             assert all(gone(pid) for pid in pids)
         assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_a_rank_that_died_is_named_though_another_was_heard_first_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0)  # until the death of the one has come to the other, and both have ended
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr("corerl.testing.pool.wait", late)
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailed, match="^die_on_one: rank 1 died$"):
+            pool.run(die_on_one)
     finally:
         pool.close()
 

@@ -74,6 +74,7 @@ def build_model(
         train,
         device=device.type,
         elements=sum(param.numel() for param in policy.parameters()),
+        trained=sum(param.numel() for param in trained_parameters(policy.model).values()),
         # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs almost nothing.
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
         frozen=frozen,

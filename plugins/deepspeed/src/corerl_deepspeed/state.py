@@ -119,9 +119,11 @@ def second_copies(model: Model) -> Iterator[Tensor]:
 
 
 def drop_second_copies(model: Model) -> None:
-    """Drop the second copies; the next forward pass makes them again from gathered parameters."""
+    """Drop the second copies; the next forward pass makes them again from gathered parameters. DeepSpeed's own method
+    drops those of parameters that it steps."""
     if partitioned(model) and model.optimizer is not None:
-        model.engine.optimizer.invalidate_secondary_tensor()
+        for _, param in _parameters(model):
+            param.ds_secondary_tensor = None
 
 
 def drop_skipped_gradients(model: Model) -> None:
