@@ -33,11 +33,12 @@ from corerl.testing.compare import Tensors, Trajectory, assert_outputs, assert_s
 from corerl.testing.models import DEEP
 from corerl.testing.scenarios import updates
 from corerl.testing.suite import CHECKS
+from corerl.testing.suite.test_memory import held_as_predicted
 from corerl.testing.tolerances import WEIGHTS_L2
 from corerl.types import FloatArray, MemoryKind, Output
 from corerl.weights.adapters import adapters_of, is_adapter
 from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import FAMILIES
+from corerl_megatron.families import FAMILIES, architecture, linear_layers
 from corerl_megatron.spec import BESIDE, check
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_contract import arguments_of
@@ -228,7 +229,9 @@ def test_adapters_of_other_families_train_as_the_plain_backends_do(
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_linear_layer_of_a_family_can_have_an_adapter(runs: Runs, tmp_path: Path, model_type: str) -> None:
     directory = str(drawn(model_type, tmp_path))
-    targets = targets_in(look_at(hf_config(ModelConfig(path=directory))), ADAPTERS)
+    config = hf_config(ModelConfig(path=directory))
+    targets = targets_in(look_at(config), ADAPTERS)
+    assert sorted(linear_layers(architecture(config.to_dict(), value_head=False))) == sorted(targets)
     (state,) = runs.rank_sets[1].run(ranks.at_start, Setup(backend="megatron", model=directory, lora=ADAPTERS))
     found = {box.name: box.shape for box in state["master"]}
     assert found == {
@@ -353,6 +356,18 @@ def test_weights_beside_adapters_have_no_gradients_masters_and_moments(
         assert found.bytes["grad"] / 4 == of_adapters
         assert found.bytes["master"] * copies / 4 == of_adapters
         assert found.bytes["optimizer"] * copies / 8 == of_adapters
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2, whole", "pp2", "cp2", "dp2, whole"])
+def test_ranks_hold_beside_adapters_what_the_spec_predicts(
+    runs: Runs, tmp_path: Path, layout: str, precision: Any
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    subject = WithAdapters(backend="megatron", world_size=world_size, runs=runs, directory=tmp_path, options=options)
+    for targets in (("all-linear",), ("k_proj", "down_proj")):
+        setup = set_up(runs, "qwen3", options, lora=evolve(ADAPTERS, targets=targets))
+        held_as_predicted(subject, evolve(setup, train=evolve(setup.train, precision=precision)))
 
 
 REFUSED = {
