@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -12,8 +13,15 @@ from unittest import mock
 import pytest
 import torch
 from attrs import evolve, frozen
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, utils
+from megatron.core.extensions import transformer_engine as engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
@@ -38,9 +46,10 @@ from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
 from corerl.weights.adapters import is_adapter
-from corerl_megatron import build, native
+from corerl_megatron import build, model, native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
+from corerl_megatron.layers import TorchAttention, TorchRMSNorm, engine_layers
 from corerl_megatron.on_host import calling_megatron
 from plugins.megatron.tests.bridge import bridge_installed
 
@@ -305,3 +314,46 @@ def start_by_bridge(setup: Setup, **played: Any) -> str:
     """What is said of a model that cannot be built; see `bridge_installed`."""
     with bridge_installed(**played):
         return error_of(lambda: start(evolve(setup, options={**setup.options, "bridge": True})))
+
+
+@contextmanager
+def engine_specified() -> Iterator[set[str]]:
+    """TransformerEngine's specification of layers beside adapters, with torch's modules in the place of its own, which
+    want a GPU. Gives the names of those that were in it."""
+    seen: set[str] = set()
+    played: dict[str, Any] = {
+        "TENorm": TorchRMSNorm,
+        "TEColumnParallelLinear": ColumnParallelLinear,
+        "TERowParallelLinear": RowParallelLinear,
+        "TEDotProductAttention": TorchAttention,
+        "TELayerNormColumnParallelLinear": None,
+    }
+
+    def play(submodules: Any) -> None:
+        for name, value in vars(submodules).items():
+            if isinstance(value, ModuleSpec):
+                play(value.submodules)
+            for known in (known for known in played if value is getattr(engine, known)):
+                seen.add(known)
+                setattr(submodules, name, played[known])
+
+    def specified(config: TransformerConfig, *, vp_stage: int | None) -> Any:
+        with (
+            mock.patch.object(utils, "get_te_version", return_value=Version("2.20.0")),
+            mock.patch.object(gpt_layer_specs, "HAVE_TE", True),
+            mock.patch.object(gpt_layer_specs, "TENorm", engine.TENorm, create=True),
+            mock.patch.object(gpt_layer_specs, "TESpecProvider", TESpecProvider, create=True),
+        ):
+            block = engine_layers(config, vp_stage=vp_stage, norms_apart=True)
+        for layer in {id(spec): spec for spec in block.layer_specs}.values():
+            play(layer.submodules)
+        block.layer_norm = TorchRMSNorm
+        return block
+
+    with mock.patch.object(model, "torch_layers", specified):
+        yield seen
+
+
+def steps_with_engine_specified(setup: Setup, steps: int, samples: SampleBatch) -> tuple[WithOutputs, set[str]]:
+    with engine_specified() as seen:
+        return steps_then_outputs(setup, steps, samples), seen

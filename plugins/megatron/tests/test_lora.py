@@ -217,6 +217,20 @@ def test_steps_in_several_calls_are_those_of_one(
     assert_follows(found, of_plain(setup)[0])
 
 
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3", "tp2 sp"), ("qwen2", "one"), ("glm4-moe", "one")])
+def test_beside_adapters_transformer_engines_norms_are_modules_of_their_own(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], kind: str, layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup, samples = set_up(all_runs, kind, options), samples_at(STEPS)
+    reports, classes = zip(
+        *all_runs.rank_sets[world_size].run(ranks.steps_with_engine_specified, setup, STEPS, samples), strict=True
+    )
+    assert classes[0] == {"TENorm", "TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
+    outputs = in_order([each.outputs for each in reports], samples, Output.LOGPROBS)
+    assert_trains_as((together([each.trained for each in reports]), outputs), of_plain(setup), setup)
+
+
 @pytest.mark.parametrize("model_type", FAMILY_LAYOUTS)
 def test_adapters_of_other_families_train_as_the_plain_backends_do(
     all_runs: Runs, tmp_path: Path, of_plain: Callable[[Setup], Trained], model_type: str
