@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
+    from corerl.models.peft_files import PEFT_CONFIG as PEFT_CONFIG
+    from corerl.models.peft_files import PEFT_WEIGHTS as PEFT_WEIGHTS
+    from corerl.models.peft_files import peft_config as peft_config
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers
