@@ -12,8 +12,8 @@ FLOAT32 = 4
 
 
 def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
-    """Shards of what is trained are float32, others in the precision of the passes. A unit is gathered in that precision,
-    on a single rank too, the next one while a layer computes; its gradients become float32 to be reduced."""
+    """Shards of what is trained are float32, others in the precision of the passes. A unit is gathered in that
+    precision, on a single rank too, the next one while a layer computes; its gradients become float32 to be reduced."""
     half = FLOAT32 if cluster.train is None or cluster.train.precision == "float32" else 2
     shards = config.shard_size or cluster.ranks
     share = -(-size.trained // shards)
@@ -21,11 +21,12 @@ def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMem
     root, layer = size.head + size.rest, max(size.layers, default=0)
     if not size.head:
         root += size.embedding
+    masters = 0 if cluster.frozen else FLOAT32 * share
     gradients = FLOAT32 * (size.trained if config.sync == "last" else share)
     moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
         kinds={
-            MemoryKind.PARAM: 0 if config.offload == "parameters" else half * frozen + (0 if cluster.frozen else FLOAT32 * share),
+            MemoryKind.PARAM: 0 if config.offload == "parameters" else half * frozen + masters,
             MemoryKind.GRAD: 0 if config.offload == "parameters" else gradients,
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },

@@ -86,7 +86,7 @@ class Pipeline:
 
         def finished(packed: Packed, chunk: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
             module = self.model.modules[parts[id(chunk)]]
-            if chunk is not module and chunk.ddp_config.overlap_param_gather:
+            if chunk is not module and chunk.ddp_config.overlap_param_gather and module.head.requires_grad:
                 # The head's weight is read here, but its module is never called, so its hook does not wait for it.
                 chunk.param_to_bucket_group[module.head].finish_param_sync()
             result = finish(packed, module, hidden)

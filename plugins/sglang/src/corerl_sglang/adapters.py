@@ -1,19 +1,19 @@
-"""Adapters in SGLang's server: a directory of PEFT for each version, which its ranks read from memory-backed files."""
+"""Adapters in SGLang's server, which has those of each version under a name of their own."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import json
-import shutil
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from corerl.config import LoraConfig
 from corerl.errors import CorerlError
-from corerl.models import PEFT_CONFIG, PEFT_WEIGHTS, peft_config
+from corerl.models import peft_config
 from corerl.weights import adapted
 from corerl_sglang.server import Server
 
@@ -25,21 +25,24 @@ def modules_of(adapters: Iterable[str]) -> list[str]:
     return sorted({adapted(name).removesuffix(".weight").rpartition(".")[2] for name in adapters})
 
 
-def write(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Called in one rank of the server, which has them whole."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PEFT_WEIGHTS)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
 class Adapters:
     """What the server has loaded, by version. SGLang takes a name once: each version has its own."""
 
-    def __init__(self, server: Server, lora: LoraConfig, modules: list[str], directory: Path) -> None:
+    def __init__(
+        self, server: Server, lora: LoraConfig, modules: Sequence[str], directory: Path, *, ranks: int
+    ) -> None:
         self._server, self._lora, self._modules, self._directory = server, lora, modules, directory
+        self._ranks = ranks
         self._loaded: list[int] = []
 
-    def directory(self, version: int) -> Path:
-        return self._directory / self.name(version)
+    def file(self, version: int) -> Path:
+        """In which a rank leaves the adapters of this version."""
+        return self._directory / f"adapters-{self.name(version)}.safetensors"
 
     @staticmethod
     def name(version: int) -> str:
@@ -48,10 +51,16 @@ class Adapters:
 
     def load(self, version: int) -> None:
         """Have the server load what a rank has written. Raises EngineFailed if it refuses."""
-        directory = self.directory(version)
-        config = peft_config(self._lora, base="", targets=self._modules)
-        (directory / PEFT_CONFIG).write_text(json.dumps(config))
-        self._server.post("/load_lora_adapter", {"lora_name": self.name(version), "lora_path": str(directory)})
+        tensors = load_file(self.file(version))
+        # Not by the file's name: a server that has started without weights reads none. Each rank unpickles its own.
+        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        body = {
+            "lora_name": self.name(version),
+            "config_dict": peft_config(self._lora, base="", targets=self._modules),
+            "serialized_named_tensors": [payload] * self._ranks,
+        }
+        self._server.post("/load_lora_adapter_from_tensors", body)
+        self.file(version).unlink()
         self._loaded.append(version)
         while len(self._loaded) > KEPT:
             self._unload(self._loaded.pop(0))
@@ -59,4 +68,3 @@ class Adapters:
     def _unload(self, version: int) -> None:
         with contextlib.suppress(CorerlError):  # one that is kept only takes memory
             self._server.post("/unload_lora_adapter", {"lora_name": self.name(version)})
-        shutil.rmtree(self.directory(version), ignore_errors=True)
