@@ -927,6 +927,7 @@ class ClusterInfo:
     frozen: bool = False  # the role is never trained: weights are in `train.precision`
     lora: LoraConfig | None = None  # the role trains adapters alone: the weights are in `train.precision`
     streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale
+    elsewhere: bool = False  # ranks run on machines of a cluster, which may have other libraries than this one
 
 
 explain(__name__)

@@ -26,7 +26,7 @@ from corerl.models.build import VALUE_HEAD, decoder_layers, recompute_layers
 from corerl.models.described import Described
 from corerl.models.layout import make_policy
 from corerl.models.lora import adapter_parameters, trained_parameters
-from corerl.models.mixers import attends_in_one_kernel
+from corerl.models.mixers import attention_in_pieces
 from corerl.models.parts import parts_of
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
@@ -153,7 +153,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         adapters=sum(param.numel() for param in trained.values()),
         rest=sum(param.numel() for param in model.parameters() if id(param) not in known),
         hidden=embedding.shape[1],
-        one_kernel=attends_in_one_kernel(parts_of(model).decoder),
+        in_pieces=attention_in_pieces(parts_of(model).decoder),
     )
 
 

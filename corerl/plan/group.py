@@ -23,6 +23,7 @@ from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.inputs import built_model
 from corerl.plan.lora import against_adapters, check_adapters, settle_adapters
 from corerl.plan.model_files import require_same_tensors, require_weights, saved_shapes
+from corerl.plan.notices import slow_paths
 from corerl.plan.resolve import ROLES, has_value_head, ignored_tables, is_frozen, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
@@ -112,6 +113,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *([f"{table}.path: {unused}"] if unused else []),
             *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
             *(settled(asked, config) if device == "cuda" else ()),
+            *slow_paths(asked, config, {role: plan}, {role: model}),
         ),
     )
 

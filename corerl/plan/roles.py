@@ -37,6 +37,7 @@ class RolePlan:
     backend: Loaded
     assignments: tuple[Assignment, ...]  # one per rank
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
+    cluster: ClusterInfo = field(repr=False)  # what the spec was told
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
     resources: Resources  # per rank
     objective: Objective | None = CLIPPED  # as the run's algorithm says; None for a frozen role
@@ -118,6 +119,7 @@ def plan_role(
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
         data_parallel=backend.spec.data_parallel(options, cluster),
+        cluster=cluster,
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
         max_tokens=config.rollout.max_tokens,
@@ -147,6 +149,7 @@ def cluster_of(
         frozen=frozen,
         lora=config.lora_of(role),
         streamed=role == ACTOR and config.rollout.source == "streamed",
+        elsewhere=bool(config.cluster.address),
     )
 
 

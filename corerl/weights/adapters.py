@@ -48,4 +48,4 @@ class Adapters:
         for name, weight in weights.items():
             a, b = (self.tensors.get(each) for each in adapters_of(name))
             if a is not None and b is not None:
-                weight.copy_(torch.addmm(weight.float(), b, a, alpha=self.scale))
+                weight.add_(torch.mm(b, a), alpha=self.scale)  # of two dtypes torch adds in the wider one

@@ -195,13 +195,13 @@ class Server:
                 self.cached += len(body["input_ids"])
 
     def load_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
-        from safetensors.torch import load_file
-
-        name, directory = body["lora_name"], Path(body["lora_path"])
+        name, config = body["lora_name"], body["config_dict"]
         if not self.arguments.get("enable_lora") or name in self.loaded:
             return 400, {"success": False, "error_message": f"{name} cannot be loaded"}
-        config = json.loads((directory / "adapter_config.json").read_text())
-        tensors = load_file(directory / "adapter_model.safetensors")
+        given = [base64.b64decode(each) for each in body["serialized_named_tensors"]]
+        tensors, *others = (SafeUnpickler(io.BytesIO(each)).load() for each in given)
+        if len(others) + 1 != len(self.ranks):
+            return 400, {"success": False, "error_message": f"{len(others) + 1} for {len(self.ranks)} ranks"}
         if tensors.keys() != self.ranks[0].adapters.keys() or config["r"] > self.arguments["max_lora_rank"]:
             return 400, {"success": False, "error_message": f"{name} has other adapters than the server"}
         self.loaded[name] = tensors, config["lora_alpha"] / config["r"]
@@ -407,7 +407,7 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         "/resume_memory_occupation": server.resume,
         "/abort_request": server.abort,
         "/freeze_gc": server.freeze,
-        "/load_lora_adapter": server.load_adapter,
+        "/load_lora_adapter_from_tensors": server.load_adapter,
         "/unload_lora_adapter": server.unload_adapter,
     }
 

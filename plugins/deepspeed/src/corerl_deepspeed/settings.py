@@ -21,8 +21,8 @@ def deepspeed_json(
     frozen: bool = False,
 ) -> dict[str, Any]:
     """The configuration that DeepSpeed is started with, for a model of `elements` parameters in total, of which
-    `trained` get gradients; tensors of at most `persistent` elements stay gathered. Of a `frozen` model parameters alone are sharded or offloaded, and
-    gathered for no backward pass."""
+    `trained` get gradients; tensors of at most `persistent` elements stay gathered. Of a `frozen` model parameters
+    alone are sharded or offloaded, and gathered for no backward pass."""
     on_host = {"device": "cpu", "pin_memory": device == "cuda"}
     offload: dict[str, Any] = {}
     if options.offload != "none" and not frozen:

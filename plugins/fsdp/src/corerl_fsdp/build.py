@@ -15,7 +15,7 @@ from corerl.config import LoraConfig
 from corerl.errors import Unsupported
 from corerl.models import (
     Policy,
-    attends_in_one_kernel,
+    attention_in_pieces,
     decoder_layers,
     freeze,
     make_policy,
@@ -60,7 +60,7 @@ def build_policy(
         put_adapters(policy.model, lora, dtype=torch.float32)
     if options.compile is True and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
-    attention = not policy.rectangular and one_kernel(device, dtype) and attends_in_one_kernel(policy.decoder)
+    attention = not policy.rectangular and one_kernel(device, dtype) and not attention_in_pieces(policy.decoder)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile is True or (options.compile == "auto" and attention and not lacking()):
         keep_compiled(options.compile_cache)

@@ -96,7 +96,9 @@ class SglangEngine(Engine):
             undo.callback(self._server.stop)
             self._adapters: Adapters | None = None
             if context.lora is not None:
-                self._adapters = Adapters(self._server, context.lora, modules, self._directory / "adapters")
+                self._adapters = Adapters(
+                    self._server, context.lora, modules, self._directory, ranks=len(context.receivers)
+                )
             self._server.wait_ready(options.start_timeout)
             # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
@@ -223,7 +225,7 @@ class SglangEngine(Engine):
             version=version,
             address=address,
             receivers=receivers,
-            adapters="" if apart is None else str(apart.directory(version)),
+            adapters="" if apart is None else str(apart.file(version)),
         )
         answers, failed = self._ask_ranks(instruction)
         given = [answer for answer in answers if answer is not None]

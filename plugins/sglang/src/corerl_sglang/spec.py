@@ -49,8 +49,8 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     if apart and config.data_parallel > 1:
         yield Problem(
             "data_parallel",
-            f"{config.data_parallel}, but with weights.lora='adapter' the server has one attention for all ranks; set it "
-            "to 1, or weights.lora to 'merged'",
+            f"{config.data_parallel}, but with weights.lora='adapter' the server has one attention for all ranks; set "
+            "it to 1, or weights.lora to 'merged'",
         )
     for name, text in contradictions(config.server):
         yield Problem(f"server.{name}", text)
