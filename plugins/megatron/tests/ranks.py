@@ -47,7 +47,7 @@ from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult, offsets_of
-from corerl.weights.adapters import is_adapter
+from corerl.weights import is_adapter
 from corerl_megatron import build, model, native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend

@@ -27,16 +27,17 @@ from corerl.testing import (
     in_order,
     samples_at,
     tiny_config,
+    weights_apart,
     whole,
 )
-from corerl.testing.compare import Tensors, Trajectory, assert_outputs, assert_same_metrics, together, weights_apart
+from corerl.testing.compare import Tensors, Trajectory, assert_outputs, assert_same_metrics, together
 from corerl.testing.models import DEEP
 from corerl.testing.scenarios import updates
 from corerl.testing.suite import CHECKS
 from corerl.testing.suite.test_memory import held_as_predicted
 from corerl.testing.tolerances import WEIGHTS_L2
 from corerl.types import FloatArray, MemoryKind, Output
-from corerl.weights.adapters import adapters_of, is_adapter
+from corerl.weights import adapters_of, is_adapter
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import FAMILIES, architecture, linear_layers
 from corerl_megatron.spec import BESIDE, check

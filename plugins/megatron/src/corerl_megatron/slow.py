@@ -26,8 +26,8 @@ def slow(config: MegatronConfig, cluster: ClusterInfo, size: ModelSize) -> Itera
     if config.context_parallel > 1 and (why or size.in_pieces is InPieces.SINKS or _windows(config, cluster)):
         yield SlowPath(
             path="context_parallel",
-            text="attention in plain torch goes through the sequences of a micro-batch one by one, and gathers the keys "
-            "and values of all ranks",
+            text="attention in plain torch goes through the sequences of a micro-batch one by one, and gathers the "
+            "keys and values of all ranks",
             price=UNMEASURED,
             instead=instead if why else "set it to 1; TransformerEngine has no such attention over several ranks",
         )
