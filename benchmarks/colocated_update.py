@@ -48,11 +48,11 @@ from attrs import evolve
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
 from benchmarks.steps import QWEN3_8B, QWEN3_600M, TINY, QuickWeights
-from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig, WeightsConfig
 from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, UpdateResult
+from corerl.weights.chunks import Chunk
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
@@ -182,8 +182,7 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
     )
     worker = make_worker(setup)
 
-    def weights() -> QuickWeights:
-        chunks = worker.backend.local_state(StateKey.PARAM)
+    def weights(chunks: Sequence[Chunk]) -> QuickWeights:
         return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, torch.device(setup.device))
 
     with mock.patch.object(worker.backend, "initial_weights", weights):

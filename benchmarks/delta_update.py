@@ -12,8 +12,9 @@ from attrs import frozen
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
 from corerl.testing.pool import RankPool
 from corerl.weights.manifest import Manifest, build_manifest
-from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
+from corerl.weights.transports.protocol import Receiver
 
 SHARES = (0.01, 0.1, 1.0)  # of the elements that an update changes
 SIDE = 1024  # of each square tensor
@@ -26,7 +27,7 @@ class Ends:
     manifest: Manifest
     weights: torch.Tensor  # [numel] bfloat16: as sent, or as loaded
     sender: WeightSender | None
-    receiver: WeightReceiver | None
+    receiver: Receiver | None
     generator: torch.Generator
 
 

@@ -72,7 +72,7 @@ class EmptyBackend(BackendBase):
         raise NotImplementedError("only training is measured")
 
     @hookimpl
-    def update_weights(self, sender: object, version: int) -> UpdateResult:
+    def update_weights(self, sender: object, version: int, adapters: bool) -> UpdateResult:
         return UpdateResult(version=version, bytes=0, seconds=0.0)
 
     @hookimpl

@@ -311,7 +311,8 @@ def _packed(micro: MicroBatch, device: torch.device) -> PackedSeqParams:
     if device.type == "cpu":
         from corerl_megatron.packed import packed_params
 
-        return packed_params(PackedSequences.of(micro.cu_seqlens, device), None)
+        positions = torch.tensor(micro.positions, device=device)
+        return packed_params(PackedSequences.of(micro.cu_seqlens, device), None, positions)
     bounds = torch.tensor(micro.cu_seqlens, dtype=torch.int32, device=device)
     longest = int(np.diff(micro.cu_seqlens).max())
     return PackedSeqParams(

@@ -32,6 +32,7 @@ from corerl.memory.storage import resident_bytes
 from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, SleepResult
+from corerl.weights.chunks import Chunk
 
 LOOP = 0.97  # of the bare loop's speed
 TO_HOST, BACK = 0.9, 0.85  # of the bandwidth of one large copy
@@ -199,8 +200,7 @@ def begin(fields: dict[str, Any], device: torch.device) -> Worker:
     worker = make_worker(setup)
     worker.config = evolve(worker.config, sleeps=True)
 
-    def weights() -> QuickWeights:
-        chunks = worker.backend.local_state(StateKey.PARAM)
+    def weights(chunks: Sequence[Chunk]) -> QuickWeights:
         return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, device)
 
     with mock.patch.object(worker.backend, "initial_weights", weights):

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from benchmarks.report import commit
 from benchmarks.samples import make_batch, plan_one_step
-from corerl.backend.base import StateKey
 from corerl.config.load import structure
-from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig, WeightsConfig
+from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
 from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.registry import Kind, load
 from corerl.testing.harness import Setup, make_worker
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
+from corerl.weights.chunks import Chunk
 
 PEAK = 989e12  # FLOP/s
 GIB = 2**30
@@ -104,6 +104,7 @@ class Work:
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
     device: str = "cuda"
+    lora: LoraConfig | None = None  # the adapters that are trained
 
     def samples(self, dp_size: int) -> IntArray:
         """[B] tokens of each sample of a step."""
@@ -187,6 +188,7 @@ class Plugin:
             options=options,
             weights=WeightsConfig(),
             device=work.device,
+            lora=work.lora,
         )
         self.worker = make_worker(setup)
         self.worker.config = evolve(self.worker.config, timeout=TIMEOUT, suspend_communicators=suspend_communicators)
@@ -194,9 +196,8 @@ class Plugin:
             self.layout = self.worker.init("127.0.0.1", 0).layout
         self._steps = 0
 
-    def _weights(self) -> QuickWeights:
-        backend = self.worker.backend
-        return QuickWeights({chunk.name: chunk.shape for chunk in backend.local_state(StateKey.PARAM)}, backend.device)
+    def _weights(self, chunks: Sequence[Chunk]) -> QuickWeights:
+        return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, self.worker.backend.device)
 
     def train(self, batch: PackedBatch, loss: LossSpec) -> float:
         """The gradient's norm before it is clipped."""

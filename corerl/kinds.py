@@ -19,6 +19,16 @@ class MemoryKind(StrEnum):
 ALL_KINDS = frozenset(MemoryKind)
 
 
+class InPieces(StrEnum):
+    """Why packed attention of a model is more than one kernel, also in half precision on a GPU."""
+
+    HEADS = "its heads have more than 256 elements"
+    SINKS = "it has sinks"
+    CAPS = "it caps its scores"
+    STATE = "some layers carry a state along a row"
+    OWN = "it is the model's own code"  # for which sequences are not packed
+
+
 @frozen(kw_only=True)
 class ModelSize:
     """How many elements a model's weights have, before any of them is split."""
@@ -29,8 +39,14 @@ class ModelSize:
     head: int  # what turns hidden states into logits or a value; 0 if it is the embedding
     rest: int  # all others, such as the final norm
     hidden: int  # elements of a hidden state
-    one_kernel: bool = True  # packed attention is one kernel, in half precision on a GPU; else it pads, or has a state
+    adapters: int = 0  # of a role that trains these: they, and a value head; the other fields count all but these
+    in_pieces: InPieces | None = None  # None: packed attention is one kernel, in half precision on a GPU
 
     @property
     def total(self) -> int:
         return sum(self.layers) + self.embedding + self.head + self.rest
+
+    @property
+    def trained(self) -> int:
+        """Of what is trained."""
+        return self.adapters or self.total

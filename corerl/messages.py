@@ -23,6 +23,7 @@ OTHER_NAMES = {
     "fp32": "float32",
     "sync": "synchronous",
     "async": "asynchronous",
+    "r": "rank",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import evolve
 
+from corerl.backend.frozen_weights import digest, require_same
 from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import ContractError, MemoryHeld
+from corerl.errors import ContractError, MemoryHeld, Unsupported
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
@@ -34,9 +36,7 @@ from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import look_at, model_files
-from corerl.models.initial import initials
-from corerl.models.random import RandomSource
-from corerl.models.readers import FirstOf
+from corerl.models.sources import initial_source
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS
@@ -58,6 +58,7 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
+from corerl.weights.adapters import Adapters, is_adapter
 from corerl.weights.chunks import Chunk, TensorSource, fill
 from corerl.weights.gather import GatherPlan
 from corerl.weights.handover import Handover, give
@@ -74,7 +75,9 @@ ExtraState: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 class StateKey(StrEnum):
     """What `local_state` can be asked for; the last three together make a training checkpoint.
 
-    MASTER is the most precise copy of a parameter: `param` itself if there is no other. A checkpoint holds `buffers()`
+    MASTER is the most precise copy of a parameter that is trained: `param` itself if there is no other. Of a role with
+    adapters (`config.lora`), PARAM has these besides the weights, by the names of
+    `corerl.weights.adapters_of`, and the others have them and a value head alone. A checkpoint holds `buffers()`
     besides.
     """
 
@@ -115,9 +118,10 @@ class Backend(BackendBase, ABC):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         """Build the model and its optimizer, with parameters allocated but not loaded. torch.distributed is ready.
 
-        A frozen role (`config.frozen`) has no optimizer, masters or gradients, and its weights are in the precision of
-        its passes. Of the other methods only `forward`, `local_state` and `tensors` for parameters, `after_load` for
-        parameters, `buffers` and `gather` are called.
+        A role with adapters (`config.lora`) trains these and a value head; its other weights are in the precision of
+        its passes, without masters, gradients and moments. A frozen role (`config.frozen`) has no optimizer, masters or
+        gradients, and its weights are in the precision of its passes. Of the other methods only `forward`,
+        `local_state` and `tensors` for parameters, `after_load` for parameters, `buffers` and `gather` are called then.
         """
 
     @abstractmethod
@@ -194,17 +198,11 @@ class Backend(BackendBase, ABC):
             return torch.device("cuda", self.context.local_rank)
         return torch.device("cpu")
 
-    def initial_weights(self) -> TensorSource:
-        """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
-        value head that the directory lacks is random too."""
-        hf = hf_config(self.config.model)
-        shapes = {chunk.name: chunk.shape for chunk in self.weights}
-        if not self.config.model.path:
-            begin = initials(hf, seed=self.config.seed)
-            return RandomSource(hf, shapes, self.config.seed, self.device, initials=begin)
-        files = model_files(self.config.model.path, hf)
-        head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-        return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
+        """The source of a fresh run's weights for these chunks."""
+        shapes = {chunk.name: chunk.shape for chunk in chunks}
+        hf, lora = hf_config(self.config.model), self.config.lora
+        return initial_source(self.config.model, hf, shapes, seed=self.config.seed, device=self.device, lora=lora)
 
     # ---- hooks built on these ---------------------------------------------------------------------------------------
 
@@ -239,27 +237,33 @@ class Backend(BackendBase, ABC):
         if saved is not None:
             saved.require_taken({name for name, _ in self._gather_plan.shapes})
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
-        self.manifest: Manifest = build_manifest(
-            self._gather_plan.shapes,
-            dtype=dtype,
-            bucket_bytes=config.weights.bucket_bytes,
-            senders=self._gather_plan.senders,
+        cut = functools.partial(
+            build_manifest, dtype=dtype, bucket_bytes=config.weights.bucket_bytes, senders=self._gather_plan.senders
         )
+        adapters = [each for each in self._gather_plan.shapes if is_adapter(each[0])]
+        apart = config.weights.lora == "adapter"
+        self._alone = cut(adapters) if adapters and apart else None
+        # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
+        merged = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize) if adapters and not apart else None
+        self._merged = () if merged is None else merged.buckets
+        self.manifest: Manifest = cut([each for each in self._gather_plan.shapes if apart or not is_adapter(each[0])])
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 
     @hookimpl
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         started = time.perf_counter()
-        roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
+        gathered, stream = self._manifest_of(adapters=adapters), self.stream_of(adapters=adapters)
+        roots = [sender.sender_of(bucket) for bucket in gathered.buckets]
         sends = None in roots or self.layout.rank in roots
-        sent, stream = 0, self.stream
+        sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
+        merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
-        for bucket, root in zip(self.manifest.buckets, roots, strict=True):
-            sent += self._send(sender, bucket, stream, chunks=chunks, root=root)
+        for bucket, root in zip(gathered.buckets, roots, strict=True):
+            sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
         self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
@@ -316,19 +320,35 @@ class Backend(BackendBase, ABC):
 
     @property
     def weights(self) -> Sequence[Chunk]:
-        """What engines are sent of this rank, and what a snapshot holds."""
+        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
         return [*self.local_state(StateKey.PARAM), *self.buffers()]
 
     @property
-    def stream(self) -> Manifest:
+    def changing(self) -> Sequence[Chunk]:
+        """Those of the weights that training changes: what a snapshot holds. So with adapters it is small, and a
+        reference policy takes no second copy of the model."""
+        return self.weights if self.config.lora is None else [each for each in self.weights if _is_trained(each.name)]
+
+    def stream_of(self, *, adapters: bool) -> Manifest:
         """The manifest of what engines are sent: that of the gathered weights, or one in which tensors are quantized,
-        and buffers more precise than the manifest's dtype stay so."""
-        weights = self.config.weights
+        and buffers more precise than the manifest's dtype stay so. With `adapters`, of these alone; raises Unsupported
+        if they are merged, or there are none."""
+        weights, gathered = self.config.weights, self._manifest_of(adapters=adapters)
         left_out = weights.unquantized if weights.quantize == "fp8" else None
         precise = {name: str(view.dtype).removeprefix("torch.") for name, view in self._precise().items()}
-        return (
-            self.manifest if left_out is None and not precise else quantized(self.manifest, left_out, precise=precise)
-        )
+        if adapters or (left_out is None and not precise):
+            return gathered
+        return quantized(gathered, left_out, precise=precise)
+
+    def _manifest_of(self, *, adapters: bool) -> Manifest:
+        if not adapters:
+            return self.manifest
+        if self._alone is None:
+            raise Unsupported(
+                f"the {self.context.role} sends no adapters apart from its weights; set [lora] and "
+                "weights.lora='adapter', or send all weights"
+            )
+        return self._alone
 
     def _precise(self) -> dict[str, torch.Tensor]:
         """The buffers that the manifest's dtype would round: such as decide which experts a token goes to."""
@@ -349,18 +369,18 @@ class Backend(BackendBase, ABC):
         state = {key.value: self.local_state(key) for key in SAVED}
         state[StateKey.MASTER.value] = [*state[StateKey.MASTER.value], *self.buffers()]
         for name in self._snapshots.names:
-            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.weights)
+            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.changing)
         note = to_text(self._extra(step))
         return give(handover, self.layout.rank, state, note, called_off=called_off)
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
-        self._snapshots.create(name, self.weights)
+        self._snapshots.create(name, self.changing)
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
-        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
-        self._snapshots.load(name, self.weights, source)
+        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights(self.changing)
+        self._snapshots.load(name, self.changing, source)
 
     def drop_snapshot(self, name: str) -> None:
         self._snapshots.drop(name)
@@ -372,25 +392,45 @@ class Backend(BackendBase, ABC):
             yield
             return
         try:
-            with self._snapshots.swapped(weights, self.weights):
+            with self._snapshots.swapped(weights, self.changing):
                 self.after_load({StateKey.PARAM}, None)
                 yield
         finally:
             self.after_load({StateKey.PARAM}, None)
 
+    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> Adapters | None:
+        """The whole adapters to merge, on rank `root`, or on all ranks if it is None; None elsewhere, and if there are
+        none."""
+        lora, found = self.config.lora, None
+        for bucket in self._merged:
+            where = self._gather_plan.memory("adapters", bucket.numel, torch.float32, self.device)
+            found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
+        return None if lora is None or found is None else Adapters(self._merged[0].views(found), lora.scale)
+
     def _send(
-        self, sender: WeightSender, bucket: Bucket, stream: Manifest, *, chunks: Sequence[Chunk], root: int | None
+        self,
+        sender: WeightSender,
+        bucket: Bucket,
+        gathered: Manifest,
+        stream: Manifest,
+        *,
+        chunks: Sequence[Chunk],
+        root: int | None,
+        merged: Adapters | None,
     ) -> int:
-        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`. Returns
-        the bytes sent. Keeps no reference to the sender's memory."""
-        holds, direct = root in (None, self.layout.rank), stream is self.manifest
+        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`, with the
+        adapters `merged`. Returns the bytes sent. Keeps no reference to the sender's memory."""
+        holds, direct = root in (None, self.layout.rank), stream is gathered
         out: torch.Tensor | None = None
         if holds:
-            out = self._room(sender, bucket, self.manifest) if direct else self._memory(bucket, self.manifest)
+            out = self._room(sender, bucket, gathered) if direct else self._memory(bucket, gathered)
         with self.span("gather"):
             self.gather(bucket, out, chunks=chunks, root=root)
         if out is None:
             return 0
+        if merged is not None:
+            with self.span("merge"):
+                merged.merge(bucket.views(out))
         as_sent = stream.buckets[bucket.index]
         if not direct:
             flat, out = out, self._room(sender, as_sent, stream)
@@ -453,12 +493,30 @@ class Backend(BackendBase, ABC):
         for kind in MemoryKind:
             yield from self.on_device(kind)
 
+    @property
+    def _begins_with(self) -> str:
+        """Where the initial weights come from, for messages."""
+        lora, path = self.config.lora, self.config.model.path
+        weights = f"model.path={path!r}" if path else "random initialization"
+        return f"{weights} or lora.path={lora.path!r}" if lora is not None and lora.path else weights
+
     def _load_initial(self) -> int:
-        what = f"model.path={self.config.model.path!r}" if self.config.model.path else "random initialization"
+        what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
-        fill([*self.local_state(key), *self.buffers()], self.initial_weights(), what=what)
-        self.after_load({key}, None)
+        base = self._load_frozen(what)
+        chunks = [*self.local_state(key), *self.buffers()]
+        fill(chunks, self.initial_weights(chunks), what=what)
+        self.after_load({key} | base, None)
         return 0
+
+    def _load_frozen(self, what: str) -> set[StateKey]:
+        """Load the weights that adapters leave as they are; returns the key of what was loaded, if any."""
+        if self.config.lora is None:
+            return set()
+        chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not _is_trained(chunk.name)]
+        fill(chunks, self.initial_weights(chunks), what=what)
+        self._frozen_digest = digest(chunks, self.group)
+        return {StateKey.PARAM}
 
     def _saved(self) -> TrainingState | None:
         """What this rank goes on from; None if it begins with the model's own weights."""
@@ -476,6 +534,7 @@ class Backend(BackendBase, ABC):
             "weights_version": self.weights_version,
             "backend": type(self).__qualname__,
             "world_size": self.layout.world_size,
+            **({"frozen_weights": self._frozen_digest} if self.config.lora is not None else {}),
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
 
@@ -489,10 +548,13 @@ class Backend(BackendBase, ABC):
                 Capability.RESHARD,
                 f"going on from the state of {ranks} ranks with roles.{self.context.role}.ranks = {own}",
             )
+        base = self._load_frozen(self._begins_with)
+        if base:
+            require_same(extra.get("frozen_weights"), self._frozen_digest, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
-        self.after_load(set(SAVED), self.adam_step)
+        self.after_load({*SAVED, *base}, self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], ranks) == (type(self).__qualname__, own):
             of_rank = saved.extra(self.layout.rank)
@@ -500,6 +562,11 @@ class Backend(BackendBase, ABC):
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
         for name in saved.snapshots:
-            self._snapshots.make(name, self.weights, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
+            self._snapshots.make(name, self.changing, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
         saved.close()
         return int(extra["optimizer_step"])
+
+
+def _is_trained(name: str) -> bool:
+    """Whether a role with adapters trains the HF tensor of that name."""
+    return is_adapter(name) or name == VALUE_HEAD_WEIGHT

@@ -19,6 +19,21 @@ def add_parser(subparsers: Any) -> None:
         default="",
         help="of the weights; by default bfloat16 where the model came in it, else the precision of the training",
     )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--adapter",
+        dest="merge",
+        action="store_false",
+        default=None,
+        help="of a role that trains adapters: a directory of PEFT with these alone (the default)",
+    )
+    form.add_argument(
+        "--merge",
+        dest="merge",
+        action="store_true",
+        default=None,
+        help="of such a role: the whole model, with the adapters merged into its weights",
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from corerl.driver.export import export
 
     directory = Path(args.directory)
-    with_checkpoint(
-        Path(args.checkpoint), lambda checkpoint: export(checkpoint, directory, role=args.role, dtype=args.dtype)
-    )
+
+    def exported(checkpoint: Path) -> Path:
+        return export(checkpoint, directory, role=args.role, dtype=args.dtype, merge=args.merge)
+
+    with_checkpoint(Path(args.checkpoint), exported)
     print(f"wrote {directory}")
     return 0

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.config.load import config_of as config_of
     from corerl.config.load import load_config as load_config
+    from corerl.config.schema import ALL_LINEAR as ALL_LINEAR
     from corerl.config.schema import ClusterInfo as ClusterInfo
     from corerl.config.schema import Config as Config
     from corerl.config.schema import DataConfig as DataConfig
+    from corerl.config.schema import LoraConfig as LoraConfig
     from corerl.config.schema import ModelConfig as ModelConfig
     from corerl.config.schema import OptimizerConfig as OptimizerConfig
     from corerl.config.schema import RoleConfig as RoleConfig

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import Attribute, evolve, field, frozen
+from attrs.validators import optional
 
 from corerl.fields import explain
 from corerl.messages import short_repr
@@ -21,6 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 Precision = Literal["float32", "bfloat16", "float16"]
+ALL_LINEAR = "all-linear"  # of lora.targets
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -308,6 +310,49 @@ class TrainConfig:
 
 
 @frozen(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters beside a role's weights, which stay as they are (Hu et al. 2022, "LoRA: Low-Rank Adaptation of
+    Large Language Models"): a linear layer gives W x + scale B (A x)."""
+
+    rank: int | None = option(
+        "rows of A and columns of B; unset: 16, or as in path", default=None, validator=at_least(1)
+    )
+    alpha: float | None = option(
+        "scale times the rank, or with rslora times its root; unset: 32, or as in path",
+        default=None,
+        validator=[above(0), optional(finite)],
+    )
+    targets: tuple[str, ...] | None = option(
+        "modules that get adapters, by the last parts of their names in the Hugging Face model, such as q_proj or "
+        "self_attn.q_proj; 'all-linear' stands for all linear layers of the decoder but routers and the head; unset: "
+        "that, or as in path",
+        default=None,
+        validator=optional(filled),
+    )
+    rslora: bool | None = option(
+        "scale by alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023); unset: false, or as in path",
+        default=None,
+    )
+    init: Literal["kaiming", "gaussian"] = option(
+        "how A begins; kaiming: uniform within 1 / sqrt(inputs), gaussian: with a deviation of 1 / rank. B begins with "
+        "zeros, so that the first policy is the model",
+        default="kaiming",
+    )
+    path: str = option("a directory of PEFT with adapters to go on from; empty begins with new ones", default="")
+
+    def settled(self, saved: Mapping[str, Any]) -> LoraConfig:
+        """The same with a value for all that is unset: of `saved`, the settings of `path`, or the common one."""
+        common = {"rank": 16, "alpha": 32.0, "targets": (ALL_LINEAR,), "rslora": False, **saved}
+        return evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})
+
+    @property
+    def scale(self) -> float:
+        """What the product of B and A is multiplied by; of settled adapters."""
+        assert self.rank is not None and self.alpha is not None
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@frozen(kw_only=True)
 class BackendChoice:
     name: str = option("an installed training backend, 'distribution:name', or 'package.module:SPEC'")
 
@@ -336,6 +381,10 @@ class SideRoleChoice(RoleChoice):
     model: ModelConfig | None = option(
         "[model] settings of this role only, replacing [model] except for its tokenizer; unset uses the actor's "
         "model, for a critic with a value head",
+        default=None,
+    )
+    lora: LoraConfig | None = option(
+        "train low-rank adapters of this role in place of its weights; a critic's value head is trained beside them",
         default=None,
     )
 
@@ -720,6 +769,12 @@ class WeightsConfig:
         "fp8",
         default="none",
     )
+    lora: Literal["merged", "adapter"] = option(
+        "how the actor's adapters reach engines; merged: added to the weights as these are sent, so that engines "
+        "sample at full speed and every update is a whole one; adapter: apart, to engines that add what they compute, "
+        "so that nothing is rounded and only the adapters travel, but for engines that have slept or are new",
+        default="merged",
+    )
     unquantized: tuple[str, ...] = option(
         "substrings of the names of weights to leave unquantized, besides embeddings, head, norms and routers; the "
         "engine must leave out the same",
@@ -783,6 +838,9 @@ class Config:
     )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
+    lora: LoraConfig | None = option(
+        "train low-rank adapters of the actor in place of its weights; unset trains all weights", default=None
+    )
     algorithm: AlgorithmConfig = option("what all algorithms share", factory=AlgorithmConfig)
     data: DataConfig = option("prompts", factory=DataConfig)
     reward: RewardConfig = option("scoring of samples", factory=RewardConfig)
@@ -816,6 +874,15 @@ class Config:
         """The path of `train_of(role)` in the config, for messages."""
         return "train" if self.chosen_roles[role].train is None else f"roles.{role}.train"
 
+    def lora_of(self, role: str) -> LoraConfig | None:
+        """The adapters that `role` trains; None if it trains its weights, or nothing."""
+        choice = self.chosen_roles[role]
+        return choice.lora if isinstance(choice, SideRoleChoice) else self.lora
+
+    def lora_table_of(self, role: str) -> str:
+        """The path of `lora_of(role)` in the config, for messages."""
+        return f"roles.{role}.lora" if isinstance(self.chosen_roles[role], SideRoleChoice) else "lora"
+
     def model_of(self, role: str) -> ModelConfig:
         """The model that `role` starts from."""
         return self.roles.own_models.get(role) or self.model
@@ -837,6 +904,8 @@ class RoleConfig:
     seed: int
     timeout: float  # seconds of one collective
     value_head: bool = False  # the model is a critic: a value head replaces its language-model head
+    # Trained in place of the weights, which stay in train.precision, without masters, gradients and moments.
+    lora: LoraConfig | None = None
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: bool = False  # the run puts it to sleep, so host memory for that is reserved at the start
@@ -856,7 +925,9 @@ class ClusterInfo:
     train: TrainConfig | None = None  # the role's training settings; None if no run is known
     weights: WeightsConfig | None = None  # for an engine, how its weights travel; None if no run is known
     frozen: bool = False  # the role is never trained: weights are in `train.precision`
+    lora: LoraConfig | None = None  # the role trains adapters alone: the weights are in `train.precision`
     streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale
+    elsewhere: bool = False  # ranks run on machines of a cluster, which may have other libraries than this one
 
 
 explain(__name__)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from corerl.backend.frozen_weights import of_sums, rounded_sum
 from corerl.checkpoint.format import WEIGHTS
-from corerl.checkpoint.reader import CheckpointSource
+from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.config.load import structure
-from corerl.config.schema import Config, ModelConfig
+from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
-from corerl.models.export import export_directory
-from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
+from corerl.models.export import export_directory, write_adapters
+from corerl.models.files import look_at
+from corerl.models.lora import targets_in
+from corerl.models.peft_files import peft_config
+from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
+from corerl.models.sources import initial_source
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
 from corerl.plan.state import read_run
+from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of
+from corerl.weights.chunks import TensorSource
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -28,13 +36,25 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str = "", replace: bool = False) -> Path:
+def export(
+    checkpoint: Path,
+    directory: Path,
+    *,
+    role: str = "actor",
+    dtype: str = "",
+    merge: bool | None = None,
+    replace: bool = False,
+) -> Path:
     """Write `role`'s weights with its config and tokenizer; returns `directory`. `dtype` is a key of DTYPES; if it is
     empty, bfloat16 where the model came in that, else the precision it was trained in.
 
+    Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
+    otherwise; with it the whole model, the adapters merged into the weights that it was trained from. None is False for
+    such a role.
+
     With `replace`, an existing directory is replaced only once the new one is complete.
-    Raises ModelError if `directory` exists and `replace` is not set, and CheckpointError if the checkpoint lacks a
-    tensor of the role's model or has one in another shape.
+    Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
+    CheckpointError if the checkpoint lacks a tensor of the role's model or has one in another shape.
     """
     from corerl.plan import model_files  # slow to import: takes seconds
 
@@ -43,30 +63,94 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     config = structure(read_run(checkpoint)["config"], Config, path="")
     if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
-    model = config.model_of(role)
+    model, lora = config.model_of(role), config.lora_of(role)
+    if merge is not None and lora is None:
+        raise ModelError(
+            f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
+            "--adapter and --merge"
+        )
     hf = hf_config(model)
     source = CheckpointSource(checkpoint / role, *WEIGHTS)
-    built = model_files.built(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes)
-    model_files.require_same_model(checkpoint, role, built)  # else nothing could load the export
-    kept = DTYPES[
-        dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).settled("cpu").precision)
-    ]
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in source.shapes.items():
-            yield name, source.read(name, (0,) * len(shape), shape).to(kept)
-
+    value_head = VALUE_HEAD_WEIGHT in source.shapes
+    shapes = model_files.saved_shapes(hf, value_head=value_head, lora=lora)
+    model_files.require_same_model(checkpoint, role, shapes)  # else nothing could load the export
+    if lora is not None and not merge:
+        if value_head:
+            raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")
+        tensors = _read(source, source.shapes, DTYPES[dtype or "float32"])
+        return _export_adapters(directory, hf, lora, tensors, base=model.path)
+    precision = config.train_of(role).settled("cpu").precision
+    kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
+    tensors = _read(source, source.shapes, kept)
+    if lora is not None:
+        told = read_extra(checkpoint / role, 0).get("frozen_weights")
+        wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
+        base = initial_source(model, hf, wholes, seed=config.run.seed)
+        tensors = _merged(
+            source, FirstOf(source, base), wholes, lora.scale, kept, held=DTYPES[precision], base_digest=str(told)
+        )
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     exported = _with_special_tokens(hf, tokenizer)
     export_directory(
         directory,
         config=exported,
         tokenizer=tokenizer,
-        tensors=tensors(),
+        tensors=tensors,
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
         files=_of(config.model.tokenizer or config.model.path, TOKENIZER_FILES),
         shard_bytes=SHARD_BYTES,
     )
+    return directory
+
+
+def _read(
+    source: TensorSource, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in shapes.items():
+        yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
+
+
+def _merged(
+    saved: CheckpointSource,
+    all_weights: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    held: torch.dtype,
+    base_digest: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights, those with adapters merged in float32. Raises ModelError at the end if those that were not trained
+    are not what the adapters were trained beside, which was in `held`."""
+    sums: dict[str, int] = {}
+    for name, weight in _read(all_weights, shapes, torch.float32):
+        if saved.shape(name) is None:
+            sums[name] = rounded_sum(weight.to(held))
+        pair = [each for each in adapters_of(name) if saved.shape(each) is not None]
+        adapters = dict(_read(saved, {each: saved.shapes[each] for each in pair}, torch.float32))
+        Adapters(adapters, scale).merge({name: weight})
+        yield name, weight.to(dtype)
+    if of_sums(sums) != base_digest:
+        raise ModelError(
+            f"the weights that the adapters belong to have the digest {base_digest}, these have {of_sums(sums)}; give "
+            "back the model.path that they were trained with"
+        )
+
+
+def _export_adapters(
+    directory: Path,
+    hf: PreTrainedConfig,
+    lora: LoraConfig,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    *,
+    base: str,
+) -> Path:
+    held = dict(tensors)
+    modules = {adapted(name).removesuffix(WEIGHT) for name in held}
+    last = sorted({name.rpartition(".")[2] for name in modules})
+    # Engines know targets by their last names; where these mean other modules too, the whole names are told.
+    alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules
+    write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))
     return directory
 
 

@@ -252,6 +252,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             fleet=fleet,
             source=source,
             manifest=groups[ACTOR].manifest().result(),
+            adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.adapters_apart else None,
             address=groups[ACTOR].meeting(address(plan.processes, fleet.receivers)),
             version=inits[ACTOR].weights_version,
             residency=residency,

@@ -50,6 +50,7 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
+    adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
     _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
@@ -85,6 +86,8 @@ class WeightUpdates:
             self.address = self.group.meeting(self.address)
             return
         self.manifest = self.group.manifest().result()
+        if self.adapters is not None:
+            self.adapters = self.group.manifest(adapters=True).result()
         self.address = self.group.meeting(self._address_of(self.fleet.receivers))
 
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
@@ -108,8 +111,9 @@ class WeightUpdates:
         # Used up even if no engine takes it: two streams must never share a version.
         version, self.version = self.version, self.version + 1
         group, fleet = self.group, self.fleet
-        sending = group.update_weights(self.address, version, verify=verify)
-        receiving = fleet.receive(self.manifest, version, self.address)
+        alone = self.adapters if fleet.whole else None
+        sending = group.update_weights(self.address, version, verify=verify, adapters=alone is not None)
+        receiving = fleet.receive(alone or self.manifest, version, self.address)
         told = 0.0
         while not sending.ready(POLL_SECONDS):
             # Otherwise senders would wait until a timeout for an engine that died or gave up.
@@ -124,6 +128,8 @@ class WeightUpdates:
         missed = {name: each for name, each in fared.items() if each is not None}
         fleet.lost_weights(missed)
         self._served |= fared.keys() - missed.keys()
+        if alone is None:
+            fleet.hold_all(fared.keys() - missed.keys())
         if result.sums and not missed:
             self._require_loaded(result.sums, version)
         return missed

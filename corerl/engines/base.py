@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from attrs import Factory, evolve, field, frozen
 
-from corerl.config.schema import ModelConfig, WeightsConfig
+from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
 from corerl.errors import EngineFailed
 from corerl.fields import explain
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
@@ -185,6 +185,7 @@ class EngineContext:
     devices: tuple[int, ...] = ()  # their GPUs, by the machine's numbering; the process itself sees the first
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
+    lora: LoraConfig | None = None  # of adapters that arrive apart from the weights, and alone once these are there
 
     @property
     def receivers(self) -> range:

@@ -102,6 +102,7 @@ class EngineFleet:
         self._restarts: dict[int, int] = {}  # per replica, since the last completed step
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
         self._without_weights: set[int] = set()  # dead, ended and new replicas, and replacements, until an update
+        self._partial = set(range(len(self)))  # replicas that hold no weights, or may hold only some of them
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
         self._serving.set()
 
@@ -353,6 +354,7 @@ class EngineFleet:
             self._without_weights.add(replica)
             self._dead[replica] = died_of  # it gets no calls until it is ready
             self._restarts[replica] = self._restarts.get(replica, 0) + 1
+            self._partial.add(replica)
             self._started[replica] += 1  # before the old process ends: later reports of its death are outdated
         try:
             self.processes.replace(replica, (self.assignments[replica],))
@@ -370,8 +372,21 @@ class EngineFleet:
     def lost_weights(self, names: Iterable[str]) -> None:
         """Note that an update did not reach these engines: they serve nothing until one does."""
         with self._changing:
-            self._without_weights |= {self.names.index(name) for name in names}
+            lost = {self.names.index(name) for name in names}
+            self._without_weights |= lost
+            self._partial |= lost
         self._tell()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every replica holds all weights, so that an update of adapters alone is enough."""
+        with self._changing:
+            return not any(each < len(self) for each in self._partial)
+
+    def hold_all(self, names: Iterable[str]) -> None:
+        """Note that these engines have taken an update of all weights."""
+        with self._changing:
+            self._partial -= {self.names.index(name) for name in names}
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
@@ -465,6 +480,7 @@ class EngineFleet:
             raise stays from error
         with self._changing:
             self._without_weights.update(range(len(self), len(self) + len(names)))
+            self._partial.update(range(len(self), len(self) + len(names)))
             for replica in range(len(self._batchers), len(self) + len(names)):  # there never was one of this number
                 self._batchers.append(self._batcher(replica))
                 self._started.append(1)
@@ -505,6 +521,8 @@ class EngineFleet:
 
     def sleep(self) -> int:
         """Free the weights' memory; returns bytes. Nothing is served until `wake_up` and a weight update."""
+        with self._changing:
+            self._partial.update(range(len(self)))
         return sum(self._ask_all("sleep").values())
 
     def wake_up(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from corerl.weights.adapters import is_adapter
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -17,3 +19,12 @@ def shape_mismatch(offered: Shapes, wanted: Shapes) -> str:
         if tuple(shape) != wanted[name]:
             return f"the trainer sends {name!r} with shape {list(shape)}, but the model requires {list(wanted[name])}"
     return ""
+
+
+def misfit(offered: Shapes, held: Shapes, *, whole: bool) -> str:
+    """As `shape_mismatch`, for an engine that holds adapters beside its weights: once it is `whole`, these may arrive
+    alone."""
+    alone = bool(offered) and all(map(is_adapter, offered))
+    if alone and not whole:
+        return "adapters have arrived alone, but the engine lacks the weights beside them; send all weights first"
+    return shape_mismatch(offered, {name: shape for name, shape in held.items() if is_adapter(name) or not alone})

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from corerl.messages import message_of
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightReceiver
+from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
 
 if TYPE_CHECKING:
     import torch
+
+    from corerl.weights.transports.protocol import Receiver
 
 
 class Receiving:
@@ -19,7 +21,7 @@ class Receiving:
 
     def __init__(self, index: int) -> None:
         self._index = index  # among the receivers of all engines
-        self._receiver: WeightReceiver | None = None
+        self._receiver: Receiver | None = None
         self._address: Address | None = None
 
     def transfer(
@@ -59,7 +61,7 @@ class Receiving:
             self._receiver.close()
         self._receiver = None
 
-    def _connect(self, address: Address) -> WeightReceiver:
+    def _connect(self, address: Address) -> Receiver:
         if self._receiver is None or address != self._address:
             self.close()
             self._receiver, self._address = open_receiver(address, index=self._index), address

@@ -28,6 +28,7 @@ TRANSFORMERS = EngineSpec(
     config=TransformersConfig,
     api=(1, 0),
     summary="transformers' own generate(), on CPU or GPU",
+    adapters=True,
 )
 FAKE = EngineSpec(
     implementation="corerl.engines.fake:FakeEngine",

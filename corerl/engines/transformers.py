@@ -33,13 +33,14 @@ from corerl.engines.base import (
     unheard,
 )
 from corerl.engines.lifecycle import EngineLifecycle
-from corerl.engines.offered import shape_mismatch
+from corerl.engines.offered import misfit
 from corerl.engines.specs import TransformersConfig
 from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout, own_attention
+from corerl.models.lora import put_adapters
 from corerl.models.mixers import carries_state
 from corerl.models.names import hf_boxes
 from corerl.models.parts import parts_of
@@ -60,6 +61,8 @@ class TransformersEngine(Engine):
         hf = hf_config(model)
         attention = own_attention(hf) if options.attention == "auto" else options.attention
         self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
+        if context.lora is not None:
+            put_adapters(self._model, context.lora, dtype=getattr(torch, context.precision))
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
         looked = look_at(hf)
         self._pads = choose_layout(looked, "auto").name == "packed" and not carries_state(parts_of(looked).decoder)
@@ -79,6 +82,7 @@ class TransformersEngine(Engine):
         self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
         self._routers = routers(self._model)
         self._asleep = False
+        self._whole = False  # holds all weights, so that adapters may arrive alone
         self._serving = EngineLifecycle(context.name, context.index)
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -152,13 +156,17 @@ class TransformersEngine(Engine):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+        received = self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+        self._whole |= not received.error
+        return received
 
     def _check(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights are asleep; wake it up first"
-        return shape_mismatch(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
+        return misfit(
+            manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()}, whole=self._whole
+        )
 
     @torch.no_grad()
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -181,7 +189,7 @@ class TransformersEngine(Engine):
         with self._serving.dropping_weights("its weights were put to sleep"):
             for storage, _ in self._storages:
                 storage.resize_(0)
-            self._asleep = True
+            self._asleep, self._whole = True, False
             empty_cache(self._device)
         return self._bytes
 

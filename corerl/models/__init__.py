@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
     from corerl.models.layout import make_policy as make_policy
-    from corerl.models.mixers import attends_in_one_kernel as attends_in_one_kernel
+    from corerl.models.lora import freeze as freeze
+    from corerl.models.lora import put_adapters as put_adapters
+    from corerl.models.lora import targets_in as targets_in
+    from corerl.models.lora import trained_parameters as trained_parameters
+    from corerl.models.mixers import attention_in_pieces as attention_in_pieces
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks
     from corerl.models.names import dtensor_boxes as dtensor_boxes
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
+    from corerl.models.peft_files import peft_config as peft_config
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers

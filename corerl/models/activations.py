@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.models.build import VALUE_HEAD, decoder_layers, recompute_layers
 from corerl.models.described import Described
 from corerl.models.layout import make_policy
-from corerl.models.mixers import attends_in_one_kernel
+from corerl.models.lora import adapter_parameters, trained_parameters
+from corerl.models.mixers import attention_in_pieces
 from corerl.models.parts import parts_of
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
@@ -130,7 +131,9 @@ def _activations(
 def size_of(model: PreTrainedModel) -> ModelSize:
     """The elements of a model's weights, by where they are."""
     layers = list(dict.fromkeys(decoder_layers(model)))
-    held: set[int] = set()  # a weight that layers share is counted in the first of them
+    trained = trained_parameters(model) if adapter_parameters(model) else {}
+    # A weight that layers share is counted in the first of them, and what is trained beside frozen weights apart.
+    held = {id(param) for param in trained.values()}
     inside: list[dict[str, torch.nn.Parameter]] = []
     for layer in layers:
         inside.append({name: param for name, param in layer.named_parameters() if id(param) not in held})
@@ -146,10 +149,11 @@ def size_of(model: PreTrainedModel) -> ModelSize:
             sum(param.numel() for name, param in params.items() if EXPERTS in f".{name}") for params in inside
         ),
         embedding=embedding.numel(),
-        head=0 if ahead is None else ahead.numel(),
+        head=0 if ahead is None or id(ahead) in held else ahead.numel(),
+        adapters=sum(param.numel() for param in trained.values()),
         rest=sum(param.numel() for param in model.parameters() if id(param) not in known),
         hidden=embedding.shape[1],
-        one_kernel=attends_in_one_kernel(parts_of(model).decoder),
+        in_pieces=attention_in_pieces(parts_of(model).decoder),
     )
 
 

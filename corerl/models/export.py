@@ -8,7 +8,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.errors import ModelError, SaveFailed
+from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
 from corerl.plain_json import read_json_file
@@ -53,12 +55,7 @@ def export_directory(
     may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
     directory is replaced only when the new one is complete. Raises SaveFailed if writing fails.
     """
-    path = Path(path).resolve()  # keeps a link to another disk
-    staging, replaced = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.replaced")
-    try:
-        for left_over in (staging, replaced):
-            shutil.rmtree(left_over, ignore_errors=True)
-        staging.mkdir(parents=True)
+    with _staged(Path(path)) as staging:
         written, dtype = _write_shards(staging, tensors, shard_bytes)
         config = copy.deepcopy(config)
         config.dtype = dtype
@@ -71,6 +68,31 @@ def export_directory(
         for file in files:
             if not (staging / file.name).exists():
                 shutil.copyfile(file, staging / file.name)
+    return written
+
+
+def write_adapters(path: str | Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write a directory of PEFT: the adapters `tensors` and the adapter_config.json `config`. As `export_directory`."""
+    with _staged(Path(path)) as staging:
+        for name, tensor in tensors.items():
+            if not finite(tensor):
+                raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_tensors(held, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (staging / PEFT_CONFIG).write_text(_json(config), encoding="utf-8")
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A directory to write to, which takes the place of `path` once the block is done. Raises SaveFailed if writing
+    fails."""
+    path = path.resolve()  # keeps a link to another disk
+    staging, replaced = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.replaced")
+    try:
+        for left_over in (staging, replaced):
+            shutil.rmtree(left_over, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
         if path.exists():
             os.rename(path, replaced)
         os.rename(staging, path)
@@ -83,7 +105,6 @@ def export_directory(
         if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
-    return written
 
 
 def write_config(config: PreTrainedConfig, directory: Path) -> None:

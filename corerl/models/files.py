@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
 from corerl.models.described import Described
+from corerl.models.lora import put_adapters
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 
 LOOKED_AT = 16  # models that a process keeps on meta
@@ -83,18 +85,22 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
     return _own_heads[key]
 
 
-def look_at(config: PreTrainedConfig, *, value_head: bool = False) -> PreTrainedModel:
-    """The model of `config`, wholly on meta: to learn its names and shapes. Raises ModelError if it cannot be built.
+def look_at(config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None) -> PreTrainedModel:
+    """The model of `config`, with the adapters `lora`, wholly on meta: to learn its names and shapes. Raises ModelError
+    if it cannot be built, or cannot have these.
 
     A rank looks several times while it starts, and a model of hundreds of layers takes seconds to build: an equal
     config gets the same model, which nobody may change.
     """
-    return _looked_at(Described.of(config), value_head)
+    return _looked_at(Described.of(config), value_head, lora)
 
 
 @functools.lru_cache(LOOKED_AT)
-def _looked_at(asked: Described, value_head: bool) -> PreTrainedModel:
-    return build_on_meta(asked.config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
+def _looked_at(asked: Described, value_head: bool, lora: LoraConfig | None) -> PreTrainedModel:
+    model = build_on_meta(asked.config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
+    if lora is not None:
+        put_adapters(model, lora, dtype=torch.float32)
+    return model
 
 
 def ties(model: PreTrainedModel) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from corerl.errors import ModelError
+from corerl.kinds import InPieces
 from corerl.models.attention import PACKED, Seen
 from corerl.ops.attention import LARGEST_HEAD, PackedSequences
 
@@ -24,7 +25,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of attention that calls whi
 COUNTS = "arange"  # in the code of what numbers the tokens of a row
 SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
 HEADS = ("head_dim", "qk_head_dim")  # attributes of attention: the elements of a query of one head
-BESIDES = ("sinks", "attn_logit_softcapping")  # attributes of attention: what the packed kernel lacks
+# Attributes of attention: what the packed kernel lacks.
+BESIDES = {"sinks": InPieces.SINKS, "attn_logit_softcapping": InPieces.CAPS}
 
 
 def unregistered_attention(decoder: nn.Module) -> nn.Module | None:
@@ -52,16 +54,19 @@ def carries_state(decoder: nn.Module) -> bool:
     return any(not _has(module, INTERFACE, *SCORES) for module in mixers(decoder))
 
 
-def attends_in_one_kernel(decoder: nn.Module) -> bool:
-    """Whether tokens see earlier ones through nothing but registered attention that `packed_attention` computes with
-    its kernel for packed tokens, on devices and in precisions for which there is one."""
+def attention_in_pieces(decoder: nn.Module) -> InPieces | None:
+    """Why `packed_attention` takes more than its kernel for packed tokens, on devices and in precisions for which there
+    is one; None if tokens see earlier ones through that alone."""
     found = mixers(decoder)
-    return bool(found) and all(
-        _has(module, INTERFACE)
-        and all(getattr(module, name, None) is None for name in BESIDES)
-        and all((getattr(module, name, None) or 0) <= LARGEST_HEAD for name in HEADS)
-        for module in found
-    )
+    for module in found:
+        if not _has(module, INTERFACE):
+            return InPieces.OWN if _has(module, *SCORES) else InPieces.STATE
+        for name, why in BESIDES.items():
+            if getattr(module, name, None) is not None:
+                return why
+        if any((getattr(module, name, None) or 0) > LARGEST_HEAD for name in HEADS):
+            return InPieces.HEADS
+    return None if found else InPieces.OWN
 
 
 def keep_apart(decoder: nn.Module) -> list[nn.Module]:

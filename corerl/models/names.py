@@ -23,6 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from corerl.errors import ModelError
 from corerl.models.build import named_weights, stored_buffers
+from corerl.models.lora import adapter_parameters
+from corerl.weights.adapters import PREFIX, adapted
 from corerl.weights.chunks import Box, Chunk, intersect, within
 
 
@@ -73,9 +75,15 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
     appears once.
 
     Found by running transformers' own conversion for saving once on meta tensors: a few milliseconds and no memory.
-    Raises ModelError if an HF tensor is not a box of one parameter, or the boxes do not cover each element once.
+    Adapters, which transformers does not know, have the names that PEFT gives them.
+    Raises ModelError if an HF tensor is not a box of one parameter, the boxes do not cover each element once, or a
+    weight with an adapter has another name in the files.
     """
-    params = {name: torch.empty(weight.shape, device="meta") for name, weight in named_weights(model).items()}
+    weights = named_weights(model)
+    adapters = adapter_parameters(model)
+    params = {
+        name: torch.empty(weight.shape, device="meta") for name, weight in weights.items() if name not in adapters
+    }
     # Meta tensors have no address; the storage object identifies each of them as long as `params` lives.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
     with _CopiesAreViews():
@@ -95,6 +103,15 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
             raise ModelError(
                 f"{type(model).__name__}: the HF tensors in {name} do not cover each of its elements exactly once"
             )
+    for name in adapters:
+        peft, shape = PREFIX + name, tuple(weights[name].shape)
+        changed = adapted(peft)
+        if [box.name for box in boxes.get(changed, ())] != [changed]:
+            raise ModelError(
+                f"{type(model).__name__} has no tensor {changed!r} of its own in its files, so that it cannot have an "
+                "adapter; leave it out of lora.targets"
+            )
+        boxes[name] = [HFBox(peft, shape, (0,) * len(shape), tuple(range(len(shape))))]
     return boxes
 
 

@@ -40,13 +40,15 @@ class SafetensorsSource:
     Raises ModelError, with the file's name, if the directory, its index or one of its files is missing or damaged.
     """
 
+    holds = "a Hugging Face model"  # what is expected of the directory, for messages
+
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.bytes_read = 0
         self.largest_read = 0  # bytes of the largest box
         self._open: dict[str, Any] = {}
         if not self.directory.is_dir():
-            raise ModelError(f"{str(directory)!r} is not a directory, expected a Hugging Face model")
+            raise ModelError(f"{str(directory)!r} is not a directory, expected {self.holds}")
         self._files = self._find()
 
     @property

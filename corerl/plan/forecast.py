@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ModelError
 from corerl.models.activations import size_of
+from corerl.models.files import look_at
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.footprint import RoleMemory, role_memory
 from corerl.plan.processes import ProcessPlan
@@ -107,7 +108,10 @@ class Forecaster:
         plan, config, objective = self.plan.roles[role], self.config, self.algorithm.objectives.get(role)
         passed = [output for each in self.algorithm.passes if each.role == role for output in each.columns.values()]
         train = evolve(self.plan.roles[role].train, **changed)
-        hf, backend = self.models[role], plan.backend
+        hf, backend, lora = self.models[role], plan.backend, config.lora_of(role)
+        model = self.built[role]
+        if lora is not None:
+            model = look_at(hf, value_head=plan.assignments[0].config.value_head, lora=lora)
         longest = self.longest or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.
@@ -122,9 +126,10 @@ class Forecaster:
                     model=hf.to_dict(),
                     train=train,
                     frozen=objective is None,
+                    lora=lora,
                 ),
                 hf,
-                self.built[role],
+                model,
                 outputs=passed if objective is None else objective.loss.outputs,
                 longest=longest,
                 single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,

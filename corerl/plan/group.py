@@ -21,8 +21,10 @@ from corerl.plan.check import contradictions_of_a_group
 from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.inputs import built_model
-from corerl.plan.model_files import require_same_tensors, require_weights
-from corerl.plan.resolve import ROLES, ignored_tables, is_frozen, load_plugins, settle_algorithm
+from corerl.plan.lora import against_adapters, check_adapters, settle_adapters
+from corerl.plan.model_files import require_same_tensors, require_weights, saved_shapes
+from corerl.plan.notices import slow_paths
+from corerl.plan.resolve import ROLES, has_value_head, ignored_tables, is_frozen, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
 from corerl.plan.user_code import require_no_code_of_a_model
@@ -48,8 +50,9 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         raise ConfigError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(_alone(config))
+    config = settle_adapters(config, problems)
     if problems.none_in("algorithm's spec"):
-        for line in (*contradictions_of_a_group(config), *against_algorithm(config)):
+        for line in (*contradictions_of_a_group(config), *against_algorithm(config), *against_adapters(config)):
             problems.add(line)
     if role not in config.chosen_roles:
         problems.add(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
@@ -66,13 +69,16 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     config = with_recomputation(config, {})
     hf = hf_config(own)
     model = built_model(config, role, hf)
+    check_adapters(config, {role: hf}, problems)
+    problems.raise_all()
     layout = choose_layout(model, config.train_of(role).layout)
     unused = ""
     if resume and is_frozen(config, role):
         raise ConfigError(f"resume: {resume!r}, but the {role} is frozen, and no checkpoint holds it; remove it")
     if resume:
-        require_same_tensors(_part_of(resume, role), role, model)
-    elif own.path:
+        saved = saved_shapes(hf, value_head=has_value_head(config, role), lora=config.lora_of(role))
+        require_same_tensors(_part_of(resume, role), role, saved)
+    if own.path and (not resume or config.lora_of(role) is not None):
         unused = require_weights(own.path, model, hf)
     transport = config.weights.transport
     plan = plan_role(
@@ -107,6 +113,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *([f"{table}.path: {unused}"] if unused else []),
             *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
             *(settled(asked, config) if device == "cuda" else ()),
+            *slow_paths(asked, config, {role: plan}, {role: model}),
         ),
     )
 

@@ -201,21 +201,26 @@ def check_weights(
     problems: Problems,
 ) -> tuple[str, ...]:
     """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
-    from corerl.plan.model_files import require_same_model, require_weights  # slow to import: takes seconds
+    from corerl.plan.model_files import (  # slow to import: takes seconds
+        require_same_model,
+        require_weights,
+        saved_shapes,
+    )
 
     notices: list[str] = []
     for role, model in built.items():
         own, table = config.model_of(role), config.model_table_of(role)
         if own.path and (code := code_not_run(own.path)):
             notices.append(f"{table}.path: {code}")
-        frozen = is_frozen(config, role)
-        if resume and not frozen:
+        frozen, lora = is_frozen(config, role), config.lora_of(role)
+        if resume and not frozen and problems.none_in(config.lora_table_of(role)):
             with problems.stage("checkpoint.model"):
-                require_same_model(resume, role, model)
+                value_head = has_value_head(config, role)
+                require_same_model(resume, role, saved_shapes(models[role], value_head=value_head, lora=lora))
         # A resume still reads the KL reference from it, if that is a snapshot.
         of_snapshot = config.algorithm.kl_coef and config.roles.reference is None
         refers = of_snapshot and not config.algorithm.reference and not config.algorithm.reference_every
-        read = own.path and (not resume or refers or frozen)
+        read = own.path and (not resume or refers or frozen or lora is not None)
         if read and problems.none_in("model", table, "checkpoint"):
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 if unused := require_weights(own.path, model, models[role]):

@@ -30,7 +30,8 @@ from corerl.plan.inputs import (
     require_positions,
     require_room_for_prompts,
 )
-from corerl.plan.notices import title_of, unanswered, unpacked
+from corerl.plan.lora import against_adapters, check_adapters, settle_adapters
+from corerl.plan.notices import slow_paths, title_of, unanswered, unpacked
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
@@ -65,18 +66,20 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     given, problems = config, Problems()
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(config)
+    config = settle_adapters(config, problems)
     known = problems.none_in("algorithm's spec")
     for line in contradictions(config):
         if known or not line.startswith("algorithm."):  # what is unset is not known without
             problems.add(line)
     if known and config.run.mode != "eval":
-        for line in against_algorithm(config):
+        for line in (*against_algorithm(config), *against_adapters(config)):
             problems.add(line)
     with problems.stage("user's code"):
         require_no_code_of_a_model(config)
     models, tokenizer = load_models(config, problems)
     built = built_models(config, models, problems)
     layouts = choose_layouts(config, built, problems)
+    check_adapters(config, models, problems)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
     scaler: Callable[..., Any] | None = None
@@ -175,6 +178,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *told_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),
             *(settled(asked, config) if device == "cuda" else ()),
+            *(slow_paths(asked, config, processes.roles, built) if config.run.trains else ()),
         ),
     )
 

@@ -6,6 +6,7 @@ Imports transformers' models, which takes seconds: import this module only when 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,11 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.checkpoint.format import WEIGHTS, unusable
 from corerl.checkpoint.reader import CheckpointSource
+from corerl.config.schema import LoraConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.messages import listed
-from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.files import look_at, model_files
-from corerl.models.names import shapes_of
+from corerl.models.names import hf_boxes, shapes_of
+from corerl.models.peft_files import PeftFiles
+from corerl.weights.adapters import is_adapter
 
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
@@ -49,21 +53,71 @@ def memory_here() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + on_devices
 
 
-def require_same_model(checkpoint: Path, role: str, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if the checkpoint lacks the role or any tensor of its model, or a shape differs."""
+def with_adapters(model: PreTrainedConfig, lora: LoraConfig, *, value_head: bool) -> PreTrainedModel:
+    """A role's model with adapters, on meta. Raises ModelError if it cannot have them."""
+    adapted = look_at(model, value_head=value_head, lora=lora)
+    shapes_of(adapted)
+    return adapted
+
+
+def require_adapters(directory: Path, model: PreTrainedModel) -> None:
+    """Raise ModelError unless the PEFT directory has the adapters of `model`, and no others."""
+    files = PeftFiles(directory)
+    wanted = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
+    for name, shape in wanted.items():
+        if (found := files.shape(name)) != shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise ModelError(
+                f"{files.where(name)} {what} {name!r}, this model needs {list(shape)}; use adapters of the same model"
+            )
+        if (dtype := files.dtype(name)) not in FLOATS:
+            raise ModelError(
+                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; save "
+                "the adapters again"
+            )
+    if others := sorted(files.names - wanted.keys()):
+        raise ModelError(
+            f"{directory} has tensors that no adapter of this model is, as {listed(others, SHOWN)}; use adapters of "
+            "linear layers of the same model"
+        )
+
+
+def saved_shapes(model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a role's checkpoint holds, by name: with adapters no other weights that could be
+    trained."""
+    held = look_at(model, value_head=value_head, lora=lora)
+    shapes = shapes_of(held)
+    if lora is None:
+        return shapes
+    kept = {box.name for name in stored_buffers(held) for box in hf_boxes(held)[name]}
+    return {
+        name: shape for name, shape in shapes.items() if is_adapter(name) or name == VALUE_HEAD_WEIGHT or name in kept
+    }
+
+
+def require_same_model(checkpoint: Path, role: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if the checkpoint lacks the role, or as `require_same_tensors`."""
     if not (checkpoint / role).is_dir():
         raise unusable(
             checkpoint,
             f"{checkpoint} has no {role}, but this run does; resume with the [algorithm] and [roles] it was trained "
             "with, or start a new run from its export",
         )
-    require_same_tensors(checkpoint / role, role, model)
+    require_same_tensors(checkpoint / role, role, shapes)
 
 
-def require_same_tensors(directory: Path, role: str, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if a role's part of a checkpoint lacks any tensor of its model, or a shape differs."""
+def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if a role's part of a checkpoint lacks any tensor of its `saved_shapes`, has one in another
+    shape, or holds adapters of a role that trains all weights, or the other way round."""
     held = CheckpointSource(directory, *WEIGHTS).shapes
-    for name, shape in shapes_of(model).items():
+    adapters = any(is_adapter(name) for name in held)
+    if adapters != any(is_adapter(name) for name in shapes):
+        what, wanted = ("adapters", "all weights") if adapters else ("all weights", "adapters")
+        raise CheckpointError(
+            f"{directory} holds {what}, this run's {role} trains {wanted}; resume with the [lora] it was trained with, "
+            "or start a new run from its export"
+        )
+    for name, shape in shapes.items():
         found = held.get(name)
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptSource
 from corerl.plan.processes import ProcessPlan
+from corerl.plan.resolve import place_of, role_options
+from corerl.plan.roles import RolePlan
+from corerl.plugin.slow import slow_precision
 from corerl.plugin.spec import ACTOR
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from corerl.models.layout import Layout
 
 
@@ -53,4 +58,26 @@ def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:
         for role, layout in layouts.items()
         if layout.why
     ]
+    return list(dict.fromkeys(lines))
+
+
+def slow_paths(
+    asked: Config, config: Config, roles: Mapping[str, RolePlan], built: Mapping[str, PreTrainedModel]
+) -> list[str]:
+    """One line for each slow path of a role on GPUs, with its price and what avoids it; none on CPUs, where the fast
+    ones are not. `config` is `asked` with what that leaves open settled, `built` has the models on meta."""
+    lines = []
+    for role, plan in roles.items():
+        if plan.cluster.device != "cuda":
+            continue
+        from corerl.models.activations import size_of  # slow to import: takes seconds
+
+        options = role_options(config, role, plan.backend)
+        found = [
+            *slow_precision(plan.cluster, asked=asked.train_of(role).precision == "float32"),
+            *plan.backend.spec.slow(options, plan.cluster, size_of(built[role])),
+        ]
+        for each in found:
+            place = place_of(each, plan.backend, config=config, role=role)
+            lines.append(f"{place}: {each.text}; {each.price}; {each.instead}")
     return list(dict.fromkeys(lines))

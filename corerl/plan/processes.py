@@ -49,6 +49,7 @@ class ProcessPlan:
     device: str  # cpu or cuda
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
+    adapters_apart: bool  # the engines hold the actor's adapters beside its weights
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates
@@ -131,6 +132,7 @@ def plan_processes(
             bundles=widths[ENGINES],
             run_dir=str(run_dir),
             weights=config.weights,
+            lora=config.lora if adapters_apart(config) else None,
         )
         with problems.stage("environment"):
             engine_plan = plan_engines(config, engine, engines, context, environment)
@@ -147,6 +149,7 @@ def plan_processes(
     )
     return ProcessPlan(
         device=device,
+        adapters_apart=adapters_apart(config),
         roles=plans,
         engine=engine_plan,
         sharing=offloaded(config, device),
@@ -202,3 +205,12 @@ def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
         raise ConfigError(
             f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
         )
+    if config.run.samples and adapters_apart(config) and not engine.spec.adapters:
+        raise ConfigError(
+            f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters beside its weights; set it "
+            "to 'merged'"
+        )
+
+
+def adapters_apart(config: Config) -> bool:
+    return config.lora is not None and config.weights.lora == "adapter"

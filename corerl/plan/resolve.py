@@ -18,7 +18,7 @@ from corerl.errors import ConfigError, PluginBroken, PluginError
 from corerl.messages import nearest
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
 from corerl.plugin.requirements import require_met
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SlowPath
 
 TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
 ROLES = tuple(field.name for field in fields(RolesConfig))
@@ -228,20 +228,25 @@ def check_spec(
     Messages name settings by their path in the config: `config` and `role` locate the model and the [train] table that
     `run` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
     """
-    kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
-    if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
-        table = f"roles.{role}.options"
-    own = table or _table(kind, loaded.name)
-    lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, run)]
+    lines = [
+        f"{place_of(each, loaded, config=config, role=role, table=table)}: {each.text}"
+        for each in loaded.spec.check(options, run)
+    ]
     if lines:
         raise ConfigError("\n".join(lines))
 
 
-def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
-    """The path of the setting in the user's config."""
-    if not problem.path.startswith("."):
-        return f"{own}.{problem.path}" if problem.path else own
-    table, _, setting = problem.path[1:].partition(".")
+def place_of(
+    told: Problem | SlowPath, loaded: Loaded, *, config: Config | None = None, role: str = "actor", table: str = ""
+) -> str:
+    """The path, in the user's config, of the setting that a spec tells something of. `table` as in `check_spec`."""
+    if not told.path.startswith("."):
+        kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
+        if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
+            table = f"roles.{role}.options"
+        own = table or _table(kind, loaded.name)
+        return f"{own}.{told.path}" if told.path else own
+    table, _, setting = told.path[1:].partition(".")
     if table in ("weights", "algorithm", "rollout"):
         place = table
     elif table == "train":

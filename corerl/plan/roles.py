@@ -37,6 +37,7 @@ class RolePlan:
     backend: Loaded
     assignments: tuple[Assignment, ...]  # one per rank
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
+    cluster: ClusterInfo = field(repr=False)  # what the spec was told
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
     resources: Resources  # per rank
     objective: Objective | None = CLIPPED  # as the run's algorithm says; None for a frozen role
@@ -97,6 +98,7 @@ def plan_role(
         seed=config.run.seed,
         timeout=config.cluster.timeout,
         value_head=has_value_head(config, role),
+        lora=cluster.lora,
         frozen=cluster.frozen,
         resume=resume,
         sleeps=role in offloaded(config, device),
@@ -117,6 +119,7 @@ def plan_role(
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
         data_parallel=backend.spec.data_parallel(options, cluster),
+        cluster=cluster,
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
         max_tokens=config.rollout.max_tokens,
@@ -144,7 +147,9 @@ def cluster_of(
         model=model or {},
         train=evolve(train, layout=layout) if layout else train,
         frozen=frozen,
+        lora=config.lora_of(role),
         streamed=role == ACTOR and config.rollout.source == "streamed",
+        elsewhere=bool(config.cluster.address),
     )
 
 
@@ -163,7 +168,13 @@ def needed(
     asked, value_head = config.train_of(role), has_value_head(config, role)
     train = evolve(cluster.train or asked, layout=asked.layout)
     needs = asked_by_role(
-        role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head, frozen=cluster.frozen
+        role,
+        train,
+        device=cluster.device,
+        ranks=cluster.ranks,
+        value_head=value_head,
+        frozen=cluster.frozen,
+        lora=config.lora_table_of(role) if cluster.lora else "",
     )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")

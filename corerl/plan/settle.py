@@ -12,6 +12,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config, ModelConfig, TrainConfig
 from corerl.models.tokenizer import CHARACTERS
+from corerl.plan.lora import with_absolute_adapters
 from corerl.plan.resolve import backend_name, is_frozen
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
@@ -85,6 +86,7 @@ def with_absolute_paths(config: Config) -> Config:
     config = evolve(config, model=_absolute(config.model), data=data)
     config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
     config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
+    config = with_absolute_adapters(config)
     own = {
         role: evolve(config.roles.beside_actor[role], model=_absolute(model))
         for role, model in config.roles.own_models.items()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from corerl.plugin.probing import check_library as check_library
     from corerl.plugin.probing import check_nccl as check_nccl
     from corerl.plugin.probing import version_numbers as version_numbers
+    from corerl.plugin.slow import slow_attention as slow_attention
+    from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory
     from corerl.plugin.spec import Resources as Resources
+    from corerl.plugin.spec import SlowPath as SlowPath
     from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok
 else:

@@ -13,6 +13,7 @@ class Capability(StrEnum):
     """What a backend may be able to do; one that its spec does not name counts as present."""
 
     CRITIC = "critic"  # a value head, and losses on values
+    LORA = "lora"  # low-rank adapters in place of all weights
     FROZEN = "frozen"  # roles that are never trained, without the memory of an optimizer
     CPU = "cpu"  # runs without an accelerator
     MULTI_RANK = "multi-rank"  # more than one worker process
@@ -54,12 +55,15 @@ PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
 
 def asked_by_role(
-    role: str, train: TrainConfig, *, device: str, ranks: int, value_head: bool, frozen: bool = False
+    role: str, train: TrainConfig, *, device: str, ranks: int, value_head: bool, frozen: bool = False, lora: str = ""
 ) -> dict[Capability, str]:
-    """The capabilities that a role's own settings need, whatever the run does: capability -> the setting."""
+    """The capabilities that a role's own settings need, whatever the run does: capability -> the setting. `lora`
+    is the table that asks for adapters."""
     asked = {}
     if frozen:
         asked[Capability.FROZEN] = f"roles.{role}"
+    if lora:
+        asked[Capability.LORA] = lora
     if value_head:
         asked[Capability.CRITIC] = "roles.critic"
     if device == "cpu":

@@ -67,8 +67,9 @@ class Hooks:
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
-    def update_weights(self, sender: Any, version: int) -> UpdateResult:
-        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order."""
+    def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
+        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` those of
+        a role with `weights.lora = 'adapter'` alone, for engines that hold the rest."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)

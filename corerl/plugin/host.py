@@ -181,6 +181,7 @@ class PluginHost:
             ranks=context.world_size,
             value_head=config.value_head,
             frozen=config.frozen,
+            lora="" if config.lora is None else "lora",
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)
@@ -218,7 +219,7 @@ class PluginHost:
         result: ForwardResult = self._call("forward", batch=batch, outputs=outputs, weights=weights)
         return result
 
-    def update_weights(self, sender: Any, version: int) -> UpdateResult:
+    def update_weights(self, sender: Any, version: int, adapters: bool = False) -> UpdateResult:
         """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted
         version counts as used: two streams must never share one."""
         with self.entering("update_weights", needs=NEEDS["update_weights"]):
@@ -228,7 +229,7 @@ class PluginHost:
                     "versions must strictly increase"
                 )
             self._next_version = version + 1
-            result: UpdateResult = self._checked("update_weights", sender=sender, version=version)
+            result: UpdateResult = self._checked("update_weights", sender=sender, version=version, adapters=adapters)
             return result
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:

@@ -22,6 +22,7 @@ from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import FULL, Capability, Support
 
 Environment: TypeAlias = Mapping[str, str]
+PATH = matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+")
 
 
 @frozen
@@ -34,8 +35,21 @@ class Problem:
     ".algorithm.SETTING" and ".rollout.SETTING".
     """
 
-    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+"))
+    path: str = field(validator=PATH)
     text: str
+
+
+UNMEASURED = "how much longer a step takes has not been measured"
+
+
+@frozen(kw_only=True)
+class SlowPath:
+    """What takes longer than it could, though nothing is wrong. A run says it before its first step."""
+
+    path: str = field(validator=PATH)  # the setting that decides it, as `Problem.path`
+    text: str  # what is slow, and why
+    price: str  # how many times as long a step takes, as measured, or UNMEASURED
+    instead: str  # what avoids it
 
 
 class Level(StrEnum):
@@ -122,6 +136,10 @@ def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
 
+def no_slow_paths(config: Any, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:
+    return ()
+
+
 def no_findings() -> Iterable[Finding]:
     return ()
 
@@ -157,6 +175,9 @@ class BackendSpec:
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
+    # The slow paths that a role takes; called only on GPUs, and if `check` finds no problem. `slow_attention` tells
+    # those of `corerl.ops.packed_attention`, and CoreRL itself what float32 costs.
+    slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = no_slow_paths
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
     variants: Sequence[Variant] = ()  # each with a name of its own
@@ -188,6 +209,9 @@ class EngineSpec:
     # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
     # `corerl.weights.quantize`.
     quantized: Callable[[Any, ClusterInfo], str] = not_quantized
+    # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
+    # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
+    adapters: bool = False
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 
 from corerl.backend.base import SAVED, StateKey
 from corerl.checkpoint.format import BUFFER
-from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
+from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
@@ -71,6 +71,7 @@ class Setup:
     sequence_multiple: int = 1  # extra padding of sequences, besides the backend's own
     value_head: bool = False  # whether it is a critic
     frozen: bool = False  # whether it is never trained
+    lora: LoraConfig | None = None  # the adapters that it trains, settled
     lifted: bool = False  # let the backend try what it declares that it lacks
 
     @property
@@ -146,6 +147,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         seed=setup.seed,
         timeout=60.0,
         value_head=setup.value_head,
+        lora=setup.lora,
         frozen=setup.frozen,
         resume=resume,
     )

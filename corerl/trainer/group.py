@@ -463,9 +463,10 @@ class TrainGroup:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def manifest(self) -> Future[Manifest]:
-        """The manifest of all updates, for `Engine.receive`. Raises ContractError if ranks disagree."""
-        return self._calls.add(self._start("manifest"), self._common)
+    def manifest(self, *, adapters: bool = False) -> Future[Manifest]:
+        """The manifest of all updates, for `Engine.receive`; with `adapters` of those that send these alone. Raises
+        ContractError if ranks disagree, and Unsupported if the role sends no adapters."""
+        return self._calls.add(self._start("manifest", adapters), self._common)
 
     def _common(self, manifests: Sequence[Manifest]) -> Manifest:
         if any(manifest != manifests[0] for manifest in manifests):
@@ -484,12 +485,15 @@ class TrainGroup:
         host, port, listening = self.processes.listen(0)
         return evolve(address, host=host, port=port, listening=listening)
 
-    def update_weights(self, address: Address, version: int, *, verify: bool = False) -> Future[UpdateResult]:
+    def update_weights(
+        self, address: Address, version: int, *, verify: bool = False, adapters: bool = False
+    ) -> Future[UpdateResult]:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that could not be reached has an entry in
-        `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`)."""
+        `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`). With
+        `adapters`, these alone are sent, to engines that hold all other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
-        return self._calls.add(self._start("update_weights", address, version, verify), _whole)
+        return self._calls.add(self._start("update_weights", address, version, verify, adapters), _whole)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
         """During the update to `version`, make its senders stop waiting for this engine, which died or gave up."""

@@ -216,10 +216,12 @@ class Worker:
         with self._timed(self._pack(samples, share, columns=columns), rest="results") as batch:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
-    def manifest(self) -> Manifest:
-        return self.backend.stream
+    def manifest(self, adapters: bool = False) -> Manifest:
+        return self.backend.stream_of(adapters=adapters)
 
-    def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
+    def update_weights(
+        self, address: Address, version: int, verify: bool = False, adapters: bool = False
+    ) -> UpdateResult:
         """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
         capability = Capability(transport_named(address.transport).capability)
         self.backend.require(capability, f"update_weights over {address.transport!r}")
@@ -228,9 +230,10 @@ class Worker:
                 self.sender.close()
             self.sender, self._address = open_sender(address, rank=self.context.rank), address
         if not verify:
-            return self.host.update_weights(sender=self.sender, version=version)
+            return self.host.update_weights(sender=self.sender, version=version, adapters=adapters)
         summing = SummingSender(self.sender, self.context.rank)
-        return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)
+        result = self.host.update_weights(sender=summing, version=version, adapters=adapters)
+        return evolve(result, sums=summing.sums)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
         """Called in another thread during `update_weights` to `version`: stop waiting for this engine."""

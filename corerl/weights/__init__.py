@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.weights.adapters import adapted as adapted
+    from corerl.weights.adapters import adapters_of as adapters_of
+    from corerl.weights.adapters import is_adapter as is_adapter
     from corerl.weights.changes import apply_changes as apply_changes
     from corerl.weights.changes import encode_changes as encode_changes
     from corerl.weights.chunks import Box as Box

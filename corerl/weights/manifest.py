@@ -84,7 +84,7 @@ class Manifest:
         """The ranks that send buckets, each once."""
         return tuple(dict.fromkeys(bucket.sender for bucket in self.buckets))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash to check that sender and receiver expect the same tensors in the same order."""
         lines = [self.dtype]

@@ -1,4 +1,4 @@
-"""The transport interface: a sender in the trainer and a receiver in each engine, connected by an address.
+"""How weights leave the trainer: a sender there and a receiver in each engine, connected by an address.
 
 driver:   an Address, plain data, for both sides
 trainer:  sender.begin(manifest, version); for each bucket gather into sender.acquire_buffer(...) and
@@ -9,12 +9,11 @@ engine:   for bucket, flat in receiver.buckets(manifest, version): load; then re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from corerl.errors import WeightUpdateError
 from corerl.weights.manifest import Bucket, Manifest
 
 if TYPE_CHECKING:
@@ -36,25 +35,6 @@ class Address:
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = 600.0  # seconds that one side waits for the other
 
-    def by_engine(self, answers: Mapping[int, str]) -> dict[str, str]:
-        """Merge receivers' answers (index -> error) by engine: the first error, or "" if all receivers committed."""
-        merged: dict[str, str] = {}
-        for index, answer in answers.items():
-            merged[self.engines[index]] = merged.get(self.engines[index]) or answer
-        return merged
-
-    def not_joined(self, version: int) -> str:
-        return f"did not join the update to version {version} within {self.timeout:g} s"
-
-    def not_committed(self, version: int, reason: str = "") -> str:
-        return f"did not commit version {version}: {reason or f'no answer within {self.timeout:g} s'}"
-
-    def other_tensors(self, index: int, version: int) -> str:
-        return (
-            f"{self.engines[index]} expects different tensors from those the trainer sends for version {version} (the "
-            "manifests differ); give both the manifest of this update"
-        )
-
 
 class WeightSender(ABC):
     """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception,
@@ -62,15 +42,6 @@ class WeightSender(ABC):
 
     version: int = -1  # of the current or last update; set by `begin`
     sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
-
-    def __init__(self) -> None:
-        self._given_up: dict[str, tuple[int, str]] = {}  # engine -> (version, reason)
-
-    @property
-    def given_up(self) -> dict[str, str]:
-        """Engines that this update no longer waits for -> why."""
-        # A copy: `give_up` comes from another thread.
-        return {name: reason for name, (version, reason) in dict(self._given_up).items() if version == self.version}
 
     def sender_of(self, bucket: Bucket) -> int | None:
         """The rank that this bucket is gathered on and sent from; None if that is every rank."""
@@ -93,42 +64,10 @@ class WeightSender(ABC):
     def commit(self) -> Mapping[str, str]:
         """Wait for the engines; returns engine name -> "" if it committed `self.version`, otherwise the reason."""
 
-    def give_up(self, engine: str, version: int, reason: str) -> None:
+    def give_up(self, engine: str, version: int, reason: str) -> None:  # noqa: B027  -- a sender may never wait
         """Stop waiting for this engine in the update to `version`, because its process or its part has ended. Called
         from another thread before, during or after that update, possibly repeatedly. An answer that the engine has
         already given still counts."""
-        self._given_up[engine] = (version, reason)  # a single assignment needs no lock
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-class WeightReceiver(ABC):
-    """An engine's end."""
-
-    @abstractmethod
-    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield each bucket in order, its checksum verified. Its memory is reused for later ones.
-
-        Raises WeightUpdateError if a checksum does not match, or a bucket does not arrive in time.
-        """
-
-    @abstractmethod
-    def acknowledge(self, version: int, error: str) -> None:
-        """Report the outcome to the sender; "" means that this engine has committed `version`.
-
-        Called once per update, whatever happened: after `buckets` ended or raised, or instead of it to refuse.
-        Raises WeightUpdateError if the sender cannot be reached.
-        """
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-def require_undamaged(bucket: Bucket, version: int, *, got: int, sent: int) -> None:
-    """Raise WeightUpdateError if the checksum of the received bucket differs from the sender's."""
-    if got != sent:
-        raise WeightUpdateError(
-            f"bucket {bucket.index} of version {version} was damaged in transit: its checksum is {got:#x}, but "
-            f"{sent:#x} was sent; the update is rejected"
-        )

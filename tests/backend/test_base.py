@@ -81,7 +81,7 @@ def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_l
         def build(self, *arguments: Any) -> Any:
             super().build(*arguments)
 
-        def initial_weights(self) -> Any:
+        def initial_weights(self, chunks: Any) -> Any:
             raise AssertionError("nothing is to be loaded")
 
     host = PluginHost(Forgetful(), name="mine", context=CONTEXT)
@@ -120,7 +120,7 @@ def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup
 def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
     backend = initialized(PlainBackend(), setup)
     backend.adam_step = 2  # of three steps one was skipped
-    backend.update_weights(InProcessSender(lambda bucket: None), 8)
+    backend.update_weights(InProcessSender(lambda bucket: None), 8, False)
     backend.save(str(tmp_path), step_at(3), False)
     resumed = PlainBackend()
     result = resumed.init(evolve(role_config(setup, resume=str(tmp_path)), options=PlainConfig()), CONTEXT)
@@ -129,9 +129,9 @@ def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> N
 
 def test_bytes_of_an_update_are_the_buckets_or_what_the_transport_made_of_them(setup: Setup) -> None:
     backend, sender = initialized(PlainBackend(), setup), InProcessSender(lambda tensors: None)
-    assert backend.update_weights(sender, 1).bytes == sum(param.nbytes for param in backend.params.values())
+    assert backend.update_weights(sender, 1, False).bytes == sum(param.nbytes for param in backend.params.values())
     sender.sent = 5  # as of changes alone
-    assert backend.update_weights(sender, 2).bytes == 5
+    assert backend.update_weights(sender, 2, False).bytes == 5
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_does_not_fit(

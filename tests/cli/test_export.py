@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import load_file
 
 from corerl.cli.main import main
+from corerl.config.schema import LoraConfig
 from tests.checkpoint.changes import flip
+from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -69,6 +72,40 @@ def test_a_newer_checkpoint_whose_bytes_have_changed_is_told_of(
     assert main(["export", str(newest), str(tmp_path / "other")]) == 2
     assert "is not what was saved (its checksum differs)" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_adapters_are_exported_alone_or_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = evolve(make_config(), lora=LoraConfig(rank=3).settled({}))
+    checkpoint = train_adapted(tmp_path / "run", config).checkpoint
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone")]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "adapter"), "--adapter", "--dtype", "bfloat16"]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "merged"), "--merge"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"wrote {tmp_path}/{name}" for name in ("alone", "adapter", "merged")] and err == ""
+    alone, adapter = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("alone", "adapter"))
+    assert alone.keys() == adapter.keys() and len(alone) == 2 * 2 * 7
+    assert {tensor.dtype for tensor in alone.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert merged.keys() == dict(make_model(config, seed=1).named_parameters()).keys()
+    for words in (["--adapter", "--merge"], ["--merged"]):
+        with pytest.raises(SystemExit) as end:
+            main(["export", str(checkpoint), str(tmp_path / "both"), *words])
+        assert end.value.code == 2
+
+
+@pytest.mark.parametrize("how", ["--adapter", "--merge"])
+def test_a_role_without_adapters_is_exported_without_either(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), how]) == 2
+    assert capsys.readouterr().err == (
+        f"corerl: error: the actor of {checkpoint} was trained as a whole, without adapters; export it without either "
+        "of --adapter and --merge\n"
+    )
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

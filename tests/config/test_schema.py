@@ -3,7 +3,9 @@ from collections.abc import Callable
 
 import pytest
 
-from corerl.config.schema import DataSource, RewardConfig, RewardFunction
+from corerl.config.load import config_of
+from corerl.config.schema import Config, DataSource, LoraConfig, RewardConfig, RewardFunction
+from corerl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,65 @@ def test_a_number_that_no_float_can_be_is_not_finite(make: Callable[[float], obj
     for value, shown in ((10**400, "-?1[0]{115,116}"), (10**5000, "int that is too large"), (math.inf, "-?inf")):
         with pytest.raises(ValueError, match=rf"must be finite, got ('right' = )?{shown}"):
             make(value)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def config_with(**tables: object) -> Config:
+    return config_of({"backend": {"name": "plain"}, **tables})
+
+
+def test_adapters_are_those_of_the_table_of_the_role() -> None:
+    config = config_with(
+        lora={"rank": 8, "targets": ["q_proj"]},
+        roles={"critic": {"ranks": 1, "lora": {"alpha": 4}}, "reference": {"ranks": 1}},
+        algorithm={"name": "ppo"},
+    )
+    assert config.lora_of("actor") == LoraConfig(rank=8, targets=("q_proj",))
+    assert config.lora_of("critic") == LoraConfig(alpha=4.0) and config.lora_of("reference") is None
+    assert [config.lora_table_of(role) for role in ("actor", "critic")] == ["lora", "roles.critic.lora"]
+    assert config_with().lora is None and config_with(lora={}).lora == LoraConfig()
+
+
+def test_what_is_unset_comes_from_a_directory_or_is_the_common_value() -> None:
+    assert LoraConfig(rank=8).settled({}) == LoraConfig(rank=8, alpha=32.0, targets=("all-linear",), rslora=False)
+    saved = {"rank": 3, "alpha": 7.0, "targets": ("v_proj",), "rslora": True}
+    assert LoraConfig(alpha=5.0).settled(saved) == LoraConfig(rank=3, alpha=5.0, targets=("v_proj",), rslora=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rslora", "scale"), [(16, False, 2.0), (64, False, 0.5), (16, True, 8.0), (64, True, 4.0)]
+)
+def test_the_scale_is_alpha_by_the_rank_or_by_its_root(rank: int, rslora: bool, scale: float) -> None:
+    assert LoraConfig(rank=rank, alpha=32.0, rslora=rslora).scale == scale
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"rank": 0}, "lora.rank: must be at least 1, got 0"),
+        ({"rank": 2.5}, "lora.rank: expected integer, got number 2.5"),
+        ({"alpha": 0}, "lora.alpha: must be above 0, got 0.0"),
+        ({"alpha": -1.5}, "lora.alpha: must be above 0, got -1.5"),
+        ({"alpha": math.inf}, "lora.alpha: must be finite, got inf"),
+        ({"targets": []}, "lora.targets: must not be empty"),
+        ({"targets": "all-linear"}, "lora.targets: expected array of strings, got string 'all-linear'"),
+        ({"init": "pissa"}, "lora.init: expected one of 'kaiming', 'gaussian', got string 'pissa'"),
+        ({"rsLora": True}, "lora.rsLora: unknown key; did you mean 'rslora'?"),
+        ({"target": ["q_proj"]}, "lora.target: unknown key; did you mean 'targets'?"),
+        ({"r": 8}, "lora.r: unknown key; did you mean 'rank'?"),
+        ({"lora_alpha": 8}, "lora.lora_alpha: unknown key; did you mean 'alpha'?"),
+        ({"target_modules": ["q_proj"]}, "lora.target_modules: unknown key; did you mean 'targets'?"),
+        ({"dropout": 0.1}, "lora.dropout: unknown key; known: rank, alpha, targets, rslora, init, path"),
+    ],
+)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_settings_of_adapters_that_do_not_fit_are_told_with_their_path(
+    role: str, given: dict[str, object], line: str
+) -> None:
+    own = role == "critic"
+    tables: dict[str, object] = {"roles": {"critic": {"ranks": 1, "lora": given}}} if own else {"lora": given}
+    with pytest.raises(ConfigError) as caught:
+        config_with(**tables)
+    assert caught.value.message == ("roles.critic." if own else "") + line

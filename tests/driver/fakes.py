@@ -62,6 +62,8 @@ class Group:
         self.failure: Exception | None = None
         self.dead = False
         self.lacking = False
+        self.whole = False  # all engines hold all weights
+        self.offered: Any = None  # the manifest of the last update
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
@@ -91,13 +93,17 @@ class Group:
         self.log.append(" ".join(["sleep", *sorted(kinds)]))
         return Future(self, self.ready, lambda: self.slept)
 
-    def update_weights(self, address: Any, version: int, *, verify: bool) -> Future[UpdateResult]:
+    def update_weights(self, address: Any, version: int, *, verify: bool, adapters: bool) -> Future[UpdateResult]:
         self.verified.append(verify)
-        self.log.append(f"send {version}")
+        self.log.append(f"send {version}" + (" of adapters" if adapters else ""))
         return Future(self, self.ready, self._updated)
 
     def receive(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
+        self.offered = manifest
+
+    def hold_all(self, names: Iterable[str]) -> None:
+        self.whole = set(names) >= set(self.names)
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -122,7 +128,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
-        self.dead = False
+        self.dead = self.whole = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
@@ -131,6 +137,7 @@ class Group:
 
     def lost_weights(self, names: Iterable[str]) -> None:
         self.without_weights = list(names)
+        self.whole &= not self.without_weights
 
     def step_completed(self) -> None:
         self.log.append("completed")

@@ -69,15 +69,19 @@ def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) ->
             for name, param in params[rank::2]
         ]
         write(stage(dict.fromkeys(KEYS, chunks), {}), partial / "actor", rank)
-    state = {
+    return commit(partial, recorded(config, step))
+
+
+def recorded(config: Config, step: int) -> dict[str, Any]:
+    """What a run writes beside its roles."""
+    return {
         "rollout_step": step,
         "source": {
             "rollout_step": step,
             "prompts": {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "seed": 0},
         },
-        "config": to_plain(evolve(config, train=config.train.settled("cpu"))),  # as a run records it
+        "config": to_plain(evolve(config, train=config.train.settled("cpu"))),
     }
-    return commit(partial, state)
 
 
 def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:

@@ -25,6 +25,35 @@ def test_each_push_has_a_version_of_its_own() -> None:
     assert (actor.log, fleet.log, updates.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
 
 
+def test_adapters_travel_alone_once_every_engine_holds_the_weights_beside_them() -> None:
+    whole, alone = (build_manifest([(name, (1,))], dtype="float32", bucket_bytes=8) for name in ("w", "a"))
+    actor, fleet = Group(), Group()
+    updates = make_updates(make_config(), actor, fleet, manifest=whole, adapters=alone, version=7)
+    offered = []
+    for _ in range(3):
+        updates.push()
+        offered.append(fleet.offered)
+    assert offered == [whole, alone, alone]
+    assert actor.log == ["send 7", "send 8 of adapters", "send 9 of adapters"]
+    fleet.dead = True  # it is replaced by one without weights
+    updates.push()
+    assert fleet.offered is whole and actor.log[-1] == "send 10"
+    fleet.whole = False  # they have slept
+    updates.push()
+    updates.push()
+    assert actor.log[-2:] == ["send 11", "send 12 of adapters"]
+
+
+def test_an_engine_that_missed_an_update_of_adapters_is_sent_all_weights() -> None:
+    whole, alone = (build_manifest([(name, (1,))], dtype="float32", bucket_bytes=8) for name in ("w", "a"))
+    actor, fleet = Group(), Group()
+    updates = make_updates(make_config(), actor, fleet, manifest=whole, adapters=alone, version=7)
+    updates.push()
+    fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 0 was damaged")
+    updates.push()
+    assert actor.log == ["send 7", "send 8 of adapters", "send 9"]
+
+
 def test_a_push_that_an_engine_did_not_take_says_which_and_why() -> None:
     actor, fleet = Group(), Group()
     fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")

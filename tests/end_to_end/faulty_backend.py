@@ -31,10 +31,10 @@ class FaultyBackend(FsdpBackend):
             self.fail()
         return super().optimizer_step(step, scale)
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         if self.fails_in("update_weights", Step(optimizer_step=0, rollout_step=version, lr=0.0)):
             self.fail()
-        return super().update_weights(sender, version)
+        return super().update_weights(sender, version, adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         if self.fails_in("save", step) and self.config.options.how == "full":

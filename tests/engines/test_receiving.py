@@ -8,10 +8,10 @@ import torch
 
 from corerl.engines import receiving
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address, WeightReceiver
+from corerl.weights.transport import Address
 
 
-class Lender(WeightReceiver):
+class Lender:
     """Lends its memory for a bucket, and looks whether it has it back when the update ends."""
 
     back = False

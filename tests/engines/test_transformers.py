@@ -7,15 +7,19 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.continuation import append, continued
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine, keep_likeliest
 from corerl.errors import EngineFailed
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.models.names import shapes_of
 from corerl.models.smallest import smallest_config
 from corerl.ops.noise import hash_keys
 from corerl.testing.models import drawn_model
+from corerl.weights.adapters import is_adapter
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
 from tests.engines.models import (
@@ -413,6 +417,47 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     (received,) = update([served], tensors, version=2, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_that_arrive_apart_draw_what_merged_weights_do_and_alone_only_beside_these(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=3, alpha=7.0).settled({})
+    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), lora=lora))
+    plain = engine(TIED)
+    weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
+    shapes = shapes_of(look_at(hf_config(ModelConfig(config=TIED)), lora=lora))
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """New adapters, and the weights that they come to."""
+        adapters = {
+            name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
+        }
+        merged = dict(weights)
+        for a in adapters:
+            if a.endswith(".lora_A.weight"):
+                changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
+                merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
+        return adapters, merged
+
+    first, then, last = drawn(), drawn(), drawn()
+    (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
+    assert alone.error == (
+        "adapters have arrived alone, but the engine lacks the weights beside them; send all weights first"
+    )
+    update([served], {**weights, **first[0]}, version=2, path=tmp_path / "w")
+    update([plain], first[1], version=2, path=tmp_path / "plain")
+    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
+    (received,) = update([served], then[0], version=3, path=tmp_path / "w")
+    assert (received.error, received.bytes) == ("", sum(tensor.nbytes for tensor in then[0].values()))
+    update([plain], then[1], version=3, path=tmp_path / "plain")
+    assert_same_samples(served.generate(request(8)), plain.generate(request(8)))
+    served.sleep()
+    served.wake_up()
+    (asleep,) = update([served], last[0], version=4, path=tmp_path / "w")
+    assert asleep.error == alone.error
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------

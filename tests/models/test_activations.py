@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig
 
+from corerl.kinds import InPieces
 from corerl.models.activations import activations_of, size_of
 from corerl.models.build import materialize
 from corerl.models.files import look_at
@@ -125,4 +126,5 @@ def test_a_models_size_is_that_of_its_parts() -> None:
     assert (tied.head, untied.head) == (0, untied.embedding)
     critic = size_of(look_at(AutoConfig.for_model(**fields), value_head=True))
     assert critic.head == fields["hidden_size"]
-    assert found.one_kernel and not size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264}))).one_kernel
+    wide = size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264})))
+    assert (found.in_pieces, wide.in_pieces) == (None, InPieces.HEADS)

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError, SaveFailed
 from corerl.models.config import experts, hf_config
-from corerl.models.export import export_directory
+from corerl.models.export import export_directory, write_adapters
 from corerl.models.names import hf_boxes
+from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.smallest import smallest_config
 from corerl.models.tokenizer import character_tokenizer
@@ -75,6 +76,26 @@ def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(tiny_models: dict
     export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
     assert torch.equal(load_file(path / SINGLE)["a"], torch.zeros(2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
+
+
+def test_adapters_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "adapters", {"a": torch.ones(2, 3).T, "b": torch.zeros(4)}
+    write_adapters(path, tensors, {"r": 3, "lora_alpha": 7.5})
+    assert json.loads((path / PEFT_CONFIG).read_text()) == {"r": 3, "lora_alpha": 7.5}
+
+    def assert_as_before() -> None:
+        found = load_file(path / PEFT_WEIGHTS)
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["adapters"]
+
+    assert_as_before()
+    with pytest.raises(ModelError, match="^'b' has NaN or infinite values as torch.float32; nothing is exported$"):
+        write_adapters(path, {**tensors, "b": torch.tensor([1.0, math.nan])}, {})
+    assert_as_before()
+    with pytest.raises(SaveFailed, match="the model could not be exported to /dev/null/adapters: "):
+        write_adapters("/dev/null/adapters", tensors, {})
+    write_adapters(path, {"a": torch.zeros(1)}, {"r": 1})
+    assert load_file(path / PEFT_WEIGHTS).keys() == {"a"}
 
 
 def test_a_link_to_a_directory_stays_one_export_after_export(tiny_models: dict[str, Path], tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
+from corerl.kinds import InPieces
 from corerl.models.attention import Seen
 from corerl.models.files import look_at
 from corerl.models.mixers import (
     attends,
-    attends_in_one_kernel,
+    attention_in_pieces,
     carries_state,
     keep_apart,
     mixers,
@@ -48,23 +49,23 @@ def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> 
 @pytest.mark.parametrize(
     ("model_type", "fields", "wanted"),
     [
-        ("qwen3", {}, True),
-        ("qwen3", {"head_dim": 256}, True),
-        ("qwen3", {"head_dim": 264}, False),
-        ("deepseek_v3", {}, True),
-        ("gemma2", {}, False),  # caps its scores
-        ("gemma2", {"attn_logit_softcapping": None}, True),
-        ("gpt_oss", {}, False),  # has sinks
-        ("qwen3_5_text", {}, False),  # has a state
-        ("bloom", {}, False),  # computes attention with its own code
-        ("openai-gpt", {}, False),
+        ("qwen3", {}, None),
+        ("qwen3", {"head_dim": 256}, None),
+        ("qwen3", {"head_dim": 264}, InPieces.HEADS),
+        ("deepseek_v3", {}, None),
+        ("gemma2", {}, InPieces.CAPS),
+        ("gemma2", {"attn_logit_softcapping": None}, None),
+        ("gpt_oss", {}, InPieces.SINKS),
+        ("qwen3_5_text", {}, InPieces.STATE),
+        ("bloom", {}, InPieces.OWN),
+        ("openai-gpt", {}, InPieces.OWN),
     ],
 )
 def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
-    model_type: str, fields: dict[str, Any], wanted: bool
+    model_type: str, fields: dict[str, Any], wanted: InPieces | None
 ) -> None:
     decoder = parts_of(look_at(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
-    assert attends_in_one_kernel(decoder) is wanted
+    assert attention_in_pieces(decoder) is wanted
 
 
 class Sums(nn.Module):

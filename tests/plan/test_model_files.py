@@ -10,11 +10,27 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
-from corerl.plan.model_files import built, require_memory, require_same_model, require_weights
+from corerl.models.export import write_adapters
+from corerl.models.names import shapes_of
+from corerl.plan.model_files import (
+    built,
+    require_adapters,
+    require_memory,
+    require_same_model,
+    require_weights,
+    saved_shapes,
+    with_adapters,
+)
+from corerl.testing.models import tiny_config
+from corerl.weights.adapters import is_adapter
+from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save
+
+LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
+MODULES = ("self_attn.q_proj", "mlp.up_proj")
 
 
 def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path: Path) -> None:
@@ -24,7 +40,7 @@ def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path:
 
     def require(**changes: Any) -> None:
         changed = hf_config(evolve(config.model, config={**fields, **changes}))
-        require_same_model(checkpoint, "actor", built(changed, value_head=False))
+        require_same_model(checkpoint, "actor", saved_shapes(changed, value_head=False, lora=None))
 
     require()
     with pytest.raises(CheckpointError, match=r"has \[16, 32\] for 'model.embed_tokens.weight'.* needs \[19, 32\]"):
@@ -37,7 +53,76 @@ def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
-        require_same_model(checkpoint, "critic", built(hf_config(config.model), value_head=True))
+        require_same_model(checkpoint, "critic", saved_shapes(hf_config(config.model), value_head=True, lora=None))
+
+
+def test_with_adapters_a_checkpoint_holds_these_a_value_head_and_buffers_and_no_other_weights() -> None:
+    layers = [f"base_model.model.model.layers.{layer}." for layer in (0, 1)]
+    adapters = {f"{layer}{module}.lora_{part}.weight" for layer in layers for module in MODULES for part in "AB"}
+    plain, routed = tiny_config("qwen3"), tiny_config("glm4-moe")
+    assert saved_shapes(plain, value_head=False, lora=LORA).keys() == adapters
+    assert saved_shapes(plain, value_head=True, lora=LORA).keys() == {*adapters, "value_head.weight"}
+    only_q = evolve(LORA, targets=("q_proj",))
+    kept = [name for name in saved_shapes(routed, value_head=False, lora=only_q) if not is_adapter(name)]
+    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]  # which training may change
+    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(built(plain, value_head=False))
+
+
+def test_adapters_in_place_of_all_weights_and_the_other_way_round_are_refused_in_one_line(tmp_path: Path) -> None:
+    config = make_config()
+    hf, whole = hf_config(config.model), save(tmp_path / "whole", config, make_model(config, seed=1), step=2)
+    adapted = train_adapted(tmp_path / "adapted", evolve(config, lora=LORA)).checkpoint
+    of_all, of_adapters = (saved_shapes(hf, value_head=False, lora=lora) for lora in (None, LORA))
+    require_same_model(adapted, "actor", of_adapters)
+
+    def told(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            require_same_model(checkpoint, "actor", shapes)
+        return caught.value.message
+
+    advice = "resume with the [lora] it was trained with, or start a new run from its export"
+    assert told(whole, of_adapters) == f"{whole}/actor holds all weights, this run's actor trains adapters; {advice}"
+    assert told(adapted, of_all) == f"{adapted}/actor holds adapters, this run's actor trains all weights; {advice}"
+    other_rank = saved_shapes(hf, value_head=False, lora=evolve(LORA, rank=4))
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert told(adapted, other_rank).startswith(
+        f"{adapted}/actor has [3, 32] for '{first}', this run's actor needs [4, 32]"
+    )
+    more = saved_shapes(hf, value_head=False, lora=evolve(LORA, targets=("q_proj", "up_proj", "v_proj")))
+    assert "/actor lacks 'base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight'" in told(adapted, more)
+
+
+def test_a_peft_directory_must_have_the_adapters_of_the_model_and_no_others(tmp_path: Path) -> None:
+    model = with_adapters(tiny_config("qwen3"), LORA, value_head=False)
+    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
+    file = tmp_path / "adapters/adapter_model.safetensors"
+
+    def told(changes: dict[str, torch.Tensor | None]) -> str:
+        kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        write_adapters(tmp_path / "adapters", kept, {})
+        with pytest.raises(ModelError) as caught:
+            require_adapters(tmp_path / "adapters", model)
+        return caught.value.message
+
+    write_adapters(tmp_path / "adapters", tensors, {})
+    require_adapters(tmp_path / "adapters", model)
+    up = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    advice = "use adapters of the same model"
+    assert told({up: None}) == f"{file} lacks {up!r}, this model needs [96, 3]; {advice}"
+    assert told({up: torch.zeros(96, 4)}) == f"{file} has [96, 4] for {up!r}, this model needs [96, 3]; {advice}"
+    assert told({up: torch.zeros(96, 3, dtype=torch.int8)}) == (
+        f"{file} has values of type I8 for {up!r}, wanted one of F64, F32, BF16, F16; save the adapters again"
+    )
+    others = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 97),
+        "base_model.model.lm_head.weight": torch.zeros(97, 64),
+    }
+    assert told(dict(others)) == (
+        f"{tmp_path}/adapters has tensors that no adapter of this model is, as base_model.model.lm_head.weight, "
+        "base_model.model.model.embed_tokens.lora_embedding_A; use adapters of linear layers of the same model"
+    )
+    with pytest.raises(ModelError, match="^'/nowhere' is not a directory, expected a directory of PEFT"):
+        require_adapters(Path("/nowhere"), model)
 
 
 def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_stays(tmp_path: Path) -> None:
     plan = planned_on(200 * GIB, tmp_path, train={"precision": "float32", "recompute": "none"})
-    assert settings(plan) == ("float32", "none") and plan.notices == ()
+    assert settings(plan) == ("float32", "none") and not any("'auto' is" in line for line in plan.notices)
     assert plan.memory is not None
     there = round(plan.memory.stages["train actor"].total / 1.2)
     with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: training needs .* set train\.recompute='full' \("):

@@ -52,7 +52,7 @@ class Caller:
         self.backend.forward(batch, LOSS.outputs, "")
 
     def update(self, version: int) -> None:
-        self.backend.update_weights(InProcessSender(lambda bucket: None), version)
+        self.backend.update_weights(InProcessSender(lambda bucket: None), version, False)
 
     def with_micro_batches(self, change: Callable[[MicroBatch], MicroBatch]) -> PackedBatch:
         batch = self.batch()

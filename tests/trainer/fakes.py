@@ -106,7 +106,9 @@ LIMITED = BackendSpec(
 class FakeBackend(BackendBase):
     """Whatever it counts is in proportion to the rank plus one."""
 
-    stream: Manifest = MANIFEST
+    def stream_of(self, *, adapters: bool) -> Manifest:
+        assert not adapters
+        return MANIFEST
 
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:

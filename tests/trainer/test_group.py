@@ -596,7 +596,7 @@ def test_why_a_group_has_ended_is_raised_wherever_one_asks_first_and_is_no_error
     with pytest.raises(WorkerDied, match=r"^the ranks have ended$"):
         group.manifest()
     group.shutdown()
-    assert processes.calls == [("clear_memory",), ("manifest",)]
+    assert processes.calls == [("clear_memory",), ("manifest", False)]
 
 
 def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
@@ -855,7 +855,7 @@ def test_other_ranks_take_the_state_and_go_on_and_then_the_old_ones_end(make_mov
     assert (move.old.killed, move.new.killed, move.told) == (True, False, [])
     assert move.group.processes is move.new and move.group.plan is AFTER  # type: ignore[comparison-overlap]
     move.group.manifest()
-    assert move.new.calls[-1] == ("manifest",)
+    assert move.new.calls[-1] == ("manifest", False)
     move.group.shutdown()
     assert move.new.calls[-1] == ("shutdown", "finished") and len(move.old.calls) == 2
 

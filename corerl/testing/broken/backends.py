@@ -22,6 +22,7 @@ from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, summed, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
+from corerl.models.lora import LoraLinear
 from corerl.plugin.context import Context
 from corerl.testing.plain.backend import PlainBackend
 from corerl.types import (
@@ -91,9 +92,9 @@ class LeavesATensorOut(PlainBackend):
 
 
 class LoadsTwice(PlainBackend):
-    def initial_weights(self) -> TensorSource:
-        source = super().initial_weights()
-        self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in self.local_state(StateKey.MASTER)]
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
+        source = super().initial_weights(chunks)
+        self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in chunks]
         return source
 
 
@@ -379,10 +380,10 @@ def counters(backend: PlainBackend, step: Step) -> Mapping[str, int | str]:
 
 
 class StaleWeights(PlainBackend):
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         self.load_snapshot("start", "")
         with self.using("start"):
-            return super().update_weights(sender, version)
+            return super().update_weights(sender, version, adapters)
 
 
 class SendsOnce(PlainBackend):
@@ -458,3 +459,26 @@ class TrainsAFrozenRole(PlainBackend):
             for param in self.params.values():
                 moments(self.optimizer, param, self.adam_step)
         return result
+
+
+class ScalesAdaptersTwice(PlainBackend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        layout = super().build(config, context)
+        for module in self.model.modules():
+            if isinstance(module, LoraLinear):
+                module.scale *= 2
+        return layout
+
+
+class TrainsBesideAdapters(PlainBackend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        layout = super().build(config, context)
+        if config.lora is not None:
+            norm = self.params["model.norm.weight"].requires_grad_()
+            self.optimizer.add_param_group({"params": [norm], "weight_decay": 0.0})
+        return layout
+
+
+class SendsWithoutAdapters(PlainBackend):
+    def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> None:
+        return None

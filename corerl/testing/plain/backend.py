@@ -18,6 +18,7 @@ from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout
+from corerl.models.lora import freeze, put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
 from corerl.models.routing import Routers
@@ -45,6 +46,8 @@ class PlainBackend(Backend):
         self.model = build_on_meta(hf, dtype=torch.float32, attention="eager", value_head=config.value_head)
         self.decoder = parts_of(self.model).decoder
         self.routers = Routers(self.model)
+        if config.lora is not None:
+            put_adapters(self.model, config.lora, dtype=torch.float32)
         self.boxes = hf_boxes(self.model)
         materialize(
             self.model,
@@ -54,10 +57,12 @@ class PlainBackend(Backend):
             },
         )
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
+        freeze(self.model)
         self.params = dict(self.model.named_parameters())
-        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        self.trained = trained_parameters(self.model)
+        shapes = {name: tuple(param.shape) for name, param in self.trained.items()}
         if not config.frozen:
-            self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)
+            self.optimizer = adamw(self.trained, shapes, config.train.optimizer, fused=False)
         return ParallelLayout.data_parallel(rank=0, world_size=1)
 
     def forward_backward(
@@ -87,11 +92,11 @@ class PlainBackend(Backend):
         return GradientResult(metrics=metrics.finish(), tokens=tokens, outputs=found)
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
-        for param in self.params.values():
+        for param in self.trained.values():
             if param.grad is not None:
                 param.grad *= scale
         clip_norm = self.config.train.optimizer.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), clip_norm).item()
         applied = math.isfinite(norm)
         if applied:
             set_lr(self.optimizer, step.lr)
@@ -143,7 +148,7 @@ class PlainBackend(Backend):
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         chunks: list[Chunk] = []
-        for name, param in self.params.items():
+        for name, param in (self.params if key is StateKey.PARAM else self.trained).items():
             if key in (StateKey.PARAM, StateKey.MASTER):
                 values = param.detach()
             else:

@@ -24,9 +24,9 @@ def memory(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMe
     vocabulary = size.embedding // size.hidden
     return RankMemory(
         kinds={
-            MemoryKind.PARAM: FLOAT32 * size.total,
-            MemoryKind.GRAD: FLOAT32 * size.total,
-            MemoryKind.OPTIMIZER: 2 * FLOAT32 * size.total,
+            MemoryKind.PARAM: FLOAT32 * (size.total + size.adapters),
+            MemoryKind.GRAD: FLOAT32 * size.trained,
+            MemoryKind.OPTIMIZER: 2 * FLOAT32 * size.trained,
         },
         gradients_grow=True,
         replicated=LOGITS * FLOAT32 * tokens * vocabulary,

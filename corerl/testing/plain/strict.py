@@ -90,14 +90,14 @@ class StrictPlainBackend(PlainBackend):
         left_alone.check("forward")
         return result
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         self._ready("update_weights")
         _owed(
             version >= self.next_version,
             f"update_weights was given version {version}, expected {self.next_version} or more",
         )
         self.next_version = version + 1  # an attempted version counts as used, even if it fails
-        return super().update_weights(sender, version)
+        return super().update_weights(sender, version, adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self._ready("save")

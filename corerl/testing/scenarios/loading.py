@@ -20,7 +20,7 @@ from corerl.testing.harness import (
 from corerl.types import (
     MemoryKind,
 )
-from corerl.weights.chunks import TensorSource
+from corerl.weights.chunks import Chunk, TensorSource
 
 
 @frozen(kw_only=True)
@@ -59,8 +59,8 @@ def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
     open_source = worker.backend.initial_weights
     sources: list[Counted] = []
 
-    def opened() -> TensorSource:
-        sources.append(source := Counted(open_source()))
+    def opened(chunks: Sequence[Chunk]) -> TensorSource:
+        sources.append(source := Counted(open_source(chunks)))
         return source
 
     worker.backend.initial_weights = opened  # type: ignore[method-assign]

@@ -111,10 +111,12 @@ def held_after_a_step(setup: Setup) -> tuple[dict[MemoryKind, int], dict[MemoryK
         train(worker, setup, 0)
         config, ranks = worker.backend.config, worker.backend.context.world_size
         hf = hf_config(config.model)
-        cluster = ClusterInfo(device=setup.device, ranks=ranks, model=hf.to_dict(), train=config.train)
+        cluster = ClusterInfo(
+            device=setup.device, ranks=ranks, model=hf.to_dict(), train=config.train, lora=config.lora
+        )
         memory = load(Kind.BACKENDS, setup.backend).spec.memory
         assert memory is not None  # the check has asked
-        predicted = memory(config.options, cluster, size_of(look_at(hf)))
+        predicted = memory(config.options, cluster, size_of(look_at(hf, lora=config.lora)))
         return {kind: resident(worker, kind) for kind in MemoryKind}, dict(predicted.kinds)
 
 

@@ -15,6 +15,7 @@ from corerl.testing.suite import (
     test_gpu,
     test_halves,
     test_loading,
+    test_lora,
     test_memory,
     test_ray,
     test_routing,
@@ -36,6 +37,7 @@ MODULES: tuple[ModuleType, ...] = (
     test_errors,
     test_critic,
     test_frozen,
+    test_lora,
     test_gpu,
     test_ray,
 )

@@ -17,6 +17,7 @@ from corerl.testing.compare import (
     loss_of,
     whole,
 )
+from corerl.testing.harness import Setup
 from corerl.testing.marks import check
 from corerl.testing.scenarios import sleeping
 from corerl.testing.subject import Subject
@@ -66,7 +67,12 @@ def test_ranks_hold_of_each_kind_what_the_spec_predicts(subject: Subject, kind: 
     memory = load(Kind.BACKENDS, subject.backend).spec.memory
     if memory is None:
         pytest.skip("the backend's spec predicts no memory")
-    found = subject.run(sleeping.held_after_a_step, subject.setup(kind))
+    held_as_predicted(subject, subject.setup(kind))
+
+
+def held_as_predicted(subject: Subject, setup: Setup) -> None:
+    """After a step, ranks hold of each kind what the spec predicts."""
+    found = subject.run(sleeping.held_after_a_step, setup)
     for each in MemoryKind:
         held, predicted = max(held[each] for held, _ in found), found[0][1].get(each, 0)
         if each is MemoryKind.GRAD and not held:

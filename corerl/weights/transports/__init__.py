@@ -9,14 +9,15 @@ from attrs import frozen
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
 from corerl.weights.transports.disk import DiskReceiver, DiskSender, give_up
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
+from corerl.weights.transports.protocol import Receiver
 
 SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
-ReceiverFactory: TypeAlias = Callable[[Address, int], WeightReceiver]
+ReceiverFactory: TypeAlias = Callable[[Address, int], Receiver]
 
 AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
 
@@ -68,6 +69,6 @@ def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
     return transport_named(address.transport).sender(address, rank)
 
 
-def open_receiver(address: Address, *, index: int) -> WeightReceiver:
+def open_receiver(address: Address, *, index: int) -> Receiver:
     """The receiver `index`, of engine `address.engines[index]`. It connects at the first update; keep it for all."""
     return transport_named(address.transport).receiver(address, index)

@@ -2,14 +2,14 @@
 
 Each pipeline stage has a sending rank, so that no weights cross stages; without pipelines, rank 0 sends everything. The
 engines receive buckets in manifest order, each through its sender's group. A group (gloo on CPU, NCCL on GPUs) is built
-directly on a TCP store, with or without a default group. The store also carries what must not hang: who takes part in
-an update, which rank 0 decides for all, and the outcome. For update `v`, engine `i`, groups of generation `g`:
+directly on a TCP store, with or without a default group. The store also carries what must not hang: the protocol, which
+rank 0 keeps for all senders, and what they tell each other. For update `v`, engine `i`, groups of generation `g`:
 
-    v/ready/i   engine -> rank 0         its manifest's digest and the generation it is in; or that it refuses
-    v/go/i      rank 0 -> engine         the generation and its members; or why the engine is left out
-    v/begin/r   rank 0 -> sender r       the same
-    v/done/i    engine -> rank 0         "" or why it did not commit
-    broken/g    a sender -> all others   why it left its group, so that nobody keeps waiting in its broadcast
+    v/ask/i      the generation it is in, too
+    v/answer/i   the generation to be in, and its members
+    v/done/i
+    v/begin/r    rank 0 -> sender r       what it has answered the engines
+    broken/g     a sender -> all others   why it left its group, so that nobody keeps waiting in its broadcast
 
 Both ends have two buffers, the trainer only on GPUs: while one bucket is broadcast, the trainer gathers the next and
 the engines load the previous one.
@@ -37,13 +37,14 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksum import checksum, digest
+from corerl.weights.checksum import digest
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
+from corerl.weights.transport import Address
 from corerl.weights.transports.group import BroadcastGroup, behind_token
+from corerl.weights.transports.protocol import Receiver, Sender
 
 BUFFERS = 2  # per end
-ASK_SECONDS = 0.25  # between two queries of the store, each a round trip
+ASK_SECONDS = 0.25  # between two queries of the store during a broadcast, each a round trip
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once a group is known to be broken, which they notice too
 
 
@@ -69,13 +70,12 @@ def _group_name(generation: int, sender: int) -> str:
     return f"{generation}/{sender}"
 
 
-class CollectiveSender(WeightSender):
-    """One rank's end; its own failures and the engines' become entries in `commit`. Rank 0 hosts the store at the
-    address, and collects the engines' answers."""
+class CollectiveSender(Sender):
+    """One rank's end. Rank 0 hosts the store at the address, and meets the engines."""
 
     def __init__(self, address: Address, rank: int = 0) -> None:
-        super().__init__()
-        self._address = address
+        # Engines report to rank 0, also about other ranks' buckets.
+        super().__init__(address, range(len(address.engines)) if rank == 0 else ())
         self._rank = rank
         self._listening = address.listening  # until the store takes it over
         self._store: dist.Store | None = None
@@ -84,38 +84,27 @@ class CollectiveSender(WeightSender):
         self._others: tuple[int, ...] = ()  # the other sending ranks
         self._asked_store = 0.0  # time.monotonic() of the last query whether another sender's group is broken
         self._members: tuple[int, ...] = ()  # engines in the group
-        self._answers: dict[int, str] = {}  # by receiver: "" if it committed
-        self._broken = ""
         # In host memory, GPU tensors would be gathered one by one and through unpinned memory.
         self._has_rooms = address.device != "cpu"
         self._rooms: deque[_Room] = deque()  # next one first
-        self._largest = 0  # elements of this update's largest bucket
 
     def sender_of(self, bucket: Bucket) -> int | None:
         return bucket.sender
 
-    def begin(self, manifest: Manifest, version: int) -> None:
-        self.version = version
-        self._answers, self._broken, self._largest = {}, "", manifest.largest
+    def open(self) -> None:
         self._rooms.clear()  # left over from an unfinished update
-        try:
+        with self._breaking():
             store = self._open_store()
-            self._others = tuple(rank for rank in manifest.senders if rank != self._rank)
-            if self._rank == 0:
-                ready = self._collect_ready(store, manifest, version)
-                generation, members = self._decide(store, ready, version)
-            else:
-                generation, members = self._hear_decision(store, version)
-            self._form_group(generation, members)
-        except Exception as error:
-            self._break(error)
+            self._others = tuple(rank for rank in self.manifest.senders if rank != self._rank)
+            self._form_group(*(self._decide(store) if self._rank == 0 else self._hear_decision(store)))
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if self._group is None or not self._has_rooms:
             return None
         if not self._rooms:
+            size, device = self.manifest.largest, self.address.device
             try:
-                made = [torch.empty(self._largest, dtype=dtype, device=self._address.device) for _ in range(BUFFERS)]
+                made = [torch.empty(size, dtype=dtype, device=device) for _ in range(BUFFERS)]
             except RuntimeError:  # no memory for two: then wait for each bucket instead
                 return None
             self._rooms = deque(_Room(memory) for memory in made)
@@ -126,16 +115,14 @@ class CollectiveSender(WeightSender):
         if self._group is None:
             return
         room = next((each for each in self._rooms if each.memory.data_ptr() == flat.data_ptr()), None)
-        try:
+        with self._breaking():
             if room is not None:
                 room.works = self.transmit(flat, digest(flat).reshape(1))
                 self._rooms.rotate(-1)
                 return
             # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
-            flat = flat.to(self._address.device).contiguous()
+            flat = flat.to(self.address.device).contiguous()
             self._group.finish(self.transmit(flat, digest(flat).reshape(1)), self._lost_member)
-        except Exception as error:
-            self._break(error)
 
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
         """Start broadcasting one bucket and its checksum [1]; their memory is free once the returned works are done."""
@@ -144,45 +131,50 @@ class CollectiveSender(WeightSender):
 
     def _finish(self, room: _Room) -> None:
         works, room.works = room.works, []
-        if self._group is None:
-            return
-        try:
-            self._group.finish(works, self._lost_member)
-        except Exception as error:
-            self._break(error)
+        if self._group is not None:
+            with self._breaking():
+                self._group.finish(works, self._lost_member)
 
-    def _settle(self) -> None:
-        """Wait until everything has been sent."""
+    def finish(self) -> None:
         for room in self._rooms:
             self._finish(room)
-
-    def commit(self) -> Mapping[str, str]:
-        self._settle()
         self._rooms.clear()  # the memory is needed by others on this device
-        if self._rank != 0:  # engines report to rank 0, also about this rank's buckets
-            return {}
-        if self._store is not None:
-            grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
-            deadline = time.monotonic() + grace
-            for index in self._members:
-                answer = self._answer(self._store, f"{self.version}/done/{index}", index, deadline)
-                if answer is None:
-                    reason = self.given_up.get(self._address.engines[index]) or self._broken
-                    self._answers[index] = self._address.not_committed(self.version, reason)
-                    self._drop_group()
-                else:
-                    self._answers[index] = answer["error"]
-        answers = self._address.by_engine(self._answers)
-        return {name: answers.get(name, self._broken) for name in self._address.engines}
 
     def close(self) -> None:
         self._drop_group()
         self._rooms.clear()
         self._store = None
 
+    # ---- engines and other senders -----------------------------------------------------------------------------------
+
+    @property
+    def patience(self) -> float:
+        return min(BROKEN_GRACE, self.address.timeout) if self.broken else self.address.timeout
+
+    def listen(self, seconds: float) -> None:
+        for index in self.awaited:
+            joined = index in self.taking
+            message = _take(self._store, f"{self.version}/{'done' if joined else 'ask'}/{index}", seconds)
+            if message is None:
+                seconds = 0.0  # one has been waited for
+            elif joined:
+                self.done(index, message["error"])
+            else:
+                self.asked(index, message)
+
+    def admit(self, index: int) -> None:
+        """The answer depends on who else comes."""
+
+    def answer(self, index: int, question: Mapping[str, Any], error: str) -> None:
+        _put(self._store, f"{self.version}/answer/{index}", {"error": error})
+
+    def left_out(self, index: int, reason: str) -> None:
+        if index in self._members:
+            self._drop_group()
+
     def _open_store(self) -> dist.Store:
         if self._store is None:
-            address, listening, self._listening = self._address, self._listening, None
+            address, listening, self._listening = self.address, self._listening, None
             try:
                 store = dist.TCPStore(
                     address.host,
@@ -200,42 +192,25 @@ class CollectiveSender(WeightSender):
                 ) from error
         return self._store
 
-    def _collect_ready(self, store: dist.Store, manifest: Manifest, version: int) -> dict[int, int]:
-        """Receivers that take part -> the generation each is in; the others' reasons go to `_answers`."""
-        ready: dict[int, int] = {}
-        deadline = time.monotonic() + self._address.timeout
-        for index, name in enumerate(self._address.engines):
-            answer = self._answer(store, f"{version}/ready/{index}", index, deadline)
-            if answer is None:
-                self._answers[index] = self.given_up.get(name, self._address.not_joined(version))
-            elif answer.get("error"):
-                self._answers[index] = answer["error"]
-            elif answer["digest"] != manifest.digest:
-                self._answers[index] = self._address.other_tensors(index, version)
-                _put(store, f"{version}/go/{index}", {"error": self._answers[index]})
-            else:
-                ready[index] = answer["generation"]
-        return ready
-
-    def _decide(self, store: dist.Store, ready: dict[int, int], version: int) -> tuple[int, tuple[int, ...]]:
-        """Decide on the groups' generation and engines, and announce them. Existing groups are reused if they are
-        intact and have exactly these engines; otherwise new ones are built."""
-        members = tuple(ready)
+    def _decide(self, store: dist.Store) -> tuple[int, tuple[int, ...]]:
+        """Meet the engines, decide on the groups' generation and members, and announce them. Existing groups are reused
+        if they are intact and have exactly these engines; otherwise new ones are built."""
+        self.meet()
+        members = tuple(sorted(self.taking))
         whole = self._group is not None and not store.check([f"broken/{self._generation}"])
-        reusable = whole and members == self._members and set(ready.values()) == {self._generation}
-        generation = self._generation if reusable else self._generation + 1
-        decision = {"generation": generation, "members": members}
-        for key in [f"go/{index}" for index in members] + [f"begin/{rank}" for rank in self._others]:
-            _put(store, f"{version}/{key}", decision)
+        here = all(message["generation"] == self._generation for message in self.taking.values())
+        generation = self._generation if whole and here and members == self._members else self._generation + 1
+        decision = {"error": "", "generation": generation, "members": members}
+        for key in [f"answer/{index}" for index in members] + [f"begin/{rank}" for rank in self._others]:
+            _put(store, f"{self.version}/{key}", decision)
         return generation, members
 
-    def _hear_decision(self, store: dist.Store, version: int) -> tuple[int, tuple[int, ...]]:
+    def _hear_decision(self, store: dist.Store) -> tuple[int, tuple[int, ...]]:
         # Rank 0 may wait for the engines up to its own timeout, counted from when it begins.
-        decision = _take(store, f"{version}/begin/{self._rank}", 2 * self._address.timeout)
+        seconds = 2 * self.address.timeout
+        decision = _take(store, f"{self.version}/begin/{self._rank}", seconds)
         if decision is None:
-            raise WeightUpdateError(
-                f"rank 0 did not begin the update to version {version} within {2 * self._address.timeout:g} s"
-            )
+            raise WeightUpdateError(f"rank 0 did not begin the update to version {self.version} within {seconds:g} s")
         return decision["generation"], tuple(decision["members"])
 
     def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
@@ -246,26 +221,17 @@ class CollectiveSender(WeightSender):
         self._generation, self._members = generation, members
         if members:
             self._group = BroadcastGroup(
-                self._address,
+                self.address,
                 name=_group_name(generation, self._rank),
                 rank=0,
                 size=len(members) + 1,
                 broken=self._lost_member,
             )
 
-    def _answer(self, store: dist.Store, key: str, index: int, deadline: float) -> dict[str, Any] | None:
-        """A receiver's message under `key`; None if the time is up or its engine is given up."""
-        name = self._address.engines[index]
-        while True:
-            left = deadline - time.monotonic()
-            answer = _take(store, key, 0.0 if name in self.given_up else min(left, ASK_SECONDS))
-            if answer is not None or left <= 0 or name in self.given_up:
-                return answer
-
     def _lost_member(self) -> str:
         """Why to stop waiting: an engine of the group was given up, or another sender left its group; otherwise "". The
         store is only queried now and then."""
-        names = [self._address.engines[index] for index in self._members]
+        names = [self.address.engines[index] for index in self._members]
         if lost := next((f"{name}: {self.given_up[name]}" for name in names if name in self.given_up), ""):
             return lost
         if not self._others or self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
@@ -273,12 +239,18 @@ class CollectiveSender(WeightSender):
         self._asked_store = time.monotonic()
         return _left(self._store, self._generation)
 
-    def _break(self, error: Exception) -> None:
-        self._broken = f"the collective failed: {first_line(error)}"
-        if self._store is not None and self._members:
-            with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice by themselves
-                _put(self._store, f"broken/{self._generation}", {"error": self._broken})
-        self._drop_group()
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Whatever fails in the block ends this rank's part in the update."""
+        try:
+            yield
+        except Exception as error:
+            self.broken = f"the collective failed: {first_line(error)}"
+            if self._store is not None and self._members:
+                with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice themselves
+                    _put(self._store, f"broken/{self._generation}", {"error": self.broken})
+            self._drop_group()
+            self.drop_all(self.broken, but=self._members)  # these notice it, and say more
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -286,80 +258,21 @@ class CollectiveSender(WeightSender):
         self._group = None
 
 
-class CollectiveReceiver(WeightReceiver):
+class CollectiveReceiver(Receiver):
     def __init__(self, address: Address, index: int) -> None:
-        self._address = address
-        self._index = index
+        super().__init__(address, index)
         self._store: dist.Store | None = None
         self._groups: dict[int, BroadcastGroup] = {}  # by sender, all of one generation
-        self._asked: int | None = None  # the version it asked to join
-        self._joined: int | None = None  # the version it has joined
         self._generation = 0  # of its current groups
         self._asked_store = 0.0  # time.monotonic() of the last query whether a group is broken
         self._rest: deque[Bucket] = deque()  # buckets whose receive has not been started
         self._coming: deque[_Coming] = deque()  # in order
         self._buffers: deque[torch.Tensor] = deque()  # reused, since new memory costs more than writing to it
 
-    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        self._take_memory(manifest)  # if this fails, the engine is left out, and nobody waits for it
-        try:
-            self._join(manifest, version)
-        except WeightUpdateError:
-            raise
-        except Exception as error:
-            raise WeightUpdateError(f"cannot join the update to version {version}: {first_line(error)}") from error
-        self._rest = deque(manifest.buckets)
-        while self._rest or self._coming:
-            if not self._coming:
-                self._expect(version)
-            # Receive the next one concurrently, but not from another sender: two groups active on one device could
-            # deadlock if devices started them in different order.
-            if self._rest and self._rest[0].sender == self._coming[-1].bucket.sender:
-                self._expect(version)
-            came, sent = self._receive(version)
-            got = checksum(came.flat)
-            require_undamaged(came.bucket, version, got=got, sent=sent)
-            yield came.bucket, came.flat
-
-    def acknowledge(self, version: int, error: str) -> None:
-        asked, joined = self._asked == version, self._joined == version
-        self._asked = self._joined = None
-        if not joined:
-            self._give_memory_back()
-            if not asked:  # otherwise the sender itself has left this engine out
-                self._tell(f"{version}/ready/{self._index}", error or "did not read the update")
-            return
-        # An engine that stops early still takes part in the remaining broadcasts, which the others need.
-        try:
-            while self._rest or self._coming:
-                if not self._coming:
-                    self._expect(version)
-                self._receive(version)
-        except WeightUpdateError as failure:
-            error = error or failure.message
-        self._give_memory_back()
-        self._tell(f"{version}/done/{self._index}", error)
-
-    def close(self) -> None:
-        self._drop_groups()
-        self._store = None
-
-    def _open_store(self) -> dist.Store:
-        if self._store is None:
-            address = self._address
-            timeout = timedelta(seconds=address.timeout)
-            store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-            self._store = behind_token(store, address)
-        return self._store
-
-    def _tell(self, key: str, error: str) -> None:
-        try:
-            _put(self._open_store(), key, {"error": error})
-        except Exception as failure:
-            raise WeightUpdateError(f"cannot report to the trainer: {first_line(failure)}") from failure
-
-    def _take_memory(self, manifest: Manifest) -> None:
-        size, dtype, device = manifest.largest, getattr(torch, manifest.dtype), self._address.device
+    def prepare(self, manifest: Manifest) -> None:
+        size, dtype, device = manifest.largest, getattr(torch, manifest.dtype), self.address.device
+        self._rest.clear()
+        self._coming.clear()
         if self._buffers and self._buffers[0].numel() >= size and self._buffers[0].dtype == dtype:
             return
         self._buffers.clear()
@@ -369,27 +282,29 @@ class CollectiveReceiver(WeightReceiver):
             needs = f"{BUFFERS} buckets of {size * dtype.itemsize} bytes"
             raise WeightUpdateError(f"not enough memory on {device} to receive {needs}: {first_line(error)}") from error
 
-    def _give_memory_back(self) -> None:
-        if self._address.device != "cpu":  # others on this device need the memory
-            self._buffers.clear()
+    def say(self, what: str, version: int, **content: Any) -> None:
+        if what == "ask":
+            content["generation"] = self._generation if self._groups else 0
+        try:
+            if self._store is None:
+                address = self.address
+                timeout = timedelta(seconds=address.timeout)
+                store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+                self._store = behind_token(store, address)
+            _put(self._store, f"{version}/{what}/{self.index}", {"version": version, **content})
+        except Exception as failure:
+            raise WeightUpdateError(f"cannot report to the trainer: {first_line(failure)}") from failure
 
-    def _join(self, manifest: Manifest, version: int) -> None:
-        store = self._open_store()
-        self._rest.clear()
-        self._coming.clear()
-        self._asked = version
-        current = self._generation if self._groups else 0
-        _put(store, f"{version}/ready/{self._index}", {"digest": manifest.digest, "generation": current})
-        # The sender answers when every engine has joined or its timeout is over: twice the timeout is surely enough.
-        answer = _take(store, f"{version}/go/{self._index}", 2 * self._address.timeout)
+    def hear(self, version: int) -> Mapping[str, Any]:
+        answer = _take(self._store, f"{version}/answer/{self.index}", self.patience)
         if answer is None:
             raise WeightUpdateError(
-                f"the trainer did not begin the update to version {version} within {2 * self._address.timeout:g} s"
+                f"the trainer did not begin the update to version {version} within {self.patience:g} s"
             )
-        if answer.get("error"):
-            raise WeightUpdateError(answer["error"])
-        self._joined = version
-        if answer["generation"] == current:
+        return answer
+
+    def join(self, manifest: Manifest, answer: Mapping[str, Any]) -> None:
+        if self._groups and answer["generation"] == self._generation:
             return
         self._drop_groups()
         members: list[int] = answer["members"]
@@ -397,9 +312,9 @@ class CollectiveReceiver(WeightReceiver):
         try:
             for sender in manifest.senders:
                 self._groups[sender] = BroadcastGroup(
-                    self._address,
+                    self.address,
                     name=_group_name(self._generation, sender),
-                    rank=1 + members.index(self._index),
+                    rank=1 + members.index(self.index),
                     size=len(members) + 1,
                     broken=self._left_by_sender,
                 )
@@ -407,35 +322,54 @@ class CollectiveReceiver(WeightReceiver):
             self._drop_groups()  # otherwise it would count as a member of all of them
             raise
 
-    def _expect(self, version: int) -> None:
+    def receive(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor, int]]:
+        self._rest = deque(manifest.buckets)
+        while self._rest or self._coming:
+            came = self._next(version)
+            yield came.bucket, came.flat, int(came.digest.item())
+
+    def leave(self, version: int, error: str, *, joined: bool) -> Mapping[str, Any]:
+        # An engine that stops early still takes part in the remaining broadcasts, which the others need.
+        try:
+            while joined and (self._rest or self._coming):
+                self._next(version)
+        except WeightUpdateError as failure:
+            error = error or failure.message
+        if self.address.device != "cpu":  # others on this device need the memory
+            self._buffers.clear()
+        return {"error": error}
+
+    def close(self) -> None:
+        self._drop_groups()
+        self._store = None
+
+    def _next(self, version: int) -> _Coming:
+        """Wait for the first expected bucket. The one after it is received concurrently, but not from another sender:
+        two groups active on one device could deadlock if devices started them in different order."""
+        bucket = self._coming[0].bucket if self._coming else self._rest[0]
+        try:
+            if not self._coming:
+                self._expect()
+            if self._rest and self._rest[0].sender == bucket.sender:
+                self._expect()
+            came = self._coming.popleft()
+            self._groups[bucket.sender].finish(came.works, self._left_by_sender)
+            return came
+        except Exception as error:
+            self._drop_groups()
+            self._rest.clear()
+            self._coming.clear()
+            raise WeightUpdateError(
+                f"bucket {bucket.index} of version {version} did not arrive: {first_line(error)}"
+            ) from error
+
+    def _expect(self) -> None:
         """Start receiving the next bucket, into the buffer that was used least recently."""
         bucket = self._rest.popleft()
         flat = self._buffers[0][: bucket.numel]
         self._buffers.rotate(-1)
-        digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
-        try:
-            if bucket.sender not in self._groups:
-                raise WeightUpdateError("the group is closed")
-            works = self._groups[bucket.sender].start(flat, digest)
-        except Exception as error:
-            raise self._missed(bucket, version, error) from error
-        self._coming.append(_Coming(bucket, flat, digest, works))
-
-    def _receive(self, version: int) -> tuple[_Coming, int]:
-        """Wait for the first expected bucket; returns it with the checksum it was sent with."""
-        came = self._coming.popleft()
-        try:
-            self._groups[came.bucket.sender].finish(came.works, self._left_by_sender)
-            return came, int(came.digest.item())
-        except Exception as error:
-            raise self._missed(came.bucket, version, error) from error
-
-    def _missed(self, bucket: Bucket, version: int, error: Exception) -> WeightUpdateError:
-        """Abandon the rest of this update; returns the error to raise."""
-        self._drop_groups()
-        self._rest.clear()
-        self._coming.clear()
-        return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {first_line(error)}")
+        digest = torch.empty(1, dtype=torch.int64, device=self.address.device)
+        self._coming.append(_Coming(bucket, flat, digest, self._groups[bucket.sender].start(flat, digest)))
 
     def _left_by_sender(self) -> str:
         """Why a sender has left its group, otherwise ""; the store is only queried now and then."""
@@ -450,13 +384,17 @@ class CollectiveReceiver(WeightReceiver):
         self._groups = {}
 
 
-def _put(store: dist.Store, key: str, value: Mapping[str, Any]) -> None:
+def _put(store: dist.Store | None, key: str, value: Mapping[str, Any]) -> None:
+    assert store is not None
     store.set(key, json.dumps(value))
 
 
-def _take(store: dist.Store, key: str, timeout: float) -> dict[str, Any] | None:
+def _take(store: dist.Store | None, key: str, timeout: float) -> dict[str, Any] | None:
     """Wait for the value and remove it, so that no later update reads it; None if the time is up."""
+    assert store is not None
     try:
+        if timeout <= 0 and not store.check([key]):  # the store would wait without a limit, and complain of a short one
+            return None
         store.wait([key], timedelta(seconds=max(timeout, 0.001)))
     except dist.DistStoreError:
         return None

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from corerl.errors import WeightUpdateError
 from corerl.weights.changes import apply_changes, encode_changes
-from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.manifest import Bucket
 from corerl.weights.transport import Address
 from corerl.weights.transports.disk import TENSOR, DiskReceiver, DiskSender, bucket_file
 from corerl.weights.verify import INTEGERS
@@ -44,17 +44,17 @@ class DeltaSender(DiskSender):
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
+        self._digest = ""  # of the manifest that `_kept` follows
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
         self._kept_stamp = ""  # of the update that `_kept` holds; "" if it holds none whole
         self._stamp = ""  # of this update
         self._base = ""  # stamp that its changes are relative to; "" if all buckets are sent whole
         self._changes: list[int] = []  # buckets of this update sent as changes only
 
-    def begin(self, manifest: Manifest, version: int) -> None:
-        other = manifest.digest != self._digest
-        super().begin(manifest, version)
-        if other:
-            self._kept, self._kept_stamp = {}, ""
+    def open(self) -> None:
+        super().open()
+        if self.manifest.digest != self._digest:
+            self._digest, self._kept, self._kept_stamp = self.manifest.digest, {}, ""
         self._base, self._kept_stamp = self._kept_stamp, ""  # `_kept` is a mix of two updates until this one is written
         self._stamp, self._changes, self.sent = uuid.uuid4().hex, [], 0
 
@@ -72,16 +72,16 @@ class DeltaSender(DiskSender):
         self._count(len(data))
 
     def told(self) -> Mapping[str, Any]:
-        if not self._error:
+        if not self.broken:
             self._kept_stamp = self._stamp
         return {"stamp": self._stamp, "base": self._base, "changes": self._changes}
 
-    def admit(self, directory: Path, state: Mapping[str, Any]) -> None:
-        if state.get("holds") != self._base and not self._error:
-            for index in self._changes:
-                if not (directory / bucket_file(index)).exists():
-                    self._write_whole(index, directory)
-        super().admit(directory, state)
+    def admit(self, index: int) -> None:
+        if self.taking[index]["holds"] != self._base and not self.broken:
+            for bucket in self._changes:
+                if not (self._directory / bucket_file(bucket)).exists():
+                    self._write_whole(bucket, self._directory)
+        super().admit(index)
 
     def close(self) -> None:
         super().close()
@@ -119,9 +119,9 @@ class DeltaReceiver(DiskReceiver):
             raise WeightUpdateError(f"cannot read {path}: {error}") from error
         return kept
 
-    def acknowledge(self, version: int, error: str) -> None:
+    def leave(self, version: int, error: str, *, joined: bool) -> Mapping[str, Any]:
         self.holds = "" if error else self._stamp
-        super().acknowledge(version, error)
+        return super().leave(version, error, joined=joined)
 
     def close(self) -> None:
         self._kept, self.holds = {}, ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ from corerl.testing import (
 )
 from corerl.testing.scenarios import training
 from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
-from corerl.weights import TensorSource, WeightSender
+from corerl.weights import Chunk, TensorSource, WeightSender
 from corerl_deepspeed import SPEC, native, state
 from corerl_deepspeed.backend import DeepSpeedBackend
 from corerl_deepspeed.gradients import GradientWatch
@@ -49,9 +49,9 @@ class LoadsTheWholeModel(DeepSpeedBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:LoadsTheWholeModel")
 
-    def initial_weights(self) -> TensorSource:
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
         whole = [torch.empty(param.ds_shape) for param in self.model.policy.parameters()]
-        source = super().initial_weights()
+        source = super().initial_weights(chunks)
         del whole
         return source
 
@@ -61,10 +61,10 @@ class GathersTheWholeModel(DeepSpeedBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         params = list(self.model.policy.parameters())
         params[0].all_gather(params)
-        result = super().update_weights(sender, version)
+        result = super().update_weights(sender, version, adapters)
         params[0].partition(params)
         return result
 

@@ -105,7 +105,9 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def deepspeed_reads(raw: Mapping[str, Any]) -> deepspeed_config.DeepSpeedConfig:
-    told = deepspeed_json(DeepSpeedConfig(raw=raw), TrainConfig(), device="cpu", elements=1000, persistent=64)
+    told = deepspeed_json(
+        DeepSpeedConfig(raw=raw), TrainConfig(), device="cpu", elements=1000, trained=1000, persistent=64
+    )
     return deepspeed_config.DeepSpeedConfig(told)
 
 

@@ -23,7 +23,7 @@ def told(ranks: int = 4, train: TrainConfig | None = None, **options: Any) -> li
 
 def settings(train: TrainConfig | None = None, **options: Any) -> dict[str, Any]:
     config = structure(options, DeepSpeedConfig, path="backends.deepspeed")
-    return deepspeed_json(config, train or TrainConfig(), device="cpu", elements=1000, persistent=64)
+    return deepspeed_json(config, train or TrainConfig(), device="cpu", elements=1000, trained=1000, persistent=64)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
@@ -22,7 +23,7 @@ from corerl.plugin import BackendSpec
 from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
 from corerl.testing.scenarios.training import Replayed, replay_experts
 from corerl.types import MemoryKind, SampleBatch, TrainResult, UpdateResult
-from corerl.weights import TensorSource, WeightSender
+from corerl.weights import Chunk, TensorSource, WeightSender
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
 
@@ -34,9 +35,9 @@ class LoadsTheWholeModel(FsdpBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:LoadsTheWholeModel")
 
-    def initial_weights(self) -> TensorSource:
+    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
         whole = {name: torch.empty(param.shape) for name, param in self.shards.dtensors.items()}
-        source = super().initial_weights()
+        source = super().initial_weights(chunks)
         del whole
         return source
 
@@ -46,9 +47,9 @@ class GathersTheWholeModel(FsdpBackend):
 
     spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
 
-    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         whole = [param.detach().full_tensor() for param in self.shards.dtensors.values()]
-        result = super().update_weights(sender, version)
+        result = super().update_weights(sender, version, adapters)
         del whole
         return result
 

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from corerl.config import ClusterInfo, TrainConfig
+from corerl.kinds import InPieces
 from corerl.ops import attention, flash
 from corerl.testing import Setup, forward, running, tiny_fields, train
 from corerl.types import ModelSize
@@ -165,21 +166,21 @@ def test_a_cpu_does_not_compile_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "train", "one_kernel", "wanted"),
+    ("asked", "device", "train", "in_pieces", "wanted"),
     [
-        ("auto", "cuda", TrainConfig(precision="bfloat16"), True, True),
-        ("auto", "cuda", TrainConfig(precision="bfloat16"), False, False),
-        ("auto", "cuda", TrainConfig(precision="float32"), True, False),
-        ("auto", "cuda", TrainConfig(precision="bfloat16", layout="whole"), True, False),
-        ("auto", "cpu", TrainConfig(precision="bfloat16"), True, False),
-        (True, "cuda", TrainConfig(precision="float32"), True, True),
-        (False, "cuda", TrainConfig(precision="bfloat16"), True, False),
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), None, True),
+        ("auto", "cuda", TrainConfig(precision="bfloat16"), InPieces.HEADS, False),
+        ("auto", "cuda", TrainConfig(precision="float32"), None, False),
+        ("auto", "cuda", TrainConfig(precision="bfloat16", layout="whole"), None, False),
+        ("auto", "cpu", TrainConfig(precision="bfloat16"), None, False),
+        (True, "cuda", TrainConfig(precision="float32"), None, True),
+        (False, "cuda", TrainConfig(precision="bfloat16"), None, False),
     ],
 )
 def test_a_forecast_takes_layers_for_compiled_where_ranks_will_compile_them(
-    asked: Any, device: str, train: TrainConfig, one_kernel: bool, wanted: bool
+    asked: Any, device: str, train: TrainConfig, in_pieces: InPieces | None, wanted: bool
 ) -> None:
-    size = ModelSize(layers=(10,), experts=(0,), embedding=4, head=4, rest=1, hidden=2, one_kernel=one_kernel)
+    size = ModelSize(layers=(10,), experts=(0,), embedding=4, head=4, rest=1, hidden=2, in_pieces=in_pieces)
     found = memory(FsdpConfig(compile=asked), ClusterInfo(device=device, ranks=1, train=train), size)
     assert found.fused is wanted
 

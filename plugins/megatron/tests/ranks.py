@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, utils
+from megatron.core.extensions import transformer_engine as engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
@@ -36,12 +46,16 @@ from corerl.testing import (
 from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
-from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult
-from corerl_megatron import native
+from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult, offsets_of
+from corerl.weights import is_adapter
+from corerl_megatron import build, model, native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
+from corerl_megatron.layers import TorchAttention, TorchRMSNorm, engine_layers
 from corerl_megatron.on_host import calling_megatron
 from plugins.megatron.tests.bridge import bridge_installed
+
+COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 
 
 def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
@@ -110,6 +124,41 @@ def memory(setup: Setup) -> dict[str, float]:
         return {kind.value: resident_bytes(backend.tensors(kind)) / held for kind in MemoryKind}
 
 
+def operations(setup: Setup, batches: Sequence[Sequence[int]]) -> list[int]:
+    """Of torch, in a step on samples of each of these lengths, which make one micro-batch."""
+    with running(setup) as worker:
+        packs = [packed_for_training(worker, setup, samples_of(lengths)) for lengths in batches]
+        assert all(pack.count == 1 for pack in packs)
+        for number, pack in enumerate(packs):  # the first step makes what stays, and tables for each longest sample
+            worker.train_on(batch=pack, loss=setup.loss, step=step_at(number))
+        return [
+            operations_of(partial(worker.train_on, batch=pack, loss=setup.loss, step=step_at(number)))
+            for number, pack in enumerate(packs, len(packs))
+        ]
+
+
+def samples_of(lengths: Sequence[int]) -> SampleBatch:
+    """Samples of these lengths, of which each has a first token as its prompt."""
+    draw, total = np.random.default_rng(0), sum(lengths)
+    mask = np.ones(total, dtype=np.bool_)
+    mask[offsets_of(np.array(lengths))[:-1]] = False
+    columns = {name: np.where(mask, draw.normal(-2, 1, total), 0).astype(np.float32) for name in COLUMNS}
+    return SampleBatch(
+        tokens=draw.integers(3, 97, total),
+        offsets=offsets_of(np.array(lengths)),
+        columns={"loss_mask": mask, "versions": np.zeros(total, dtype=np.int64), **columns},
+        rows={"group": np.zeros(len(lengths), dtype=np.int64)},
+        temperature=1.0,
+    )
+
+
+def operations_of(call: Callable[[], object]) -> int:
+    """How many of torch's operators are called meanwhile, those of the backward pass too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(each.count for each in profile.key_averages() if each.key.startswith("aten::"))
+
+
 def rotary_tables(setup: Setup) -> tuple[int, int]:
     """How many are kept after a step, and asleep."""
     with running(setup) as worker:
@@ -157,6 +206,81 @@ def native_save_on_a_full_disk(setup: Setup, directory: str) -> str:
         ):
             native.write(backend.model, Path(directory), step_at(0))
     return raised.value.message
+
+
+@frozen(kw_only=True)
+class WithOutputs:
+    """Steps, and what the model gives after them."""
+
+    trained: Trained
+    outputs: ForwardResult
+
+
+def steps_then_outputs(setup: Setup, steps: int, samples: SampleBatch) -> WithOutputs:
+    worker, init = start(setup)
+    at_start = state_of(worker)
+    results = [train(worker, setup, number) for number in range(steps)]
+    outputs = forward(worker, setup, samples)
+    trained = Trained(
+        init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step
+    )
+    worker.shutdown("the test is done")
+    return WithOutputs(trained=trained, outputs=outputs)
+
+
+def at_start(setup: Setup) -> State:
+    with running(setup) as worker:
+        return state_of(worker)
+
+
+def pass_under_a_snapshot(setup: Setup, samples: SampleBatch) -> list[ForwardResult]:
+    """Of the start; of the start's snapshot after two steps; of the weights after these, before and after that."""
+    with running(setup) as worker:
+        worker.create_snapshot("start")
+        first = forward(worker, setup, samples)
+        for number in range(2):
+            train(worker, setup, number)
+        trained = forward(worker, setup, samples)
+        again = forward(worker, setup, samples, weights="start")
+        return [first, again, trained, forward(worker, setup, samples)]
+
+
+def start_with_targets(setup: Setup, targets: Sequence[str]) -> None:
+    """As if these tensors were those of linear layers."""
+    with mock.patch.object(build, "targets_of", return_value=frozenset(targets)):
+        start(setup)
+
+
+@frozen(kw_only=True)
+class HeldBeside:
+    """What a rank holds of a model with adapters after a step."""
+
+    weights: int  # elements
+    adapters: int
+    bytes: dict[str, int]  # of each kind of memory
+    with_gradients: list[str]  # tensors of weights that have any
+    masters: set[torch.dtype]
+
+
+def held_beside_adapters(setup: Setup) -> HeldBeside:
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend: Any = worker.backend
+        sizes = {True: 0, False: 0}
+        for held in backend.model.held:
+            sizes[is_adapter(held.pieces[0].name)] += held.param.numel()
+        return HeldBeside(
+            weights=sizes[False],
+            adapters=sizes[True],
+            bytes={kind.value: resident_bytes(backend.tensors(kind)) for kind in MemoryKind},
+            with_gradients=[
+                held.pieces[0].name
+                for held in backend.model.held
+                if not is_adapter(held.pieces[0].name)
+                and (held.param.requires_grad or held.param.grad is not None or hasattr(held.param, "main_grad"))
+            ],
+            masters={master.tensor.dtype for master in backend.masters.values()},
+        )
 
 
 Passes: TypeAlias = list[tuple[float, float]]
@@ -229,3 +353,46 @@ def start_by_bridge(setup: Setup, **played: Any) -> str:
     """What is said of a model that cannot be built; see `bridge_installed`."""
     with bridge_installed(**played):
         return error_of(lambda: start(evolve(setup, options={**setup.options, "bridge": True})))
+
+
+@contextmanager
+def engine_specified() -> Iterator[set[str]]:
+    """TransformerEngine's specification of layers beside adapters, with torch's modules in the place of its own, which
+    want a GPU. Gives the names of those that were in it."""
+    seen: set[str] = set()
+    played: dict[str, Any] = {
+        "TENorm": TorchRMSNorm,
+        "TEColumnParallelLinear": ColumnParallelLinear,
+        "TERowParallelLinear": RowParallelLinear,
+        "TEDotProductAttention": TorchAttention,
+        "TELayerNormColumnParallelLinear": None,
+    }
+
+    def play(submodules: Any) -> None:
+        for name, value in vars(submodules).items():
+            if isinstance(value, ModuleSpec):
+                play(value.submodules)
+            for known in (known for known in played if value is getattr(engine, known)):
+                seen.add(known)
+                setattr(submodules, name, played[known])
+
+    def specified(config: TransformerConfig, *, vp_stage: int | None) -> Any:
+        with (
+            mock.patch.object(utils, "get_te_version", return_value=Version("2.20.0")),
+            mock.patch.object(gpt_layer_specs, "HAVE_TE", True),
+            mock.patch.object(gpt_layer_specs, "TENorm", engine.TENorm, create=True),
+            mock.patch.object(gpt_layer_specs, "TESpecProvider", TESpecProvider, create=True),
+        ):
+            block = engine_layers(config, vp_stage=vp_stage, norms_apart=True)
+        for layer in {id(spec): spec for spec in block.layer_specs}.values():
+            play(layer.submodules)
+        block.layer_norm = TorchRMSNorm
+        return block
+
+    with mock.patch.object(model, "torch_layers", specified):
+        yield seen
+
+
+def steps_with_engine_specified(setup: Setup, steps: int, samples: SampleBatch) -> tuple[WithOutputs, set[str]]:
+    with engine_specified() as seen:
+        return steps_then_outputs(setup, steps, samples), seen

@@ -49,6 +49,9 @@ EXPERTS = (
 )
 
 
+LORA = ("lora.rank=8", "train.optimizer.lr=0.01")
+
+
 def model(model_type: str, **fields: object) -> tuple[str, ...]:
     """The settings of a model of another type."""
     asked = {"model_type": model_type, **fields}
@@ -154,6 +157,12 @@ SCENARIOS = {
         signal=signal.SIGSTOP,
         settings=("weights.verify_every=0", SILENT),
         deadline=TWO_STARTS,
+    ),
+    "lora": Scenario(settings=LORA),
+    "lora-adapter": Scenario(settings=(*LORA, "weights.lora=adapter")),
+    "lora-kill-update": Scenario(kill=in_update, settings=(*LORA, "weights.verify_every=0"), deadline=TWO_STARTS),
+    "lora-adapter-kill-generation": Scenario(
+        kill=in_generation, settings=(*LORA, "weights.lora=adapter"), deadline=TWO_STARTS
     ),
     # The engine's choice of experts, taken by the trainer; and each choosing by itself, to compare.
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),

@@ -48,8 +48,8 @@ def crash(why: str) -> None:
 class Rank:
     """One rank's model, whose `load_weights` takes any part of a checkpoint and passes over names that are not its."""
 
-    def __init__(self, model_path: str, dtype: str, damage: str) -> None:
-        """`damage`: a tensor that it loads wrongly."""
+    def __init__(self, model_path: str, dtype: str, damage: str, lora: Mapping[str, Any]) -> None:
+        """`damage`: a tensor that it loads wrongly. `lora`: rank and targets of adapters, if it has any."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,9 +62,34 @@ class Rank:
         self.stops = {config.eos_token_id} - {None}
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
         self.model.eval()
+        self.adapters: dict[str, Any] = {}  # by the names of PEFT
         self.views, self.routers = named_views(self.model), routers(self.model)
         self.layers = config.num_hidden_layers
+        if lora:
+            self.put_adapters(lora, dtype)
         self.blocks = blocks_of(self.views, form) if form else {}
+
+    def put_adapters(self, lora: Mapping[str, Any], dtype: str) -> None:
+        import torch
+
+        from corerl.config import LoraConfig
+        from corerl.models import put_adapters
+        from corerl.models.lora import LoraLinear
+
+        asked = LoraConfig(rank=lora["max_lora_rank"], targets=tuple(lora["lora_target_modules"])).settled({})
+        put_adapters(self.model, asked, dtype=getattr(torch, dtype))
+        self.scaled = [module for module in self.model.modules() if isinstance(module, LoraLinear)]
+        for module in self.scaled:
+            module.lora_A.to_empty(device="cpu")
+            module.lora_B.to_empty(device="cpu")
+        params = dict(self.model.named_parameters())
+        self.adapters = {f"base_model.model.{name}": param.data for name, param in params.items() if ".lora_" in name}
+
+    def use(self, adapters: Mapping[str, Any], scale: float) -> None:
+        for name, held in self.adapters.items():
+            held.copy_(adapters[name])
+        for module in self.scaled:
+            module.scale = scale
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         yield from self.model.named_parameters()
@@ -120,7 +145,12 @@ class Server:
         self.arguments = arguments
         self.misbehave = arguments.get("stand_in", {})
         damage = self.misbehave.get("damage", "")
-        self.ranks = [Rank(arguments["model_path"], arguments["dtype"], damage) for _ in range(arguments["tp_size"])]
+        names = ("max_lora_rank", "lora_target_modules")
+        lora = {name: arguments[name] for name in names} if arguments.get("enable_lora") else {}
+        self.ranks = [
+            Rank(arguments["model_path"], arguments["dtype"], damage, lora) for _ in range(arguments["tp_size"])
+        ]
+        self.loaded: dict[str, tuple[dict[str, Any], float]] = {}  # adapters and their scale, by name
         self.version = "default"
         self.asleep: set[str] = set()
         self.cached = 0  # prompts that the prefix cache remembers
@@ -147,6 +177,8 @@ class Server:
             Path(marker).touch()
             crash("told to die")
         try:
+            if (asked := body.get("lora_path")) is not None and asked not in self.loaded:
+                return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {asked}"}}
             # As SGLang 0.5.17: the tokenizer manager's check, and then the scheduler's, which cuts what may be drawn.
             context = self.arguments.get("context_length", 1 << 30)
             for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True):
@@ -161,6 +193,25 @@ class Server:
             with self.changing:
                 self.running -= 1
                 self.cached += len(body["input_ids"])
+
+    def load_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, config = body["lora_name"], body["config_dict"]
+        if not self.arguments.get("enable_lora") or name in self.loaded:
+            return 400, {"success": False, "error_message": f"{name} cannot be loaded"}
+        given = [base64.b64decode(each) for each in body["serialized_named_tensors"]]
+        tensors, *others = (SafeUnpickler(io.BytesIO(each)).load() for each in given)
+        if len(others) + 1 != len(self.ranks):
+            return 400, {"success": False, "error_message": f"{len(others) + 1} for {len(self.ranks)} ranks"}
+        if tensors.keys() != self.ranks[0].adapters.keys() or config["r"] > self.arguments["max_lora_rank"]:
+            return 400, {"success": False, "error_message": f"{name} has other adapters than the server"}
+        self.loaded[name] = tensors, config["lora_alpha"] / config["r"]
+        self.log.append(f"load {name}")
+        return 200, {"success": True}
+
+    def unload_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.loaded.pop(body["lora_name"])
+        self.log.append(f"unload {body['lora_name']}")
+        return 200, {"success": True}
 
     def row(self, prompt: list[int], params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         import torch
@@ -180,6 +231,8 @@ class Server:
                 self.holding += 1
                 self.aborted.wait()
             with torch.inference_mode(), self.changing:
+                for rank in self.ranks if self.loaded else ():
+                    rank.use(*self.loaded[body["lora_path"]])
                 logits, chosen = self.logits([*prompt, *tokens])
             logprobs = torch.log_softmax(logits / temperature, dim=-1)
             token = int(logprobs.argmax() if greedy else self.draw(logprobs, params, len(prompt) + len(tokens)))
@@ -354,6 +407,8 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         "/resume_memory_occupation": server.resume,
         "/abort_request": server.abort,
         "/freeze_gc": server.freeze,
+        "/load_lora_adapter_from_tensors": server.load_adapter,
+        "/unload_lora_adapter": server.unload_adapter,
     }
 
     class Handler(BaseHTTPRequestHandler):

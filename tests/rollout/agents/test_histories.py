@@ -280,6 +280,44 @@ def test_other_tools_begin_a_row_and_so_do_arguments_that_change_what_the_templa
     ]
 
 
+@pytest.mark.parametrize(
+    ("stripped", "rows"),
+    [
+        (False, ["u:5<eos>;a:[<think>1</think>2<eos>];u:6<eos>;a:[<think>3</think>4<eos>];u:7<eos>;a:[5<eos>]"]),
+        (
+            True,  # by a client, whose answers then come back changed
+            [
+                "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:[5<eos>]",
+                "u:5<eos>;a:2<eos>;u:6<eos>;a:[<think>3</think>4<eos>]",
+                "u:5<eos>;a:[<think>1</think>2<eos>]",
+            ],
+        ),
+    ],
+)
+def test_thinking_that_the_template_drops_from_earlier_turns_is_trained_on_as_it_was_sampled(
+    stripped: bool, rows: list[str], tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789uathinkes<>/:;", path="")
+    tokenizer.chat_template = (  # as Qwen3's
+        "{% for m in messages %}{{ m.role[0] }}:"
+        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<eos>;{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    model, rollout = ModelConfig(path=str(tmp_path)), RolloutConfig(max_tokens=199)
+    thoughts = ["<think>1</think>2", "<think>3</think>4", "5"]
+    with scripted(ONE[0], thoughts, model=model, rollout=rollout) as script:
+        messages: list[Any] = []
+        for question in ("5", "6", "7"):
+            messages = asking(script.episode, messages, question, max_tokens=99)
+            if stripped:
+                messages[-1] = {**messages[-1], "content": messages[-1]["content"].split("</think>")[-1]}
+    dropped = "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:5<eos>;"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == dropped
+    told = ["".join(f"[{text}]" if sampled else text for text, sampled in row) for row in script.rows]
+    assert sorted(told) == rows
+
+
 def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play) -> None:
     told: list[str] = []
 

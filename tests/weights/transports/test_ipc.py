@@ -375,7 +375,7 @@ def test_a_process_of_another_user_is_neither_heard_nor_listened_to(monkeypatch:
     monkeypatch.setattr(ipc, "_same_user", lambda connection: False)
     address = address_of("e", timeout=0.3)
     sender, receiver = IpcSender(address, 0), IpcReceiver(address, 0)
-    sender._listen()
+    sender._bind()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(ipc._name(address, 0))
         stranger.settimeout(0.3)

@@ -473,21 +473,22 @@ def test_a_version_that_an_earlier_run_left_on_disk_is_not_read(tmp_path: Path) 
         next(iter(receiver.buckets(manifest_of(), 5)))
 
 
-def leave_answer(directory: Path, **state: Any) -> None:
-    """Of an engine, in the place where the sender looks for it."""
-    (directory / "engine-0.json").write_text(json.dumps({"version": 5, "done": True, "error": "", **state}))
+def leave_words(directory: Path, **said: Any) -> None:
+    """Of an engine, in the place where the sender looks for them."""
+    known = {"is": "done", "version": 5, "error": "", "token": "", "digest": manifest_of().digest, "holds": ""}
+    (directory / "engine-0.json").write_text(json.dumps({**known, **said}))
 
 
 @pytest.mark.parametrize("error", ["", "an earlier run's"])
 def test_an_answer_that_an_earlier_run_left_on_disk_is_not_this_ones(tmp_path: Path, error: str) -> None:
-    leave_answer(tmp_path, nonce="old", error=error)
+    leave_words(tmp_path, nonce="old", error=error)
     address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=0.2)
     assert push(open_sender(address), weights(1), 5) == {"e": "did not commit version 5: no answer within 0.2 s"}
 
 
 @pytest.mark.parametrize("act", ["load", "refuse"])
 def test_an_engine_is_heard_though_an_earlier_run_left_an_answer(tmp_path: Path, act: str) -> None:
-    leave_answer(tmp_path, nonce="old", error="an earlier run's")
+    leave_words(tmp_path, nonce="old", error="an earlier run's")
     address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=30.0)
     peer = Peer(address, 0)
     try:
@@ -508,7 +509,7 @@ def test_an_engine_is_heard_though_an_earlier_run_left_an_answer(tmp_path: Path,
 
 
 def test_a_receiver_that_cannot_be_admitted_is_an_entry_and_no_exception(tmp_path: Path) -> None:
-    leave_answer(tmp_path, nonce="not/there", done=False)  # as if the version's directory were gone
+    leave_words(tmp_path, nonce="not/there", **{"is": "ask"})  # as if the version's directory were gone
     address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=10.0)
     assert push(open_sender(address), weights(1), 5)["e"].startswith("cannot admit e to ")
 
@@ -647,8 +648,9 @@ def test_memory_that_is_still_read_is_not_given_out_again() -> None:
             pass
 
     sender = CollectiveSender(Address(transport="collective", engines=("a",)))
-    sender._has_rooms, sender._largest, sender._group = True, 4, (wire := Wire())
-    (bucket,) = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=64).buckets
+    sender.manifest = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=64)
+    sender._has_rooms, sender._group = True, (wire := Wire())
+    (bucket,) = sender.manifest.buckets
     rooms = []
     for number in range(5):
         room = sender.acquire_buffer(4, torch.float32)

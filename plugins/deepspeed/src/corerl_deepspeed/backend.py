@@ -44,6 +44,7 @@ class DeepSpeedBackend(Backend):
                 hf_config(config.model),
                 value_head=config.value_head,
                 frozen=config.frozen,
+                lora=config.lora,
                 train=config.train,
                 options=config.options,
                 device=self.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,8 +18,19 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from corerl.backend import adamw
-from corerl.config import TrainConfig
-from corerl.models import HFBox, Policy, hf_boxes, make_policy, materialize, move_buffers, recompute_layers
+from corerl.config import LoraConfig, TrainConfig
+from corerl.models import (
+    HFBox,
+    Policy,
+    freeze,
+    hf_boxes,
+    make_policy,
+    materialize,
+    move_buffers,
+    put_adapters,
+    recompute_layers,
+    trained_parameters,
+)
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.settings import deepspeed_json
@@ -31,6 +42,7 @@ class Model:
     engine: Any  # a DeepSpeedEngine; the policy itself where DeepSpeed has nothing to shard
     optimizer: torch.optim.AdamW | None  # inside the engine's own optimizer; None if the role is frozen
     boxes: dict[str, list[HFBox]]  # by parameter name
+    trains: Set[str]  # names of the parameters that have masters
     watch: GradientWatch | None  # None if the role is frozen
 
 
@@ -39,15 +51,19 @@ def build_model(
     *,
     value_head: bool,
     frozen: bool,
+    lora: LoraConfig | None,
     train: TrainConfig,
     options: DeepSpeedConfig,
     device: torch.device,
 ) -> Model:
-    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters unless it is `frozen`. Called
-    on every rank."""
+    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters of what is trained: nothing if
+    it is `frozen`, else what `lora` says. Called on every rank."""
     dtype = getattr(torch, train.precision)
     policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head)
+    if lora is not None:
+        put_adapters(policy.model, lora, dtype=dtype)
     boxes = hf_boxes(policy.model)
+    trains = trained_parameters(policy.model).keys()
     if train.recompute == "full":
         recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
@@ -58,20 +74,26 @@ def build_model(
         train,
         device=device.type,
         elements=sum(param.numel() for param in policy.parameters()),
+        trained=sum(param.numel() for param in trained_parameters(policy.model).values()),
         # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs almost nothing.
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
         frozen=frozen,
     )
     alone = frozen and options.stage < 3  # every rank has the whole model, and there is no optimizer to shard
-    empty = whole if alone else unallocated
-    materialize(policy.model, {name: empty(shape, dtype, device) for name, shape in shapes.items()})
+    # DeepSpeed gives memory to the parameters that it steps and, in stage 3, to all.
+    kept = {name for name in shapes if alone or (options.stage < 3 and name not in trains)}
+    materialize(
+        policy.model,
+        {name: (whole if name in kept else unallocated)(shape, dtype, device) for name, shape in shapes.items()},
+    )
     move_buffers(policy, device)
+    freeze(policy.model)
     if alone:
-        return Model(policy=policy, engine=policy, optimizer=None, boxes=boxes, watch=None)
+        return Model(policy=policy, engine=policy, optimizer=None, boxes=boxes, trains=frozenset(), watch=None)
     optimizer = watch = None
     if not frozen:
         optimizer = adamw(
-            dict(policy.model.named_parameters()),
+            trained_parameters(policy.model),
             shapes,
             train.optimizer,
             fused=device.type == "cuda" or options.offload != "none",
@@ -86,8 +108,8 @@ def build_model(
         for param in policy.head_parameters:
             deepspeed.zero.register_external_parameter(policy, param)
     if not frozen:
-        watch = GradientWatch(dict(policy.model.named_parameters()), options)
-    return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes, watch=watch)
+        watch = GradientWatch(trained_parameters(policy.model), options)
+    return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes, trains=trains, watch=watch)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -11,21 +11,22 @@ FLOAT32 = 4
 
 
 def memory(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
-    """Weights in the precision of the passes, sharded in stage 3; float32 masters and moments, sharded; float32
-    gradients, sharded from stage 2 on, and the buckets in which they are reduced."""
+    """Weights in the precision of the passes, sharded in stage 3; of what is trained float32 masters and moments,
+    sharded, and float32 gradients, sharded from stage 2 on, and the buckets in which they are reduced."""
     half = FLOAT32 if cluster.train is None or cluster.train.precision == "float32" else 2
-    share = -(-size.total // cluster.ranks)
+    share = -(-size.trained // cluster.ranks)
     layer = max(size.layers, default=0)
     outside = size.embedding + size.head + size.rest
     offloads = config.offload != "none"
-    bucket = FLOAT32 * min(config.reduce_bucket, size.total)
+    bucket = FLOAT32 * min(config.reduce_bucket, size.trained)
+    held = size.total + size.adapters
     gathered = 0
     if config.stage == 3 and cluster.ranks > 1:
         gathered = half * min(size.total, outside + 2 * layer + config.gather_bucket)
-    weights = half * (share if config.stage == 3 else size.total)
+    weights = half * (-(-held // cluster.ranks) if config.stage == 3 else held)
     if config.node_shard_size > 1 and not cluster.frozen:
-        weights += half * -(-size.total // config.node_shard_size)
-    gradients = FLOAT32 * (size.total if config.stage == 1 else share)
+        weights += half * -(-held // config.node_shard_size)
+    gradients = FLOAT32 * (size.trained if config.stage == 1 else share)
     return RankMemory(
         kinds={
             MemoryKind.PARAM: 0 if config.offload == "parameters" else weights,

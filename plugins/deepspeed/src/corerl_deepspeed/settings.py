@@ -11,11 +11,18 @@ from corerl_deepspeed.raw import ZERO
 
 
 def deepspeed_json(
-    options: DeepSpeedConfig, train: TrainConfig, *, device: str, elements: int, persistent: int, frozen: bool = False
+    options: DeepSpeedConfig,
+    train: TrainConfig,
+    *,
+    device: str,
+    elements: int,
+    trained: int,
+    persistent: int,
+    frozen: bool = False,
 ) -> dict[str, Any]:
-    """The configuration that DeepSpeed is started with, for a model of `elements` parameters in total; tensors of at
-    most `persistent` elements stay gathered. Of a `frozen` model parameters alone are sharded or offloaded, and
-    gathered for no backward pass."""
+    """The configuration that DeepSpeed is started with, for a model of `elements` parameters in total, of which
+    `trained` get gradients; tensors of at most `persistent` elements stay gathered. Of a `frozen` model parameters
+    alone are sharded or offloaded, and gathered for no backward pass."""
     on_host = {"device": "cpu", "pin_memory": device == "cuda"}
     offload: dict[str, Any] = {}
     if options.offload != "none" and not frozen:
@@ -27,7 +34,7 @@ def deepspeed_json(
         "contiguous_gradients": True,
         # In stage 1 gradients are reduced after the last micro-batch, when no computation is left to overlap with.
         "overlap_comm": device == "cuda" and options.stage > 1,
-        "reduce_bucket_size": min(options.reduce_bucket, elements),
+        "reduce_bucket_size": min(options.reduce_bucket, trained),
         **offload,
     }
     if options.stage == 3:

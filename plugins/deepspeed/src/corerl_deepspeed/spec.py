@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from corerl.config import ClusterInfo
-from corerl.plugin import BackendSpec, Capability, Environment, Problem, Variant, not_implemented
+from corerl.kinds import ModelSize
+from corerl.plugin import (
+    BackendSpec,
+    Capability,
+    Environment,
+    Problem,
+    SlowPath,
+    Variant,
+    not_implemented,
+    slow_attention,
+)
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.memory import memory
 from corerl_deepspeed.probe import probe
@@ -44,6 +54,10 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         )
 
 
+def slow(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:
+    return slow_attention(cluster, size)
+
+
 SPEC = BackendSpec(
     implementation="corerl_deepspeed.backend:DeepSpeedBackend",
     config=DeepSpeedConfig,
@@ -55,6 +69,7 @@ SPEC = BackendSpec(
     environment=environment,
     check=check,
     memory=memory,
+    slow=slow,
     probe=probe,
     variants=[
         Variant(name="stage 1", options={"stage": 1}),

@@ -58,6 +58,8 @@ def masters(model: Model) -> list[Master]:
     """The masters that this rank steps."""
     zero, found = model.engine.optimizer, []
     for name, param in _parameters(model):
+        if name not in model.trains:
+            continue
         if partitioned(model):
             group, offset, _ = zero.grad_position[zero.get_param_id(param)]
             flat = zero.fp32_partitioned_groups_flat[group]
@@ -103,8 +105,9 @@ def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
     if not partitioned(model):
         model.engine.optimizer.update_lp_params()
         return
-    for piece, master in zip(pieces, held, strict=True):
-        piece.values.copy_(master.piece.values)
+    working_of = {piece.name: piece.values for piece in pieces}
+    for master in held:
+        working_of[master.piece.name].copy_(master.piece.values)
 
 
 def second_copies(model: Model) -> Iterator[Tensor]:
@@ -116,9 +119,11 @@ def second_copies(model: Model) -> Iterator[Tensor]:
 
 
 def drop_second_copies(model: Model) -> None:
-    """Drop the second copies; the next forward pass makes them again from gathered parameters."""
+    """Drop the second copies; the next forward pass makes them again from gathered parameters. DeepSpeed's own method
+    drops those of parameters that it steps."""
     if partitioned(model) and model.optimizer is not None:
-        model.engine.optimizer.invalidate_secondary_tensor()
+        for _, param in _parameters(model):
+            param.ds_secondary_tensor = None
 
 
 def drop_skipped_gradients(model: Model) -> None:

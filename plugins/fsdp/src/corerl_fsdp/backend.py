@@ -9,7 +9,7 @@ import torch
 
 from corerl.backend import Backend, ExtraState, StateKey, adamw, moments, set_adam_step
 from corerl.config import RoleConfig
-from corerl.models import buffer_chunks, hf_boxes, hf_config
+from corerl.models import buffer_chunks, hf_boxes, hf_config, trained_parameters
 from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
@@ -41,13 +41,15 @@ class FsdpBackend(Backend):
             device=self.device,
             precision=config.train.precision,
             frozen=config.frozen,
+            lora=config.lora,
             recompute=config.train.recompute == "full",
             layout=config.train.layout,
             options=options,
         )
         self.boxes = hf_boxes(self.policy.model)
         on_host = options.offload == "optimizer" and not config.frozen
-        self.shards = LocalShards(self.policy.model, on_host=on_host)
+        trained = trained_parameters(self.policy.model)
+        self.shards = LocalShards(self.policy.model, trained, on_host=on_host)
         if not config.frozen:
             self.optimizer = adamw(
                 self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
@@ -90,14 +92,12 @@ class FsdpBackend(Backend):
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         reshard(self.policy)
-        if key in (StateKey.PARAM, StateKey.MASTER):
+        if key is StateKey.PARAM or (key is StateKey.MASTER and self.config.lora is None):
             return self._weights
-        values = {
-            name: moments(self.optimizer, self.shards.params[name], self.adam_step)[key.value]
-            for name, shard in self.shards.local.items()
-            if shard.numel()
-        }
-        return shard_chunks(self.shards.dtensors, values, self.boxes)
+        held = {name: self.shards.local[name] for name in self.shards.params if self.shards.local[name].numel()}
+        if key is not StateKey.MASTER:
+            held = {name: moments(self.optimizer, self.shards.params[name], self.adam_step)[key.value] for name in held}
+        return shard_chunks(self.shards.dtensors, held, self.boxes)
 
     @cached_property
     def _weights(self) -> Sequence[Chunk]:

@@ -11,14 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PretrainedConfig
 
+from corerl.config import LoraConfig
 from corerl.errors import Unsupported
 from corerl.models import (
     Policy,
-    attends_in_one_kernel,
+    attention_in_pieces,
     decoder_layers,
+    freeze,
     make_policy,
     materialize,
     move_buffers,
+    put_adapters,
     recompute_layers,
 )
 from corerl.ops import lacking, one_kernel
@@ -42,18 +45,22 @@ def build_policy(
     device: torch.device,
     precision: str,
     frozen: bool,
+    lora: LoraConfig | None,
     recompute: bool,
     layout: str,
     options: FsdpConfig,
 ) -> Policy:
-    """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. Master weights are float32, or if it
-    is `frozen` in `precision`; layers compute in that, and gradients are reduced in float32."""
+    """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. What is trained is float32, all else
+    is in `precision`: everything if it is `frozen`, what `lora` leaves as it is. Layers compute in that, and gradients
+    are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
-    held = dtype if frozen else torch.float32
+    held = dtype if frozen or lora is not None else torch.float32
     policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype)
+    if lora is not None:
+        put_adapters(policy.model, lora, dtype=torch.float32)
     if options.compile is True and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
-    attention = not policy.rectangular and one_kernel(device, dtype) and attends_in_one_kernel(policy.decoder)
+    attention = not policy.rectangular and one_kernel(device, dtype) and not attention_in_pieces(policy.decoder)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile is True or (options.compile == "auto" and attention and not lacking()):
         keep_compiled(options.compile_cache)
@@ -72,6 +79,7 @@ def build_policy(
     held_on = torch.device("cpu") if on_host else device
     params = policy.model.named_parameters()
     materialize(policy.model, {name: nn.Parameter(torch.empty_like(param, device=held_on)) for name, param in params})
+    freeze(policy.model)
     # FSDP's load hook takes over replaced parameters and pads uneven shards; later, that would move their memory.
     policy.load_state_dict({}, strict=False)
     move_buffers(policy, device)

@@ -6,37 +6,34 @@ from corerl.config import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin import RankMemory
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.slow import not_compiled
 
 FLOAT32 = 4
 
 
 def memory(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
-    """Shards are float32, those of a frozen role in the precision of the passes. A unit is gathered in that precision,
-    on a single rank too, the next one while a layer computes; its gradients become float32 to be reduced."""
+    """Shards of what is trained are float32, others in the precision of the passes. A unit is gathered in that
+    precision, on a single rank too, the next one while a layer computes; its gradients become float32 to be reduced."""
     half = FLOAT32 if cluster.train is None or cluster.train.precision == "float32" else 2
-    share = -(-size.total // (config.shard_size or cluster.ranks))
+    shards = config.shard_size or cluster.ranks
+    share = -(-size.trained // shards)
+    frozen = -(-size.total // shards) if cluster.frozen or size.adapters else 0
     root, layer = size.head + size.rest, max(size.layers, default=0)
     if not size.head:
         root += size.embedding
-    held = half if cluster.frozen else FLOAT32
-    gradients = FLOAT32 * (size.total if config.sync == "last" else share)
+    masters = 0 if cluster.frozen else FLOAT32 * share
+    gradients = FLOAT32 * (size.trained if config.sync == "last" else share)
+    moved = size.adapters // max(1, len(size.layers)) if size.adapters else layer
     return RankMemory(
         kinds={
-            MemoryKind.PARAM: 0 if config.offload == "parameters" else held * share,
+            MemoryKind.PARAM: 0 if config.offload == "parameters" else half * frozen + masters,
             MemoryKind.GRAD: 0 if config.offload == "parameters" else gradients,
             MemoryKind.OPTIMIZER: 2 * FLOAT32 * share if config.offload == "none" else 0,
         },
         gradients_grow=True,
         gathered=half * (root + (2 * layer if config.reshard_after_forward else sum(size.layers))),
         # The root's gradients wait for the end of the backward pass.
-        reducing=half * (root + layer) + FLOAT32 * layer,
-        fused=_compiled(config, cluster, half=half < FLOAT32, one_kernel=size.one_kernel),
+        reducing=half * ((0 if size.adapters else root) + moved) + FLOAT32 * moved,
+        fused=config.compile is True
+        or (config.compile == "auto" and cluster.device == "cuda" and not not_compiled(cluster, size)),
     )
-
-
-def _compiled(config: FsdpConfig, cluster: ClusterInfo, *, half: bool, one_kernel: bool) -> bool:
-    """Whether ranks will compile layers, where they find what that needs."""
-    if config.compile != "auto":
-        return config.compile
-    packed = cluster.train is not None and cluster.train.layout != "whole"
-    return cluster.device == "cuda" and half and packed and one_kernel

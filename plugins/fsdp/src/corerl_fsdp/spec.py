@@ -9,6 +9,7 @@ from corerl.plugin import BackendSpec, Problem, Variant
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
 from corerl_fsdp.probe import probe
+from corerl_fsdp.slow import slow
 
 NO_WHOLE_COMPILE = (
     "compile = true with train.layout='whole', whose layers are transformers' own code, is not supported; set it to "
@@ -34,6 +35,7 @@ SPEC = BackendSpec(
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
     check=check,
     memory=memory,
+    slow=slow,
     probe=probe,
     variants=[
         Variant(name="moments on the host", options={"offload": "optimizer"}),

@@ -54,7 +54,7 @@ def optimizer_step(
 ) -> StepResult:
     """Called on every rank. One all-reduce for the norm, which makes the norm, and the decision to skip, equal on all
     ranks."""
-    params = list(policy.parameters())
+    params = shards.trained
     factor = scale / (loss_scale.value if loss_scale else 1.0)
     norm = grad_norm(params) * factor
     result = StepResult(applied=math.isfinite(value := norm.item()), grad_norm=value)

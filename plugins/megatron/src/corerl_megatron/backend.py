@@ -44,6 +44,8 @@ from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
 from corerl_megatron.parallel import destroy_groups, forget_rotary_tables, layout, make_groups
 from corerl_megatron.replay import Routing
+from corerl_megatron.rotary import turn_all_at_once
+from corerl_megatron.spec import beside_adapters
 from corerl_megatron.step import Gradients, Pipeline, forward_backward, forward_pass, optimizer_step
 
 
@@ -55,7 +57,11 @@ class MegatronBackend(Backend):
             raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
         if config.train.layout == "whole":
             raise Unsupported("megatron-core's models pack sequences; set train.layout to 'auto' or 'packed'")
+        if config.lora is not None:
+            for problem in beside_adapters(config.options):
+                raise Unsupported(f"backends.megatron.{problem.path} is {problem.text}")
         source = _source(config)
+        turn_all_at_once()
         with calling_megatron(self.device):
             self.groups = make_groups(config.options, timeout=config.timeout, device=self.device)
             self.model = build(config, source, self.groups, device=self.device)

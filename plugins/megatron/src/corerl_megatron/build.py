@@ -21,6 +21,7 @@ from corerl_megatron.adam import fused_adam
 from corerl_megatron.chunks import Held, held_buffers, held_parameters
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import Architecture
+from corerl_megatron.lora import put_adapters, targets_of
 from corerl_megatron.model import PackedModel, stages
 from corerl_megatron.parallel import Groups
 
@@ -77,12 +78,14 @@ def build(role: RoleConfig, source: Source, groups: Groups, *, device: torch.dev
     modules = source.stages(role, device=device)
     config = modules[0].config
     held, buffers = source.held(modules, groups)
+    if role.lora is not None:
+        held += put_adapters(modules, held, role.lora, targets_of(role), groups)
     if role.frozen:
         for part in held:
             part.zero_padding()
         return Model(modules=modules, chunks=modules, held=held, buffers=buffers, optimizer=None, config=config)
     for part in held:
-        if options.distributed_optimizer:
+        if options.distributed_optimizer and part.param.requires_grad:
             # It moves parameters into buffers; until then they take no memory, to avoid holding them twice.
             part.param.data = torch.zeros((), dtype=part.param.dtype, device=device).expand(part.param.shape)
         else:

@@ -7,7 +7,7 @@ refused before it takes a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
@@ -451,6 +451,22 @@ def architecture(hf: Fields, *, value_head: bool) -> Architecture:
         clamp=hf.get("swiglu_limit", 7.0) if experts and experts.alternating else None,
         alternating=experts is not None and experts.alternating,
     )
+
+
+def linear_layers(built: Architecture) -> Iterator[str]:
+    """The linear layers of the Hugging Face model, by name, without routers, experts and the head."""
+    sizes = built.transformer
+    attention = [Part.QKV, Part.PROJ]
+    if built.latent:
+        queries = [Part.Q] if sizes["q_lora_rank"] is None else [Part.Q_DOWN, Part.Q_UP]
+        attention = [*queries, Part.KV_DOWN, Part.KV_UP, Part.PROJ]
+    beside = [Part.SHARED_FC1, Part.SHARED_FC2] if sizes.get("moe_shared_expert_intermediate_size") else []
+    beside += [Part.SHARED_GATE] if sizes.get("moe_shared_expert_gate") else []
+    for layer in range(sizes["num_layers"]):
+        moe = built.experts and sizes["moe_layer_freq"][layer]
+        for part in [*attention, *(beside if moe else [Part.FC1, Part.FC2])]:
+            for name in built.names[part]:
+                yield f"model.layers.{layer}.{name.removesuffix('.weight')}"
 
 
 def _latent(hf: Fields) -> Mapping[str, Any]:

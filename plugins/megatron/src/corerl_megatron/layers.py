@@ -3,6 +3,7 @@ packed sequences and for context and sequence parallelism. What megatron-core's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -134,14 +136,32 @@ def torch_layers(config: TransformerConfig, *, vp_stage: int | None) -> Any:
     return block
 
 
-def engine_layers(config: TransformerConfig, *, vp_stage: int | None) -> Any:
+def engine_layers(config: TransformerConfig, *, vp_stage: int | None, norms_apart: bool) -> Any:
     """The same with TransformerEngine's modules, except attention that they do not offer for packed sequences: with
-    sinks, and with windows over context-parallel ranks."""
+    sinks, and with windows over context-parallel ranks. Norms are fused into the next matrix unless `norms_apart`."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm", vp_stage=vp_stage)
     if config.softmax_type != "vanilla" or (config.window_size and config.context_parallel_size > 1):
         for layer in {id(spec): spec for spec in block.layer_specs}.values():
             layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    if norms_apart:
+        for layer in {id(spec): spec for spec in block.layer_specs}.values():
+            _take_norms_apart(layer.submodules, config)
     return block
+
+
+def _take_norms_apart(layer: Any, config: TransformerConfig) -> None:
+    """Let the norms of a specification with TransformerEngine's modules be modules of their own."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    norm, matrix = TESpecProvider().layer_norm(), TESpecProvider().column_parallel_linear()
+    attention = layer.self_attention.submodules
+    if not config.multi_latent_attention:
+        attention.linear_qkv, layer.input_layernorm = matrix, norm
+    elif config.qk_layernorm:
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = matrix
+        attention.q_layernorm = attention.kv_layernorm = norm
+    if layer.pre_mlp_layernorm is IdentityOp:  # an MLP; the norm before experts is not fused
+        layer.mlp.submodules.linear_fc1, layer.pre_mlp_layernorm = matrix, norm
 
 
 def change_what_is_added(layer: TransformerLayer, *, norms: bool, scale: float) -> None:
@@ -199,6 +219,12 @@ def finish_latent(attention: MLASelfAttention, *, engine: bool) -> None:
         module: Any = getattr(attention, name, None)
         if hasattr(module, "eps"):
             module.eps = LATENT_EPS
+
+
+def share_rotary(attentions: Sequence[MLASelfAttention]) -> None:
+    """Let latent attention turn by one set of tables in all layers, where megatron-core makes one for each."""
+    for attention in attentions[1:]:
+        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def add_choice_bias(router: TopKRouter) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -31,12 +31,14 @@ from corerl_megatron.layers import (
     engine_layers,
     finish_latent,
     make_alternating,
+    share_rotary,
     torch_layers,
     use_local_rope,
 )
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+Specify: TypeAlias = Callable[..., Any]  # gives the specification of this rank's layers, as `torch_layers` does
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -99,7 +101,12 @@ def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device
     config = transformer_config(role, architecture, engine=engine, device=device)
     virtual = role.options.virtual_pipeline
     parts: list[int | None] = list(range(virtual)) if virtual > 1 else [None]
-    return [_stage(config, architecture, part, engine=engine, critic=role.value_head).to(device) for part in parts]
+    specify: Specify = torch_layers
+    if engine:  # adapters need what norms give
+        specify = partial(engine_layers, norms_apart=role.lora is not None)
+    return [
+        _stage(config, architecture, part, specify, engine=engine, critic=role.value_head).to(device) for part in parts
+    ]
 
 
 def uses_transformer_engine(options: MegatronConfig, precision: str, device: torch.device) -> bool:
@@ -190,14 +197,19 @@ def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
 
 
 def _stage(
-    config: TransformerConfig, architecture: Architecture, stage: int | None, *, engine: bool, critic: bool
+    config: TransformerConfig,
+    architecture: Architecture,
+    stage: int | None,
+    specify: Specify,
+    *,
+    engine: bool,
+    critic: bool,
 ) -> PackedModel:
     at: Mapping[str, Any] = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
     last = parallel_state.is_pipeline_last_stage(**at)
-    layers = engine_layers if engine else torch_layers
     module = PackedModel(
         config=config,
-        transformer_layer_spec=layers(config, vp_stage=stage),
+        transformer_layer_spec=specify(config, vp_stage=stage),
         vocab_size=padded_vocabulary(architecture.vocabulary, config.tensor_model_parallel_size),
         pre_process=parallel_state.is_pipeline_first_stage(**at),
         post_process=last,
@@ -218,6 +230,8 @@ def _stage(
         )
     for layer in module.decoder.layers:
         _finish(layer, config, architecture, rotary, engine=engine)
+    attentions = [layer.self_attention for layer in module.decoder.layers]
+    share_rotary([attention for attention in attentions if isinstance(attention, MLASelfAttention)])
     if critic and last:
         module.become_critic()
     if module.pre_process and architecture.padding is not None:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from corerl.ops import PackedSequences, upload
 from corerl.types import IntArray
+from corerl_megatron.rotary import Turns
 
 
 @frozen(eq=False)
@@ -55,8 +56,11 @@ class PackedParams(PackedSeqParams):
     split: Split | None  # None without context parallelism
 
 
-def packed_params(packing: PackedSequences, split: Split | None) -> PackedParams:
+def packed_params(packing: PackedSequences, split: Split | None, positions: Tensor) -> PackedParams:
+    """`positions` [T / cp] are those of this rank's tokens in their sequences."""
     cu, longest = packing.cu_seqlens, packing.longest
+    # All that the function which turns queries and keys is given of the sequences, in every layer.
+    cu.turns = Turns(positions, longest, split)  # type: ignore[attr-defined]
     params = PackedParams(
         qkv_format="thd",
         cu_seqlens_q=cu,

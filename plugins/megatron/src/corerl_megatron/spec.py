@@ -13,6 +13,7 @@ from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
+from corerl_megatron.slow import slow
 
 FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
 
@@ -50,6 +51,8 @@ def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
 def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
+    if cluster.lora is not None:
+        yield from beside_adapters(config)
     if config.aux_loss_coef and cluster.streamed:
         yield Problem(
             "aux_loss_coef",
@@ -61,6 +64,27 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     elif cluster.model:
         yield from _model(
             config, cluster.model, recompute=cluster.train is not None and cluster.train.recompute == "full"
+        )
+
+
+def beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
+    """The options that low-rank adapters cannot be trained with."""
+    if config.bridge:
+        yield Problem(
+            "bridge",
+            "true, but low-rank adapters ([lora]) are only put beside the layers of this backend's own families; set "
+            "it to false, or train all weights",
+        )
+    if config.fp8 != "none":
+        yield Problem(
+            "fp8",
+            f"{config.fp8!r}, but low-rank adapters ([lora]) have not been tried beside products in 8 bits; set it to "
+            "'none'",
+        )
+    if config.native_checkpoint:
+        yield Problem(
+            "native_checkpoint",
+            "true, but megatron-core's own checkpoint has no place for low-rank adapters ([lora]); set it to false",
         )
 
 
@@ -278,6 +302,7 @@ SPEC = BackendSpec(
     data_parallel=data_parallel,
     check=check,
     memory=memory,
+    slow=slow,
     probe=probe,
     variants=[
         Variant(name="whole optimizer", options={"distributed_optimizer": False}),

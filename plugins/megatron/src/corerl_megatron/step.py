@@ -72,12 +72,13 @@ class Pipeline:
         def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = self._packed(next(micros))
             inputs, split, part = packed.inputs, packed.split, parts[id(chunk)]
+            positions = packed.local(inputs.positions)
             with self.routing.passing(part, packed.micro, inputs, split, trains=backward, balance=balance):
                 hidden = chunk(
                     packed.local(inputs.tokens)[None],
-                    packed.local(inputs.positions)[None],
+                    positions[None],
                     None,
-                    packed_seq_params=packed_params(inputs.packing, split),
+                    packed_seq_params=packed_params(inputs.packing, split, positions),
                 )
             if chosen:
                 chosen[part].append(self.routing.chosen(part, len(inputs.tokens), split))
@@ -85,7 +86,7 @@ class Pipeline:
 
         def finished(packed: Packed, chunk: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
             module = self.model.modules[parts[id(chunk)]]
-            if chunk is not module and chunk.ddp_config.overlap_param_gather:
+            if chunk is not module and chunk.ddp_config.overlap_param_gather and module.head.requires_grad:
                 # The head's weight is read here, but its module is never called, so its hook does not wait for it.
                 chunk.param_to_bucket_group[module.head].finish_param_sync()
             result = finish(packed, module, hidden)

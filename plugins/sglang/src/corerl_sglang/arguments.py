@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,12 @@ ELSEWHERE = {
     "modelopt_quant": f"{TRAINER}, which sends none quantized by ModelOpt",
     "quantize_and_serve": f"{TRAINER}, which sends none quantized by ModelOpt",
     "speculative_algorithm": f"{TRAINER}, which has none for a draft model",
-    "enable_lora": f"{TRAINER}, which has no adapters",
-    "lora_paths": f"{TRAINER}, which has no adapters",
+    "enable_lora": "set [lora] and weights.lora",
+    "max_lora_rank": "set lora.rank",
+    "lora_target_modules": "set lora.targets",
+    "max_loaded_loras": TRAINER,
+    "max_loras_per_batch": TRAINER,
+    "lora_paths": TRAINER,
     "dtype": "set train.precision",
     "device": "set cluster.device",
     "host": LOCAL,
@@ -108,8 +112,11 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"is not an argument name; write {name.strip('-').replace('-', '_')!r}"
 
 
-def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:
-    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json."""
+def server_arguments(
+    options: SglangConfig, context: EngineContext, *, model: Path, adapted: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json,
+    `adapted` the modules that have adapters."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -129,6 +136,14 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         arguments["context_length"] = context.context_length + KEPT_BACK
     if context.weights.quantize == "fp8":
         arguments["quantization"] = "fp8"
+    if context.lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": context.lora.rank,
+            "lora_target_modules": list(adapted),
+            "max_loras_per_batch": 2,
+            "max_loaded_loras": 4,
+        }
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     if options.memory:

@@ -28,13 +28,14 @@ from corerl.engines import (
     Receiving,
     SamplingParams,
     Told,
-    shape_mismatch,
+    misfit,
     unheard,
 )
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
-from corerl.models import build_on_meta, hf_boxes, hf_config, write_config
-from corerl.weights import Address, Manifest, as_sent, is_quantized
+from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
+from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
+from corerl_sglang.adapters import Adapters, modules_of
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
@@ -59,6 +60,8 @@ class SglangEngine(Engine):
         self._failing = threading.Lock()
         config = hf_config(model)
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
+        if context.lora is not None:
+            put_adapters(built, context.lora, dtype=torch.float32)
         shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
         self._shapes = shapes  # of the tensors sent to this engine
         if context.weights.quantize == "fp8":
@@ -68,6 +71,8 @@ class SglangEngine(Engine):
             matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
             kept = [name for name in matrices if not is_quantized(name, shapes[name], left_out)]
             config.quantization_config = quantization([name.removesuffix(".weight") for name in kept])
+        modules = modules_of(name for name in shapes if is_adapter(name))
+        self._whole = False  # the server holds all weights, so that adapters may arrive alone
         self._reader = Reader(engine=context.name, experts=Experts.of(built))
         # Not writable by others: ranks unpickle instructions from it.
         self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
@@ -82,13 +87,18 @@ class SglangEngine(Engine):
             self._server = Server(
                 context.name,
                 launcher=options.launcher,
-                arguments=server_arguments(options, context, model=self._directory / "model"),
+                arguments=server_arguments(options, context, model=self._directory / "model", adapted=modules),
                 environment={**plain_allocator(os.environ), **visible},
                 directory=self._directory,
                 log=log,
                 health_timeout=options.health_timeout,
             )
             undo.callback(self._server.stop)
+            self._adapters: Adapters | None = None
+            if context.lora is not None:
+                self._adapters = Adapters(
+                    self._server, context.lora, modules, self._directory, ranks=len(context.receivers)
+                )
             self._server.wait_ready(options.start_timeout)
             # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
@@ -155,6 +165,8 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
+        if self._adapters is not None:
+            body["lora_path"] = self._adapters.name(version)
         answer = self._server.post("/generate", body)
         drawn = self._reader.generation(answer, request, version, paused=self._serving.paused)
         told(len(drawn) - int(drawn.unfinished.sum()))
@@ -202,18 +214,31 @@ class SglangEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights are asleep; wake it up first"
-        return shape_mismatch(manifest.shapes, self._shapes)
+        return misfit(manifest.shapes, self._shapes, whole=self._whole)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
         """Have the ranks take the update; returns the bytes received and the error, or ""."""
         receivers = tuple(self._context.receivers)
-        instruction = Instruction(manifest=manifest, version=version, address=address, receivers=receivers)
+        apart = self._adapters
+        instruction = Instruction(
+            manifest=manifest,
+            version=version,
+            address=address,
+            receivers=receivers,
+            adapters="" if apart is None else str(apart.file(version)),
+        )
         answers, failed = self._ask_ranks(instruction)
         given = [answer for answer in answers if answer is not None]
         received = max((answer.bytes for answer in given), default=0)
         if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
             self._refuse(silent, manifest, version, address, failed)  # the sender would wait for them
+        if not failed and apart is not None:
+            try:
+                apart.load(version)
+            except CorerlError as failure:
+                failed = message_of(failure)
         if not failed:
+            self._whole = True
             body = {"new_version": str(version), "abort_all_requests": False}
             self._server.post("/update_weight_version", body)
         return received, failed
@@ -275,6 +300,7 @@ class SglangEngine(Engine):
             tags = [tag for tag in (*CACHES, WEIGHTS) if tag not in self._sleeping]
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._sleeping.update(tags)
+            self._whole = False
         return sum(self._bytes.get(tag, 0) for tag in tags)
 
     def wake_up(self) -> int:

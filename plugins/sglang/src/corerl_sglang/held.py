@@ -17,7 +17,7 @@ from attrs import frozen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corerl.errors import EngineFailed
-from corerl.weights import FP8, SCALE, Bucket, bit_sums
+from corerl.weights import FP8, SCALE, Bucket, bit_sums, is_adapter
 
 COPY = torch.ops.aten.copy_
 # What a loader may do to a part before copying it: make it contiguous, move it to a device. The last two are the names
@@ -121,11 +121,21 @@ class Held:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._parts: dict[str, list[Part]] = {}
+        self._adapters: dict[str, torch.Tensor] = {}
+
+    def take_adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters that the last update brought, in host memory; the model itself has no place for them."""
+        taken, self._adapters = self._adapters, {}
+        return taken
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Load the bucket into the model, recording where its tensors go unless that is known already."""
         quantized = any(entry.dtype for entry in bucket.entries)
-        weights = list(bucket.views(flat).items())
+        arrived = bucket.views(flat)
+        self._adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items() if is_adapter(name)}
+        weights = [(name, tensor) for name, tensor in arrived.items() if not is_adapter(name)]
+        if not weights:
+            return
         if quantized and bucket.index == 0:
             _keys_as_they_are(self.model)
         if all(name in self._parts for name, _ in weights):

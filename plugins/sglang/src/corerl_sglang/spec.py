@@ -45,6 +45,13 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             f"{config.attention_backend!r} depends on the batch, but deterministic=true needs one that does not; use "
             f"one of {', '.join(DETERMINISTIC_ATTENTION)}",
         )
+    apart = cluster.lora is not None and cluster.weights is not None and cluster.weights.lora == "adapter"
+    if apart and config.data_parallel > 1:
+        yield Problem(
+            "data_parallel",
+            f"{config.data_parallel}, but with weights.lora='adapter' the server has one attention for all ranks; set "
+            "it to 1, or weights.lora to 'merged'",
+        )
     for name, text in contradictions(config.server):
         yield Problem(f"server.{name}", text)
     if cluster.model:
@@ -95,4 +102,5 @@ SPEC = EngineSpec(
     check=check,
     probe=probe,
     quantized=quantized,
+    adapters=True,
 )

@@ -12,6 +12,7 @@ SPEC = BackendSpec(
     summary="the whole model on every rank, gradients summed over ranks",
     capabilities={  # every capability not listed here counts as supported, and is checked
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
+        Capability.LORA: not_implemented("it trains all weights"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
     },
 )

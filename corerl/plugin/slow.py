@@ -1,0 +1,44 @@
+"""Slow paths that backends have in common, with their prices. Imports nothing heavy, since specs need it.
+
+Prices are of whole steps, of `python -m benchmarks.slow_paths` on an H100: docs/models.md has the table of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from corerl.config.schema import ClusterInfo
+from corerl.kinds import InPieces, ModelSize
+from corerl.plugin.spec import UNMEASURED, SlowPath
+
+FLOAT32 = UNMEASURED  # PRICE of `slow_paths float32`
+IN_PIECES: Mapping[InPieces, str] = {
+    InPieces.HEADS: UNMEASURED,  # PRICE of `slow_paths heads`
+    InPieces.SINKS: UNMEASURED,  # PRICE of `slow_paths sinks`
+    InPieces.CAPS: UNMEASURED,  # PRICE of `slow_paths caps`
+    InPieces.STATE: UNMEASURED,
+}
+
+
+def slow_precision(cluster: ClusterInfo, *, asked: bool) -> Iterator[SlowPath]:
+    """What float32 costs on GPUs. Unless it was `asked` for, nothing better is there."""
+    if cluster.train is not None and cluster.train.precision == "float32":
+        yield SlowPath(
+            path=".train.precision",
+            text="float32 has neither a kernel for packed attention nor the fast matrix products of half precision",
+            price=FLOAT32,
+            instead="set it to 'bfloat16'" if asked else "bfloat16, which the GPU or the backend lacks, would avoid it",
+        )
+
+
+def slow_attention(cluster: ClusterInfo, size: ModelSize) -> Iterator[SlowPath]:
+    """What packed attention costs where it is more than one kernel for the sake of the model."""
+    packed = cluster.train is None or cluster.train.layout != "whole"
+    why = size.in_pieces
+    if packed and why is not None and why in IN_PIECES:
+        yield SlowPath(
+            path=".model",
+            text=f"attention runs on padded rows instead of one kernel over packed tokens, because {why}",
+            price=IN_PIECES[why],
+            instead="no setting avoids it, only another model",
+        )

@@ -1,0 +1,51 @@
+"""Low-rank adapters by the names that PEFT gives them, and the weights that they change.
+
+An adapter of the HF tensor `model.layers.0.mlp.up_proj.weight` [out, in] is two tensors, A [rank, in] named
+`base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` and B [out, rank] named the same with `lora_B`. A backend
+that trains adapters holds boxes of them among its parameters, under these names, and masters and moments of nothing
+else but a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+PREFIX = "base_model.model."
+WEIGHT = ".weight"
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of that name is an A or a B."""
+    return name.startswith(PREFIX) and name.endswith((A, B))
+
+
+def adapters_of(weight: str) -> tuple[str, str]:
+    """The names of A and B of an HF tensor."""
+    stem = PREFIX + weight.removesuffix(WEIGHT)
+    return stem + A, stem + B
+
+
+def adapted(adapter: str) -> str:
+    """The HF tensor that an A or a B changes."""
+    return adapter.removeprefix(PREFIX).removesuffix(A).removesuffix(B) + WEIGHT
+
+
+@frozen(eq=False)
+class Adapters:
+    """The whole adapters of a model, float32, with what their products are multiplied by."""
+
+    tensors: Mapping[str, torch.Tensor]
+    scale: float
+
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Add scale B A to those of `weights`, HF tensors, that have adapters. The sum is made in float32 and rounded
+        once: a small change to a bfloat16 weight is lost where it is less than half a step, but nothing accumulates."""
+        for name, weight in weights.items():
+            a, b = (self.tensors.get(each) for each in adapters_of(name))
+            if a is not None and b is not None:
+                weight.add_(torch.mm(b, a), alpha=self.scale)  # of two dtypes torch adds in the wider one

@@ -1,0 +1,424 @@
+"""Low-rank adapters: every layout and family trains those of a transformers model, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, frozen
+
+from corerl.checkpoint import begin
+from corerl.config import ClusterInfo, LoraConfig, ModelConfig
+from corerl.errors import Unsupported
+from corerl.models import hf_config, look_at, targets_in
+from corerl.testing import (
+    Checkpoint,
+    RankFailed,
+    RankPool,
+    Runs,
+    Setup,
+    Subject,
+    assert_follows,
+    different,
+    in_order,
+    samples_at,
+    tiny_config,
+    weights_apart,
+    whole,
+)
+from corerl.testing.compare import Tensors, Trajectory, assert_outputs, assert_same_metrics, together
+from corerl.testing.models import DEEP
+from corerl.testing.scenarios import updates
+from corerl.testing.suite import CHECKS
+from corerl.testing.suite.test_memory import held_as_predicted
+from corerl.testing.tolerances import WEIGHTS_L2
+from corerl.types import FloatArray, MemoryKind, Output
+from corerl.weights import adapters_of, is_adapter
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import FAMILIES, architecture, linear_layers
+from corerl_megatron.spec import BESIDE, check
+from plugins.megatron.tests import ranks
+from plugins.megatron.tests.test_contract import arguments_of
+from plugins.megatron.tests.test_families import drawn
+
+STEPS = 4
+OF_ONE = 1e-4  # L2 relative, of one tensor: gradients of several steps may nearly cancel in its first moment
+ADAPTERS = LoraConfig(rank=4, alpha=8.0).settled({})
+WHOLE = {"distributed_optimizer": False}
+TP2 = {"tensor_parallel": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_parallel": 2}
+CP2 = {"context_parallel": 2}
+EP2 = {"expert_parallel": 2}
+ETP1 = {**SP2, "expert_tensor_parallel": 1}
+LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # ranks and options
+    "one": (1, {}),
+    "one, whole": (1, WHOLE),
+    "tp2": (2, TP2),
+    "tp2, whole": (2, {**TP2, **WHOLE}),
+    "tp2 sp": (2, SP2),
+    "tp2 sp, whole": (2, {**SP2, **WHOLE}),
+    "pp2": (2, PP2),
+    "pp2 vpp2": (2, {**PP2, "virtual_pipeline": 2}),
+    "cp2": (2, CP2),
+    "dp2": (2, {}),
+    "dp2, whole": (2, WHOLE),
+    "dp2, beside computation": (2, BESIDE),
+    "ep2": (2, EP2),
+    "tp2 sp etp1": (2, ETP1),
+    "tp2 dp2": (4, TP2),
+    "tp2 sp dp2": (4, SP2),
+    "tp2 sp cp2": (4, {**SP2, **CP2}),
+    "tp2 pp2": (4, {**TP2, **PP2}),
+}
+OF_DENSE = [each for each in LAYOUTS if each not in ("ep2", "tp2 sp etp1")]
+CASES = [
+    *(("qwen3", layout) for layout in OF_DENSE),
+    *((kind, layout) for kind in ("qwen2", "llama", "qwen3-tied") for layout in ("tp2", "tp2 sp", "pp2")),
+    *(("qwen3-moe", layout) for layout in ("one", "tp2 sp", "ep2", "tp2 sp etp1", "pp2")),
+    ("glm4-moe", "tp2 sp"),  # a dense layer, and shared experts
+]
+# Families of which a layer is cut otherwise than Llama's.
+FAMILY_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "phi3": TP2,  # several parts in one tensor
+    "gemma3_text": SP2,
+    "qwen2_moe": SP2,  # a weighted shared expert
+    "deepseek_v3": SP2,  # latent attention
+    "youtu": SP2,  # without compressed queries
+    "gpt_oss": ETP1,  # biases
+}
+
+Trained: TypeAlias = tuple[Trajectory, FloatArray]  # and what the model gives for a batch after the steps
+
+
+@pytest.fixture(scope="module")
+def all_runs(runs: Runs, four_ranks: RankPool) -> Runs:
+    return runs.beside({4: four_ranks})
+
+
+@pytest.fixture(scope="module")
+def of_plain(runs: Runs) -> Callable[[Setup], Trained]:
+    """What the plain backend trains of a setup, once for all layouts."""
+    known: dict[str, Trained] = {}
+
+    def found(setup: Setup) -> Trained:
+        plain = evolve(setup, backend="plain", options={})
+        if repr(plain) not in known:
+            known[repr(plain)] = trained(runs, 1, plain)
+        return known[repr(plain)]
+
+    return found
+
+
+def trained(runs: Runs, world_size: int, setup: Setup) -> Trained:
+    samples = samples_at(STEPS)
+    reports = runs.rank_sets[world_size].run(ranks.steps_then_outputs, setup, STEPS, samples)
+    output = Output.VALUES if setup.value_head else Output.LOGPROBS
+    outputs = in_order([each.outputs for each in reports], samples, output)
+    return together([each.trained for each in reports]), outputs
+
+
+def set_up(runs: Runs, kind: str, options: Mapping[str, Any], **others: Any) -> Setup:
+    """Stages in turns want two layers each."""
+    kind = f"{kind}{DEEP}" if "virtual_pipeline" in options else kind
+    return evolve(runs.setup("megatron", kind), options=options, **{"lora": ADAPTERS, **others})
+
+
+def assert_trains_as(found: Trained, wanted: Trained, setup: Setup) -> None:
+    (mine, outputs), (others, wanted_outputs) = found, wanted
+    for key in ("param", "master", "exp_avg", "exp_avg_sq"):
+        assert mine.state[key].keys() == others.state[key].keys()
+    trains = {name for name in others.state["param"] if is_adapter(name) or name == "value_head.weight"}
+    assert mine.state["master"].keys() == trains
+    assert_follows(mine, others)
+    assert_same_metrics(mine, others)
+    for key in ("master", "exp_avg", "exp_avg_sq"):
+        assert weights_apart(mine.state[key], others.state[key]) < WEIGHTS_L2
+        assert apart(mine.state[key], others.state[key]) == []
+    output = Output.VALUES if setup.value_head else Output.LOGPROBS
+    assert_outputs(outputs, wanted_outputs, samples_at(STEPS), output)
+    # No other weight moves by a bit, and each that is trained does.
+    assert {each.removeprefix("param of ") for each in different(mine.state, mine.at_start, ["param"])} == trains
+
+
+def apart(found: Tensors, wanted: Tensors) -> list[str]:
+    return [
+        name
+        for name, values in wanted.items()
+        if np.linalg.norm(found[name] - values) > OF_ONE * np.linalg.norm(values)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_adapters_train_as_the_plain_backends_do(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], kind: str, layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup = set_up(all_runs, kind, options)
+    assert_trains_as(trained(all_runs, world_size, setup), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2", "cp2", "dp2, beside computation"])
+def test_a_critic_trains_its_adapters_and_its_head(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup = set_up(all_runs, "qwen3", options, value_head=True)
+    assert_trains_as(trained(all_runs, world_size, setup), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({"rslora": True}, "tp2"),
+        ({"targets": ("q_proj", "down_proj")}, "tp2"),
+        ({"targets": ("q_proj", "down_proj")}, "tp2 sp"),
+        ({"targets": ("k_proj", "up_proj", "o_proj")}, "tp2 sp"),
+        ({"targets": ("layers.0.self_attn.q_proj",)}, "pp2"),  # one stage trains nothing
+        ({"targets": ("layers.1.self_attn.q_proj",)}, "pp2"),
+    ],
+    ids=str,
+)
+def test_settings_mean_what_they_mean_to_transformers_models(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], settings: Mapping[str, Any], layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup = set_up(all_runs, "qwen3", options, lora=evolve(ADAPTERS, **settings))
+    assert_trains_as(trained(all_runs, world_size, setup), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options"),
+    [
+        (("all-linear",), SP2),
+        (("down_proj",), {"recompute": "mlp"}),  # nothing before what is recomputed is trained
+        (("down_proj",), {"recompute": "full"}),
+    ],
+)
+def test_layers_that_are_recomputed_give_adapters_the_same_gradients(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], targets: tuple[str, ...], options: Mapping[str, Any]
+) -> None:
+    setup = set_up(all_runs, "qwen3", options, lora=evolve(ADAPTERS, targets=targets))
+    recomputed = evolve(setup, train=evolve(setup.train, recompute="full"))
+    world_size = options.get("tensor_parallel", 1)
+    assert_trains_as(trained(all_runs, world_size, recomputed), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "dp2, beside computation"])
+def test_steps_in_several_calls_are_those_of_one(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup = set_up(all_runs, "qwen3", options)
+    found = together(all_runs.rank_sets[world_size].run(ranks.steps_in_calls, setup, STEPS))
+    assert_follows(found, of_plain(setup)[0])
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3", "tp2 sp"), ("qwen2", "one"), ("glm4-moe", "one")])
+def test_beside_adapters_transformer_engines_norms_are_modules_of_their_own(
+    all_runs: Runs, of_plain: Callable[[Setup], Trained], kind: str, layout: str
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    setup, samples = set_up(all_runs, kind, options), samples_at(STEPS)
+    reports, classes = zip(
+        *all_runs.rank_sets[world_size].run(ranks.steps_with_engine_specified, setup, STEPS, samples), strict=True
+    )
+    assert classes[0] == {"TENorm", "TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
+    outputs = in_order([each.outputs for each in reports], samples, Output.LOGPROBS)
+    assert_trains_as((together([each.trained for each in reports]), outputs), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize("model_type", FAMILY_LAYOUTS)
+def test_adapters_of_other_families_train_as_the_plain_backends_do(
+    all_runs: Runs, tmp_path: Path, of_plain: Callable[[Setup], Trained], model_type: str
+) -> None:
+    runs = all_runs.beside({}, {model_type: drawn(model_type, tmp_path / model_type)})
+    setup = set_up(runs, model_type, FAMILY_LAYOUTS[model_type])
+    assert_trains_as(trained(runs, 2, setup), of_plain(setup), setup)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_linear_layer_of_a_family_can_have_an_adapter(runs: Runs, tmp_path: Path, model_type: str) -> None:
+    directory = str(drawn(model_type, tmp_path))
+    config = hf_config(ModelConfig(path=directory))
+    targets = targets_in(look_at(config), ADAPTERS)
+    assert sorted(linear_layers(architecture(config.to_dict(), value_head=False))) == sorted(targets)
+    (state,) = runs.rank_sets[1].run(ranks.at_start, Setup(backend="megatron", model=directory, lora=ADAPTERS))
+    found = {box.name: box.shape for box in state["master"]}
+    assert found == {
+        name: shape
+        for layer, module in targets.items()
+        for name, shape in zip(
+            adapters_of(f"{layer}.weight"), [(4, module.in_features), (module.out_features, 4)], strict=True
+        )
+    }
+
+
+@frozen(kw_only=True)
+class WithAdapters(Subject):
+    """The contract's checks of a role with adapters."""
+
+    def of(self, setup: Setup) -> Setup:
+        return evolve(super().of(setup), lora=ADAPTERS)
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2", "dp2, beside computation"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
+        "test_a_resumed_run_in_bfloat16_equals_the_uninterrupted_one_too",
+        "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
+        "test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next",
+        "test_outputs_of_training_passes_are_those_of_forward",
+        "test_sleep_frees_what_it_says_and_waking_restores_every_bit",
+        "test_masters_of_a_model_in_bfloat16_take_steps_that_are_lost_in_it",
+        "test_an_update_holds_a_few_buckets_and_never_the_model",
+    ],
+)
+def test_a_layout_with_adapters_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, check: str) -> None:
+    kind = "qwen3-tied"
+    if "vpp2" in layout:
+        deeper = {each: runs.models[f"{each}{DEEP}"] for each in ("qwen3", "qwen3-tied")}
+        kind, runs = f"{kind}{DEEP}", runs.beside({}, deeper)
+    subject = WithAdapters(backend="megatron", world_size=2, runs=runs, directory=tmp_path, options=LAYOUTS[layout][1])
+    arguments: Mapping[str, Any] = {"kind": kind, "down": list(MemoryKind), "up": list(MemoryKind)}
+    CHECKS[check](subject, **{name: arguments[name] for name in arguments_of(check)})
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2", "dp2, beside computation"])
+def test_a_snapshot_answers_for_the_adapters_it_was_made_of_and_leaves_the_current_ones_alone(
+    runs: Runs, layout: str
+) -> None:
+    setup, samples = set_up(runs, "qwen3", LAYOUTS[layout][1]), samples_at(STEPS)
+    reports = runs.rank_sets[2].run(ranks.pass_under_a_snapshot, setup, samples)
+    first, again, trained, trained_again = (
+        in_order(each, samples, Output.LOGPROBS) for each in zip(*reports, strict=True)
+    )
+    assert (first == again).all() and (trained == trained_again).all()
+    assert np.abs(trained - first).max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2"])
+def test_engines_get_the_weights_with_the_product_of_the_adapters_added(runs: Runs, layout: str) -> None:
+    setup = set_up(runs, "qwen3-tied", LAYOUTS[layout][1])
+    reports = runs.rank_sets[2].run(updates.push_weights, setup, False)
+    received = {name: values for each in reports for name, values in each.tensors.items()}
+    weights = whole([each.state for each in reports])["param"]
+    assert received.keys() == {name for name in weights if not is_adapter(name)}
+    for name, values in received.items():
+        a, b = (weights.get(each) for each in adapters_of(name))
+        if a is None or b is None:
+            assert values.tobytes() == weights[name].tobytes()
+        else:
+            product = 2.0 * b.astype(np.float64) @ a  # alpha / rank
+            assert np.abs(product).max() > 1e-5
+            np.testing.assert_allclose(values, weights[name] + product, rtol=1e-6, atol=1e-7)
+
+
+PLACES = {
+    "tp2": ("megatron", TP2, 2),
+    "tp2 sp": ("megatron", SP2, 2),
+    "pp2": ("megatron", PP2, 2),
+    "dp2": ("megatron", {}, 2),
+    "plain": ("plain", {}, 1),
+    "fsdp": ("fsdp", {}, 2),
+}
+
+
+@pytest.mark.parametrize("places", [["tp2", "plain", "tp2 sp", "pp2"], ["plain", "tp2", "fsdp", "dp2"]], ids=str)
+def test_adapters_that_move_every_two_steps_follow_those_that_stay(
+    runs: Runs, tmp_path: Path, places: list[str]
+) -> None:
+    stays = runs.trained_as(1, evolve(runs.setup("plain", "qwen3"), lora=ADAPTERS), 2 * len(places))
+    resume, losses, grad_norms = "", list[float](), list[float]()
+    saved: Mapping[str, Tensors] = {}
+    for number, (backend, options, world_size) in enumerate(PLACES[each] for each in places):
+        first = 2 * number
+        checkpoint = Checkpoint(begin(tmp_path, first + 2), world_size)
+        setup = evolve(runs.setup(backend, "qwen3"), options=options, lora=ADAPTERS)
+        saving = {"save_after": first + 1, "save_to": checkpoint.role}
+        found = runs.train(world_size, setup, range(first, first + 2), resume=resume, **saving)
+        assert (found.optimizer_step, found.adam_step) == (first, first + 2)
+        assert not resume or different(found.at_start, saved) == []
+        saved, resume = found.state, checkpoint.complete()
+        losses += found.losses
+        grad_norms += found.grad_norms
+    assert_follows(evolve(found, losses=losses, grad_norms=grad_norms), stays)
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [({}, 2), (TP2, 1), (PP2, 1), (CP2, 2), (WHOLE, 1)],
+    ids=str,
+)
+def test_weights_beside_adapters_have_no_gradients_masters_and_moments(
+    runs: Runs, options: Mapping[str, Any], copies: int
+) -> None:
+    setup = set_up(runs, "qwen3", options)
+    setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    for found in runs.rank_sets[2].run(ranks.held_beside_adapters, setup):
+        assert found.with_gradients == []
+        assert found.masters == {torch.float32}
+        assert found.adapters < found.weights / 4
+        # megatron-core aligns each parameter in its buffers.
+        of_adapters = pytest.approx(found.adapters, rel=0.05)
+        assert (found.bytes["param"] - 2 * found.weights) / 2 == of_adapters
+        assert found.bytes["grad"] / 4 == of_adapters
+        assert found.bytes["master"] * copies / 4 == of_adapters
+        assert found.bytes["optimizer"] * copies / 8 == of_adapters
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2, whole", "pp2", "cp2", "dp2, whole"])
+def test_ranks_hold_beside_adapters_what_the_spec_predicts(
+    runs: Runs, tmp_path: Path, layout: str, precision: Any
+) -> None:
+    world_size, options = LAYOUTS[layout]
+    subject = WithAdapters(backend="megatron", world_size=world_size, runs=runs, directory=tmp_path, options=options)
+    for targets in (("all-linear",), ("k_proj", "down_proj")):
+        setup = set_up(runs, "qwen3", options, lora=evolve(ADAPTERS, targets=targets))
+        held_as_predicted(subject, evolve(setup, train=evolve(setup.train, precision=precision)))
+
+
+REFUSED = {
+    "bridge": ({"bridge": True}, "bridge", "true, but low-rank adapters ([lora]) are only put beside the layers of"),
+    "fp8": ({"fp8": "e4m3"}, "fp8", "'e4m3', but low-rank adapters ([lora]) have not been tried beside products in 8"),
+    "native": (
+        {"native_checkpoint": True},
+        "native_checkpoint",
+        "true, but megatron-core's own checkpoint has no place for low-rank adapters ([lora]); set it to false",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "name", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_adapters_cannot_be_trained_with_is_refused_before_a_device_is_taken(
+    options: dict[str, Any], name: str, text: str
+) -> None:
+    def told(lora: LoraConfig | None) -> list[str]:
+        cluster = ClusterInfo(device="cuda", ranks=1, model=tiny_config("qwen3").to_dict(), lora=lora)
+        return [f"{problem.path}: {problem.text}" for problem in check(MegatronConfig(**options), cluster)]
+
+    (added,) = set(told(ADAPTERS)) - set(told(None))
+    assert added.startswith(f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("options", "name", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_adapters_cannot_be_trained_with_is_refused_by_ranks_too(
+    runs: Runs, options: dict[str, Any], name: str, text: str
+) -> None:
+    with pytest.raises(Unsupported) as raised:
+        runs.rank_sets[1].run(ranks.at_start, set_up(runs, "qwen3", options))
+    assert raised.value.message.startswith(f"backends.megatron.{name} is {text}")
+
+
+@pytest.mark.parametrize("target", ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts.3.up_proj"])
+def test_a_target_that_is_no_layer_of_megatron_cores_is_refused(runs: Runs, target: str) -> None:
+    with pytest.raises(RankFailed, match="Unsupported") as raised:
+        runs.rank_sets[2].run(ranks.start_with_targets, set_up(runs, "qwen3-moe", PP2), [f"{target}.weight"])
+    assert f"this backend cannot give {target}.weight adapters: they are no layers by themselves" in str(raised.value)

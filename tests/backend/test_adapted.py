@@ -1,0 +1,104 @@
+"""What the base class makes of a role that trains adapters: its reference is the model, of which no copy is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+
+from corerl.backend import StateKey
+from corerl.config.schema import LoraConfig
+from corerl.errors import ModelError
+from corerl.models.export import write_adapters
+from corerl.models.peft_files import peft_config
+from corerl.testing.harness import Setup, forward, running, samples_at, train
+from corerl.testing.tolerances import LOGPROBS
+from corerl.trainer.worker import Worker
+from corerl.types import Array, Output, SampleBatch
+from corerl.weights.adapters import is_adapter
+
+LORA = LoraConfig(rank=3, alpha=7.0).settled({})
+SAMPLES = samples_at(0)
+REFERENCE = "reference"
+
+
+@pytest.fixture
+def setup(model_directories: Mapping[str, Path]) -> Setup:
+    base = Setup(backend="plain", model=str(model_directories["qwen3-tied"]), lora=LORA)
+    # Not clipped, so that three steps change the log-probs by much more than rounding.
+    return evolve(base, train=evolve(base.train, optimizer=evolve(base.train.optimizer, clip_norm=None)))
+
+
+def passed(worker: Worker, setup: Setup, weights: str = "") -> Array:
+    """Log-probs of the samples' tokens."""
+    result = forward(worker, setup, SAMPLES, weights=weights, outputs=(Output.LOGPROBS,))
+    found = np.zeros(SAMPLES.offsets[-1])
+    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+        found[SAMPLES.offsets[row] : SAMPLES.offsets[row + 1]] = result.outputs[Output.LOGPROBS][start:stop]
+    return found
+
+
+def of_model(directory: str, samples: SampleBatch) -> Array:
+    """What transformers' model gives."""
+    model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), []
+    with torch.no_grad():
+        for start, stop in zip(samples.offsets, samples.offsets[1:], strict=False):
+            tokens = torch.tensor(samples.tokens[start:stop])
+            log_p = (model(tokens[None]).logits[0, :-1] / samples.temperature).log_softmax(-1)
+            found += [np.zeros(1), log_p.gather(-1, tokens[1:, None])[:, 0].numpy()]
+    return np.concatenate(found)
+
+
+def kept_by(worker: Worker) -> int:
+    """Bytes of the reference's snapshot."""
+    backend: Any = worker.backend
+    return sum(each.view.nbytes for each in backend._snapshots.chunks(REFERENCE, backend.changing))
+
+
+def apart(one: Array, other: Array) -> float:
+    return float(np.abs(one - other).max())
+
+
+def test_the_reference_is_the_model_and_a_snapshot_of_the_adapters_is_all_that_is_kept(setup: Setup) -> None:
+    wanted = of_model(setup.model, SAMPLES)
+    with running(setup) as worker:
+        worker.backend.load_snapshot(REFERENCE, "")
+        assert apart(passed(worker, setup), wanted) < LOGPROBS.absolute
+        for number in range(3):
+            train(worker, setup, number)
+        trained = passed(worker, setup)
+        assert apart(trained, wanted) > 0.01
+        assert apart(passed(worker, setup, REFERENCE), wanted) < LOGPROBS.absolute
+        assert apart(passed(worker, setup), trained) == 0.0  # the swap gives back what it took
+        adapters = [each for each in worker.backend.local_state(StateKey.PARAM) if is_adapter(each.name)]
+        assert kept_by(worker) == sum(each.view.nbytes for each in adapters) > 0
+        worker.backend.create_snapshot(REFERENCE)  # as `algorithm.reference_every` renews it
+        assert apart(passed(worker, setup, REFERENCE), trained) == 0.0
+
+
+def test_the_reference_of_adapters_that_go_on_is_what_they_began_with(setup: Setup, tmp_path: Path) -> None:
+    with running(setup) as worker:
+        for number in range(3):
+            train(worker, setup, number)
+        started = passed(worker, setup)
+        tensors = {each.name: each.view.clone() for each in worker.backend.local_state(StateKey.MASTER)}
+    write_adapters(tmp_path / "adapters", tensors, peft_config(LORA, base=setup.model, targets=["all-linear"]))
+    again = evolve(setup, lora=evolve(LORA, path=str(tmp_path / "adapters")))
+    with running(again) as worker:
+        worker.backend.load_snapshot(REFERENCE, "")
+        assert apart(passed(worker, again), started) == 0.0
+        for number in range(3):
+            train(worker, again, number)
+        assert apart(passed(worker, again), started) > 0.01
+        assert apart(passed(worker, again, REFERENCE), started) == 0.0
+
+
+def test_no_directory_can_be_the_reference_of_adapters(setup: Setup) -> None:
+    with running(setup) as worker, pytest.raises(ModelError, match="has no tensor 'base_model.model"):
+        worker.backend.load_snapshot(REFERENCE, setup.model)

@@ -1,0 +1,63 @@
+"""A checkpoint of a role that trains adapters, as the plain backend writes it after two steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from attrs import evolve, frozen
+
+from corerl.checkpoint.commit import begin, commit
+from corerl.config.schema import Config
+from corerl.testing.harness import Setup, forward, make_samples, packed_for_training, running, step_at
+from corerl.types import FloatArray, Output, SampleBatch
+from tests.driver.saved import recorded
+
+LR = 0.03  # so large that two steps change every log-prob
+
+
+@frozen(kw_only=True, eq=False)
+class Adapted:
+    checkpoint: Path
+    samples: SampleBatch
+    before: FloatArray  # what the model gives for the samples' tokens: log-probs, or a critic's values
+    after: FloatArray  # the same after the steps
+
+
+def train_adapted(
+    run_dir: Path, config: Config, *, role: str = "actor", backend: str = "plain", steps: int = 2
+) -> Adapted:
+    """`config` says the model, the adapters of the role, and the run's seed."""
+    lora = config.lora_of(role)
+    assert lora is not None and lora.rank is not None  # it is settled
+    model, critic = config.model_of(role), role == "critic"
+    setup = Setup(
+        backend=backend,
+        model=model.path,
+        fields=model.config,
+        seed=config.run.seed,
+        value_head=critic,
+        lora=lora,
+        train=evolve(Setup(backend="", model="").train, precision=config.train_of(role).settled("cpu").precision),
+    ).packed_by(10**6)
+    samples = make_samples(3, vocab=16)
+    output = Output.VALUES if critic else Output.LOGPROBS
+
+    def passed() -> FloatArray:
+        result = forward(worker, setup, samples, outputs=(output,))
+        found: FloatArray = np.zeros(samples.offsets[-1], np.float32)
+        for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+            found[samples.offsets[row] : samples.offsets[row + 1]] = result.outputs[output][start:stop]
+        return found
+
+    with running(setup) as worker:
+        before = passed()
+        for number in range(steps):
+            batch = packed_for_training(worker, setup, samples)
+            result = worker.train_on(batch=batch, loss=setup.loss, step=evolve(step_at(number), lr=LR))
+            assert math.isfinite(result.grad_norm) and result.grad_norm > 0
+        after = passed()
+        partial = begin(run_dir, steps)
+        assert worker.save(str(partial / role), step_at(steps), False).complete
+    return Adapted(checkpoint=commit(partial, recorded(config, steps)), samples=samples, before=before, after=after)

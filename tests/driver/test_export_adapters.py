@@ -1,0 +1,224 @@
+"""A role's adapters leave a checkpoint alone, as PEFT reads them, or merged into the weights that they were trained
+beside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.config.schema import Config, LoraConfig, RunConfig
+from corerl.driver.export import export
+from corerl.errors import ModelError
+from corerl.models.config import hf_config
+from corerl.models.peft_files import saved_settings
+from corerl.plan.model_files import require_adapters, with_adapters
+from corerl.testing.models import drawn_model, tiny_fields
+from corerl.testing.tolerances import LOGPROBS
+from corerl.types import SampleBatch
+from corerl.weights.adapters import is_adapter
+from tests.driver.adapted import Adapted, train_adapted
+from tests.driver.saved import CRITIC, DATA, make_config, make_model
+from tests.with_peft import needs_peft, run_with_peft
+
+LORA = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})
+PLACED = evolve(LORA, targets=("layers.1.mlp.up_proj", "self_attn.q_proj"))  # no last name means these alone
+READ = """
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+found = []
+for case in asked:
+    base = AutoModelForCausalLM.from_pretrained(case["base"], dtype=torch.float32, attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, case["adapters"]).eval() if case["adapters"] else base
+    logprobs = []
+    with torch.no_grad():
+        for tokens in case["tokens"]:
+            log_p = (model(input_ids=tokens[None]).logits[0, :-1] / case["temperature"]).log_softmax(-1)
+            logprobs.append(log_p.gather(-1, tokens[1:, None])[:, 0])
+    found.append(logprobs)
+"""
+
+
+def adapting(base: Path | None = None, lora: LoraConfig = LORA, seed: int = 0, **tables: Any) -> Config:
+    """Of a model in files or, without `base`, of random weights."""
+    if base is not None:
+        tables["model"] = {**DATA["model"], "path": str(base), "config": {}}
+    return evolve(make_config(**tables), lora=lora, run=RunConfig(seed=seed))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    make_model(make_config(), seed=1).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return train_adapted(tmp_path_factory.mktemp("run"), adapting(base))
+
+
+@pytest.fixture(scope="module")
+def of_random(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return train_adapted(tmp_path_factory.mktemp("run"), adapting(seed=5))
+
+
+def tokens_of(samples: SampleBatch) -> list[torch.Tensor]:
+    return [torch.tensor(samples.tokens[a:b]) for a, b in zip(samples.offsets, samples.offsets[1:], strict=False)]
+
+
+def logprobs_of(directory: Path, samples: SampleBatch) -> np.ndarray[Any, Any]:
+    """What transformers' own model gives for the samples' tokens, with zeros for the first of each."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    found = []
+    with torch.no_grad():
+        for tokens in tokens_of(samples):
+            log_p = (model(tokens[None]).logits[0, :-1] / samples.temperature).log_softmax(-1)
+            found += [np.zeros(1), log_p.gather(-1, tokens[1:, None])[:, 0].numpy()]
+    return np.concatenate(found)
+
+
+def apart(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+    return float(np.abs(one - other).max())
+
+
+@needs_peft
+@pytest.mark.processes
+def test_peft_loads_exported_adapters_and_gives_the_trained_log_probs(
+    base: Path, of_base: Adapted, tmp_path: Path
+) -> None:
+    drawn_model(hf_config(adapting(moe(tmp_path)).model)).save_pretrained(tmp_path / "experts")
+    trained = {
+        "all": (base, of_base),
+        "placed": (base, train_adapted(tmp_path / "placed-run", adapting(base, PLACED))),
+        "moe": (tmp_path / "experts", train_adapted(tmp_path / "moe-run", adapting(tmp_path / "experts"))),
+    }
+    asked = []
+    for name, (weights, adapted) in trained.items():
+        directory = export(adapted.checkpoint, tmp_path / name)
+        assert sorted(file.name for file in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        case = {"base": str(weights), "temperature": adapted.samples.temperature, "tokens": tokens_of(adapted.samples)}
+        asked.append({**case, "adapters": str(directory)})
+    found = run_with_peft(READ, asked, tmp_path)
+    for (_, adapted), logprobs in zip(trained.values(), found, strict=True):
+        theirs = np.concatenate([each for own in logprobs for each in (np.zeros(1), own.numpy())])
+        assert apart(adapted.after, adapted.before) > 0.01
+        assert apart(adapted.after, theirs) < LOGPROBS.absolute
+
+
+def moe(directory: Path) -> Path:
+    """The config of a model of experts."""
+    hf_config(evolve(make_config().model, config={**tiny_fields("qwen3-moe"), "vocab_size": 16})).save_pretrained(
+        directory / "config"
+    )
+    return directory / "config"
+
+
+def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_be(
+    base: Path, of_base: Adapted, tmp_path: Path
+) -> None:
+    placed = train_adapted(tmp_path / "run", adapting(base, PLACED))
+
+    def told(adapted: Adapted, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            (export(adapted.checkpoint, tmp_path / name) / "adapter_config.json").read_text()
+        )
+        return found
+
+    config = told(of_base, "all")
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 7.0, True)
+    assert config["base_model_name_or_path"] == str(base)
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == names
+    # up_proj alone would mean that of layer 0 too
+    layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert told(placed, "placed")["target_modules"] == [layers[0], "model.layers.1.mlp.up_proj", layers[1]]
+
+
+def test_a_run_can_go_on_from_an_export(base: Path, of_base: Adapted, tmp_path: Path) -> None:
+    directory = export(of_base.checkpoint, tmp_path / "adapters")
+    lora = LoraConfig(path=str(directory)).settled(saved_settings(directory))
+    assert (lora.rank, lora.alpha, lora.rslora) == (3, 7.0, True)
+    require_adapters(directory, with_adapters(hf_config(adapting(base).model), lora, value_head=False))
+    again = train_adapted(tmp_path / "run", adapting(base, lora))
+    assert apart(again.before, of_base.after) < LOGPROBS.absolute
+
+
+@pytest.mark.parametrize("of", ["of_base", "of_random"])
+def test_a_merged_export_is_a_model_that_gives_the_trained_log_probs(
+    of: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    adapted: Adapted = request.getfixturevalue(of)
+    directory = export(adapted.checkpoint, tmp_path / "merged", merge=True)
+    assert apart(adapted.after, logprobs_of(directory, adapted.samples)) < LOGPROBS.absolute
+    assert not any(map(is_adapter, load_file(directory / "model.safetensors")))
+    assert (directory / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_weights_that_were_rounded_for_training_are_merged_as_the_files_have_them(
+    base: Path, precision: str, tmp_path: Path
+) -> None:
+    adapted = train_adapted(tmp_path / "run", adapting(base, train={"precision": precision}), backend="fsdp")
+    directory = export(adapted.checkpoint, tmp_path / "merged", merge=True, dtype="float32")
+    found, weights = (load_file(each / "model.safetensors") for each in (directory, base))
+    assert torch.equal(found["model.norm.weight"], weights["model.norm.weight"])
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_adapters_are_float32_unless_another_dtype_is_asked_for(of_base: Adapted, tmp_path: Path) -> None:
+    held = CheckpointSource(of_base.checkpoint / "actor", "master")
+    exact, rounded = (
+        load_file(export(of_base.checkpoint, tmp_path / f"adapters-{dtype}", dtype=dtype) / "adapter_model.safetensors")
+        for dtype in ("", "bfloat16")
+    )
+    assert exact.keys() == rounded.keys() == held.shapes.keys()
+    for name, tensor in exact.items():
+        assert torch.equal(tensor, held.read(name, (0, 0), held.shapes[name]))
+        assert torch.equal(rounded[name], tensor.bfloat16())
+
+
+def test_a_model_that_has_changed_since_is_not_merged(of_base: Adapted, base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    make_model(make_config(), seed=1).save_pretrained(copy)
+    adapted = train_adapted(tmp_path / "run", adapting(copy))
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        export(adapted.checkpoint, tmp_path / "merged", merge=True)
+    told = caught.value.message
+    assert told.startswith("the weights that the adapters belong to have the digest ")
+    assert told.endswith("; give back the model.path that they were trained with")
+    assert not (tmp_path / "merged").exists() and not list(tmp_path.glob(".merged*"))
+    export(adapted.checkpoint, tmp_path / "adapters")  # which need no weights
+
+
+def test_a_critics_adapters_are_exported_with_its_head_or_not_at_all(base: Path, tmp_path: Path) -> None:
+    tables = {**CRITIC, "model": {**DATA["model"], "path": str(base), "config": {}}}
+    config = make_config(**tables)
+    own = evolve(config.roles.critic, lora=LORA)
+    adapted = train_adapted(tmp_path / "run", evolve(config, roles=evolve(config.roles, critic=own)), role="critic")
+    assert apart(adapted.after, adapted.before) > 0.01
+    with pytest.raises(ModelError) as caught:
+        export(adapted.checkpoint, tmp_path / "adapters", role="critic")
+    assert caught.value.message == "PEFT has no place for the critic's value head; export it merged"
+    directory = export(adapted.checkpoint, tmp_path / "merged", role="critic", merge=True)
+    tensors = load_file(directory / "model.safetensors")
+    held = CheckpointSource(adapted.checkpoint / "critic", "master")
+    assert torch.equal(tensors["value_head.weight"], held.read("value_head.weight", (0, 0), (1, 32)))
+    decoder = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).model.eval()
+    with torch.no_grad():
+        hidden = [decoder(tokens[None]).last_hidden_state[0, :-1] for tokens in tokens_of(adapted.samples)]
+    values = [(each @ tensors["value_head.weight"].T)[:, 0].numpy() for each in hidden]
+    found = np.concatenate([each for own in values for each in (np.zeros(1), own)])
+    assert apart(adapted.after, found) < LOGPROBS.absolute

@@ -1,0 +1,135 @@
+"""Runs of the real command that train adapters in place of all weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.driver.export import export
+from corerl.testing import tolerances
+from corerl.weights.adapters import is_adapter
+from tests.end_to_end.command import Command, metrics, write_small
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 4
+RUN = [
+    f"run.steps={STEPS}",
+    "checkpoint.every=1",
+    "eval.every=0",
+    "train.optimizer.lr=0.01",
+    "train.schedule.decay=constant",
+]
+LORA = ["lora.rank=8", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"]
+ALONE = ["backend.name=plain", "roles.actor.ranks=1"]
+ADAPTERS = 8 * 2 * sum((32 + 32, 32 + 16, 32 + 16, 32 + 32, 3 * (32 + 64)))  # elements: rank, layers, q k v o and mlp
+ROOM = 2**15  # bytes of names and shapes in a checkpoint's files
+
+
+@frozen(kw_only=True)
+class Trained:
+    config: Path
+    run_dir: Path
+
+    def checkpoint(self, step: int) -> Path:
+        return self.run_dir / f"checkpoints/step-{step:08d}"
+
+
+def corerl(config: Path, run_dir: Path, *overrides: str) -> Trained:
+    with Command("train", config, f"run.dir={run_dir}", *RUN, *overrides, logs=config.parent) as command:
+        assert (command.finish(), command.err) == (0, "")
+        command.assert_nothing_is_left()
+    return Trained(config=config, run_dir=run_dir)
+
+
+def steps_of(trained: Trained) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in metrics(trained.run_dir) if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def on_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two ranks, which nothing interrupts."""
+    directory = tmp_path_factory.mktemp("lora")
+    return corerl(write_small(directory), directory / "run", *LORA)
+
+
+def test_a_run_of_adapters_learns_samples_what_it_trains_and_checkpoints_nothing_else(on_fsdp: Trained) -> None:
+    steps = steps_of(on_fsdp)
+    assert list(steps) == list(range(STEPS))
+    for line in steps.values():
+        assert line["train/grad_norm"] > 0 and abs(line["train/loss"]) < 10
+        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
+    # The reference is the model: what the adapters add is zero at first.
+    divergences = [steps[step]["train/kl_reference"] for step in range(STEPS)]
+    assert divergences[0] < 1e-9 < 1e-6 < divergences[1] < divergences[-1]
+    for step in (1, STEPS):
+        actor = on_fsdp.checkpoint(step) / "actor"
+        shapes = CheckpointSource(actor, "master").shapes
+        assert all(map(is_adapter, shapes)) and sum(a * b for a, b in shapes.values()) == ADAPTERS
+        held = sum(file.stat().st_size for file in actor.glob("*.safetensors"))
+        assert 3 * 4 * ADAPTERS <= held < 3 * 4 * ADAPTERS + ROOM
+
+
+def test_a_run_of_adapters_goes_on_in_other_backends_as_if_it_had_stayed(on_fsdp: Trained, tmp_path: Path) -> None:
+    sharded = ["backend.name=deepspeed", "backends.deepspeed.stage=3", "run.steps=3"]
+    resume = f"checkpoint.resume={on_fsdp.checkpoint(2)}"
+    second = corerl(on_fsdp.config, tmp_path / "sharded", *LORA, *sharded, resume)
+    third = corerl(on_fsdp.config, tmp_path / "alone", *LORA, *ALONE, f"checkpoint.resume={second.checkpoint(3)}")
+    wanted = steps_of(on_fsdp)
+    for step, trained in ((2, second), (3, third)):
+        assert list(steps_of(trained)) == [step]
+        line = steps_of(trained)[step]
+        assert line["rollout/reward"] == wanted[step]["rollout/reward"]
+        for name, tolerance in (
+            ("train/loss", tolerances.LOSS),
+            ("train/grad_norm", tolerances.GRAD_NORM),
+            ("train/kl_reference", tolerances.METRICS),
+        ):
+            near = pytest.approx(wanted[step][name], rel=tolerance.relative, abs=tolerance.absolute)
+            assert (step, name, line[name]) == (step, name, near)
+        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
+
+
+def test_a_checkpoint_of_adapters_and_one_of_all_weights_are_no_substitute_for_each_other(
+    on_fsdp: Trained, refused: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    actor = on_fsdp.checkpoint(2) / "actor"
+    (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}")
+    advice = "resume with the [lora] it was trained with, or start a new run from its export"
+    assert line == f"{actor} holds adapters, this run's actor trains all weights; {advice}"
+    (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}", "lora.rank=4")
+    assert line.startswith(f"{actor} has [8, 32] for 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'")
+
+
+def test_adapters_are_not_put_beside_other_weights(on_fsdp: Trained, tmp_path: Path) -> None:
+    other = export(on_fsdp.checkpoint(2), tmp_path / "merged", merge=True)
+    resume = [f"checkpoint.resume={on_fsdp.checkpoint(2)}", f"model.path={other}", "model.config={}"]
+    arguments = ["train", on_fsdp.config, f"run.dir={tmp_path}/run", *RUN, *LORA, *ALONE, *resume]
+    with Command(*arguments, logs=tmp_path) as command:
+        assert command.finish() != 0
+        command.assert_nothing_is_left()
+    (line,) = command.err.splitlines()
+    assert re.search(
+        rf"{on_fsdp.checkpoint(2)}/actor: its adapters belong to other weights \(digest [0-9a-f]{{32}}\) than this "
+        r"model's \([0-9a-f]{32}\); resume with the model.path, or the run.seed of random weights",
+        line,
+    )
+
+
+def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
+    ppo = ["algorithm.name=ppo", "roles.critic.ranks=1", "roles.critic.lora.rank=4", "rollout.samples=1"]
+    trained = corerl(write_small(tmp_path), tmp_path / "run", *ALONE, *ppo, "rollout.prompts=16", "checkpoint.every=0")
+    steps = steps_of(trained)
+    assert steps[STEPS - 1]["critic/loss"] < steps[0]["critic/loss"]
+    actor, critic = (
+        CheckpointSource(trained.checkpoint(STEPS) / role, "master").shapes for role in ("actor", "critic")
+    )
+    assert not any(map(is_adapter, actor))
+    assert [name for name in critic if not is_adapter(name)] == ["value_head.weight"]
+    assert sum(a * b for a, b in critic.values()) == ADAPTERS // 2 + 32
