@@ -11,11 +11,11 @@ from corerl.config.schema import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
 from corerl.plugin.spec import UNMEASURED, SlowPath
 
-FLOAT32 = UNMEASURED  # PRICE of `slow_paths float32`
+FLOAT32 = "a step takes twice as long"
 IN_PIECES: Mapping[InPieces, str] = {
-    InPieces.HEADS: UNMEASURED,  # PRICE of `slow_paths heads`
-    InPieces.SINKS: UNMEASURED,  # PRICE of `slow_paths sinks`
-    InPieces.CAPS: UNMEASURED,  # PRICE of `slow_paths caps`
+    InPieces.HEADS: "a step takes 1.2 times as long",
+    InPieces.SINKS: "a step takes 1.1 times as long",
+    InPieces.CAPS: "a step takes 1.2 times as long",
     InPieces.STATE: UNMEASURED,
 }
 

@@ -12,8 +12,9 @@ from corerl_fsdp.config import FsdpConfig
 
 # Qwen3-0.6B's shape on one H100, 15k and 65k tokens: benchmarks/results/h200-fsdp.md, "By default".
 NOT_COMPILED = "a step takes 1.7 times as long"
-IN_FLOAT32 = UNMEASURED  # PRICE of `slow_paths float32`, as `auto` has it against compiled
-IN_PIECES = UNMEASURED  # PRICE of `slow_paths heads`, 320 against compiled
+# benchmarks/results/h100-slow-paths.md, against layers compiled around their attention.
+IN_FLOAT32 = "a step takes 1.1 times as long"
+IN_PIECES = "a step takes 1.4 times as long"
 
 
 def slow(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> Iterator[SlowPath]:
