@@ -133,3 +133,16 @@ def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
     assert not any(map(is_adapter, actor))
     assert [name for name in critic if not is_adapter(name)] == ["value_head.weight"]
     assert sum(a * b for a, b in critic.values()) == ADAPTERS // 2 + 32
+
+
+def test_engines_that_hold_the_adapters_apart_draw_the_tokens_that_they_draw_from_merged_weights(
+    on_fsdp: Trained, tmp_path: Path
+) -> None:
+    apart = corerl(on_fsdp.config, tmp_path / "run", *LORA, "weights.lora=adapter", "weights.verify_every=1")
+    merged, found = steps_of(on_fsdp), steps_of(apart)
+    assert [found[step]["rollout/tokens"] for step in found] == [merged[step]["rollout/tokens"] for step in merged]
+    for step, line in found.items():
+        assert line["rollout/reward"] == merged[step]["rollout/reward"]
+        near = pytest.approx(merged[step]["train/loss"], rel=tolerances.LOSS.relative, abs=tolerances.LOSS.absolute)
+        assert line["train/loss"] == near
+        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS

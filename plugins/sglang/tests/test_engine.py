@@ -21,13 +21,14 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config import ModelConfig, WeightsConfig
+from corerl.config import LoraConfig, ModelConfig, WeightsConfig
 from corerl.engines import GenerateRequest, Generation, Received, SamplingParams, named_views, stops
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
+from corerl.models import hf_config, look_at, shapes_of
 from corerl.models.tokenizer import character_tokenizer
-from corerl.weights import Address, Bucket, bit_sums, build_manifest, quantized
+from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
 from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
@@ -63,6 +64,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         weights: WeightsConfig = PLAIN,
         stand_in: Mapping[str, Any] = {},
         context_length: int = 0,
+        lora: LoraConfig | None = None,
         **more: Any,
     ) -> Any:
         options = SglangConfig(
@@ -72,6 +74,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             context(),
             bundles=ranks,
             weights=weights,
+            lora=lora,
             context_length=context_length,
             run_dir=str(tmp_path_factory.mktemp("run")),
         )
@@ -456,8 +459,8 @@ def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
     )
 
 
-def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    received, _ = push(engine, tensors, 0, on_disk(path))  # type: ignore[arg-type]
+def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path, version: int = 0) -> None:
+    received, _ = push(engine, tensors, version, on_disk(path))  # type: ignore[arg-type]
     assert received.error == ""
 
 
@@ -530,3 +533,54 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
     assert all(told.values()) and told.keys() == {"engine-0 rank 0", "engine-0 rank 1"}
     with pytest.raises(WorkerDied, match="engine-0: its server was killed by SIGKILL"):
         engine.generate(request)
+
+
+def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once_the_weights_are_there(
+    start: Start, tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=3, alpha=7.0).settled({})
+    engine = start(TIED, ranks=2, lora=lora)
+    reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
+    shapes = shapes_of(look_at(hf_config(ModelConfig(config=TIED)), lora=lora))
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(scale: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Adapters, and the weights that they come to."""
+        made = {
+            name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
+        }
+        merged = dict(weights)
+        for name in weights:
+            a, b = adapters_of(name)
+            if a in made:
+                merged[name] = weights[name] + 7 / 3 * made[b] @ made[a]
+        return made, merged
+
+    made, merged = drawn(0.2)
+    received, _ = push(engine, made, 0, address)
+    assert "send all weights first" in received.error
+    samples = []
+    for version in (1, 2, 3):
+        sent = {**weights, **made} if version == 1 else made
+        received, told = push(engine, sent, version, address)
+        assert (received.error, received.bytes) == ("", sum(tensor.nbytes for tensor in sent.values()))
+        assert set(told.values()) == {""}
+        push_to(reference, merged, tmp_path / f"reference-{version}", version)
+        found, expected = engine.generate(REQUEST), reference.generate(REQUEST)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        samples.append(found.logprobs.tolist())
+        made, merged = drawn(0.2)
+    assert samples[0] != samples[1] != samples[2]  # the adapters matter
+    loads = [line for line in said(engine)["stand_in"]["log"] if "load" in line]
+    assert loads == ["load v1", "load v2", "load v3", "unload v1"]
+    with pytest.raises(EngineFailed, match="Got LoRA adapter that has never been loaded: v1"):
+        engine._server.post(
+            "/generate",
+            {"input_ids": [[3, 4]], "sampling_params": [{"max_new_tokens": 1}], "lora_path": "v1"},
+        )
+    engine.sleep()
+    engine.wake_up()
+    received, _ = push(engine, made, 4, address)
+    assert "send all weights first" in received.error

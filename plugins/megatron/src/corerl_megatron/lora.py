@@ -235,4 +235,12 @@ def _keep_graph(module: PackedModel) -> None:
 
 
 def _asking(embedding: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    return embedded.detach().requires_grad_(torch.is_grad_enabled())
+    states = embedded.detach()
+    if torch.is_grad_enabled():
+        # A leaf, whose gradient nobody reads: it would stay as long as whoever holds the states.
+        states.requires_grad_().register_post_accumulate_grad_hook(_drop)
+    return states
+
+
+def _drop(states: Tensor) -> None:
+    states.grad = None
