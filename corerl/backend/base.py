@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import evolve
 
-from corerl.backend.frozen_weights import digest, require_same
+from corerl.backend.frozen_weights import digest, require_same, require_same_scale
 from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
@@ -528,13 +528,14 @@ class Backend(BackendBase, ABC):
 
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""
+        lora = self.config.lora
         return {
             "optimizer_step": step.optimizer_step,
             "adam_step": self.adam_step,
             "weights_version": self.weights_version,
             "backend": type(self).__qualname__,
             "world_size": self.layout.world_size,
-            **({"frozen_weights": self._frozen_digest} if self.config.lora is not None else {}),
+            **({"frozen_weights": self._frozen_digest, "lora_scale": lora.scale} if lora is not None else {}),
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
 
@@ -550,7 +551,9 @@ class Backend(BackendBase, ABC):
             )
         base = self._load_frozen(self._begins_with)
         if base:
+            assert self.config.lora is not None
             require_same(extra.get("frozen_weights"), self._frozen_digest, where=str(saved))
+            require_same_scale(extra.get("lora_scale"), self.config.lora.scale, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])

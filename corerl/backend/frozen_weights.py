@@ -46,3 +46,12 @@ def require_same(told: object, own: str, *, where: str) -> None:
             "resume with the model.path, or the run.seed of random weights, that they were trained with, and in "
             "float16 if that was their train.precision"
         )
+
+
+def require_same_scale(told: object, own: float, *, where: str) -> None:
+    """Raise CheckpointError if adapters were trained with another factor before their product."""
+    if told != own:
+        raise CheckpointError(
+            f"{where}: its adapters were trained with a scale of {told} (alpha / rank, or with rslora alpha / root of "
+            f"rank), this run's is {own}; resume with the lora.alpha and lora.rslora that they were trained with"
+        )

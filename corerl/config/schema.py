@@ -772,7 +772,8 @@ class WeightsConfig:
     lora: Literal["merged", "adapter"] = option(
         "how the actor's adapters reach engines; merged: added to the weights as these are sent, so that engines "
         "sample at full speed and every update is a whole one; adapter: apart, to engines that add what they compute, "
-        "so that nothing is rounded and only the adapters travel, but for engines that have slept or are new",
+        "so that weights are not rounded anew and only the adapters travel, but for engines that have slept or are "
+        "new",
         default="merged",
     )
     unquantized: tuple[str, ...] = option(

@@ -38,17 +38,21 @@ def against_adapters(config: Config) -> Iterator[str]:
     for role in config.chosen_roles:
         if config.lora_of(role) is not None and is_frozen(config, role):
             yield f"{config.lora_table_of(role)}: set, but the {role} is never trained; remove it"
+    if config.lora_of(ACTOR) is not None and config.algorithm.reference:
+        yield (
+            f"algorithm.reference: {config.algorithm.reference!r}, but with [lora] the reference policy has the "
+            "actor's weights without what it has learned; for another one set roles.reference.model.path"
+        )
+
+
+def against_sending(config: Config) -> Iterator[str]:
+    """What contradicts how adapters are sent, in every mode."""
     if config.weights.lora == "adapter" and config.lora is None:
         yield "weights.lora: 'adapter', but the actor trains no adapters; set [lora], or remove it"
     if config.weights.lora == "adapter" and config.weights.quantize != "none":
         yield (
             f"weights.lora: 'adapter', but weights.quantize={config.weights.quantize!r} would round what the adapters "
             "are beside; set it to 'none', or weights.lora to 'merged'"
-        )
-    if config.lora_of(ACTOR) is not None and config.algorithm.reference:
-        yield (
-            f"algorithm.reference: {config.algorithm.reference!r}, but with [lora] the reference policy has the "
-            "actor's weights without what it has learned; for another one set roles.reference.model.path"
         )
 
 

@@ -30,7 +30,7 @@ from corerl.plan.inputs import (
     require_positions,
     require_room_for_prompts,
 )
-from corerl.plan.lora import against_adapters, check_adapters, settle_adapters
+from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.notices import slow_paths, title_of, unanswered, unpacked
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
@@ -71,6 +71,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     for line in contradictions(config):
         if known or not line.startswith("algorithm."):  # what is unset is not known without
             problems.add(line)
+    for line in against_sending(config):
+        problems.add(line)
     if known and config.run.mode != "eval":
         for line in (*against_algorithm(config), *against_adapters(config)):
             problems.add(line)

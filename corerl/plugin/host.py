@@ -181,7 +181,7 @@ class PluginHost:
             ranks=context.world_size,
             value_head=config.value_head,
             frozen=config.frozen,
-            lora="" if config.lora is None else "lora",
+            lora="" if config.lora is None else f"[lora] of the {context.role}",
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)

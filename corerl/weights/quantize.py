@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from corerl.weights.adapters import is_adapter
 from corerl.weights.manifest import Bucket, Entry, Manifest
 
 BLOCK = 128  # rows and columns that share a scale
@@ -30,6 +31,8 @@ ROUTER = re.compile(r"\.(gate|shared_expert_gate)\.weight$")
 
 def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()) -> bool:
     """Whether this HF tensor is sent in FP8. `left_out` are parts of names, as in `modules_to_not_convert`."""
+    if is_adapter(name):
+        return False
     linear = len(shape) == 2 and LINEAR.search(name) is not None and ROUTER.search(name) is None
     return linear and not any(part in name for part in left_out)
 

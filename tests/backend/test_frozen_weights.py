@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from corerl.backend.frozen_weights import digest, of_sums, require_same, rounded_sum
+from corerl.backend.frozen_weights import digest, of_sums, require_same, require_same_scale, rounded_sum
 from corerl.errors import CheckpointError
 from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
@@ -73,3 +73,11 @@ def test_adapters_beside_other_weights_are_refused(told: str | None, shown: str)
         "resume with the model.path, or the run.seed of random weights, that they were trained with, and in float16 if "
         "that was their train.precision"
     )
+
+
+def test_adapters_that_would_be_scaled_otherwise_are_refused() -> None:
+    require_same_scale(2.0, 2.0, where="here")
+    with pytest.raises(
+        CheckpointError, match=r"^here: its adapters were trained with a scale of 2.0 .*this run's is 4.0;"
+    ):
+        require_same_scale(2.0, 4.0, where="here")

@@ -32,8 +32,10 @@ from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifes
 from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
+from corerl_sglang.adapters import Adapters, write
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
+from corerl_sglang.targets import misfits
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 from tests.engines.stopping import assert_cut_at
 
@@ -538,7 +540,7 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
 def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once_the_weights_are_there(
     start: Start, tmp_path: Path
 ) -> None:
-    lora = LoraConfig(rank=3, alpha=7.0).settled({})
+    lora = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
     engine = start(TIED, ranks=2, lora=lora)
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
@@ -554,7 +556,7 @@ def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once
         for name in weights:
             a, b = adapters_of(name)
             if a in made:
-                merged[name] = weights[name] + 7 / 3 * made[b] @ made[a]
+                merged[name] = weights[name] + lora.scale * made[b] @ made[a]
         return made, merged
 
     made, merged = drawn(0.2)
@@ -584,3 +586,35 @@ def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once
     engine.wake_up()
     received, _ = push(engine, made, 4, address)
     assert "send all weights first" in received.error
+
+
+def test_adapters_of_an_aborted_version_stay_loaded_since_unloading_would_wait_for_ever() -> None:
+    posted: list[tuple[str, str]] = []
+
+    class Server:
+        def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+            posted.append((path, body["lora_name"]))
+            return b""
+
+    lora = LoraConfig(rank=2).settled({})
+    with tempfile.TemporaryDirectory() as directory:
+        held = Adapters(Server(), lora, ["q_proj"], Path(directory), ranks=1)  # type: ignore[arg-type]
+        for version in range(5):
+            write(held.file(version), {"a": torch.zeros(1)})
+            held.load(version)
+            if version == 1:
+                held.interrupted()
+    assert [name for path, name in posted if path == "/unload_lora_adapter"] == ["v0", "v2"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        (["v_proj"], "SGLang holds q_proj, k_proj, v_proj as one, but only v_proj would have adapters"),
+        (["up_proj", "down_proj"], "SGLang holds gate_proj, up_proj as one, but only up_proj would have adapters"),
+        (["in_proj_qkv", "o_proj"], "SGLang has no adapters of in_proj_qkv; leave them out of lora.targets"),
+        (["q_proj", "k_proj", "v_proj", "down_proj"], ""),
+    ],
+)
+def test_targets_that_sglang_would_silently_leave_out_are_refused(modules: list[str], told: str) -> None:
+    assert next(misfits(modules), "").startswith(told) and bool(list(misfits(modules))) == bool(told)

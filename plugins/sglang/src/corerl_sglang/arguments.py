@@ -142,7 +142,6 @@ def server_arguments(
             "max_lora_rank": context.lora.rank,
             "lora_target_modules": list(adapted),
             "max_loras_per_batch": 2,
-            "max_loaded_loras": 4,
         }
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}

@@ -35,7 +35,7 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
-from corerl_sglang.adapters import Adapters, modules_of
+from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
@@ -72,6 +72,8 @@ class SglangEngine(Engine):
             kept = [name for name in matrices if not is_quantized(name, shapes[name], left_out)]
             config.quantization_config = quantization([name.removesuffix(".weight") for name in kept])
         modules = modules_of(name for name in shapes if is_adapter(name))
+        if context.lora is not None:
+            require_able(modules)
         self._whole = False  # the server holds all weights, so that adapters may arrive alone
         self._reader = Reader(engine=context.name, experts=Experts.of(built))
         # Not writable by others: ranks unpickle instructions from it.
@@ -183,6 +185,8 @@ class SglangEngine(Engine):
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
     def _abort(self) -> None:
+        if self._adapters is not None:
+            self._adapters.interrupted()
         with contextlib.suppress(CorerlError):  # the earlier error takes precedence
             self._server.post("/abort_request", {"rid": "", "abort_all": True})
 
