@@ -21,7 +21,7 @@ from corerl.plan.check import contradictions_of_a_group
 from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
 from corerl.plan.inputs import built_model
-from corerl.plan.lora import against_adapters, check_adapters, settle_adapters
+from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.model_files import require_same_tensors, require_weights, saved_shapes
 from corerl.plan.notices import slow_paths
 from corerl.plan.resolve import ROLES, has_value_head, ignored_tables, is_frozen, load_plugins, settle_algorithm
@@ -52,7 +52,8 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         config = settle_algorithm(_alone(config))
     config = settle_adapters(config, problems)
     if problems.none_in("algorithm's spec"):
-        for line in (*contradictions_of_a_group(config), *against_algorithm(config), *against_adapters(config)):
+        found = (*contradictions_of_a_group(config), *against_sending(config), *against_adapters(config))
+        for line in (*found, *against_algorithm(config)):
             problems.add(line)
     if role not in config.chosen_roles:
         problems.add(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")

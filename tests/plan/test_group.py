@@ -35,6 +35,12 @@ def test_a_group_needs_no_tokenizer_no_prompts_and_no_engine_and_gets_no_extensi
     assert plan.notices == ()
 
 
+def test_how_adapters_are_sent_is_checked_as_for_a_run() -> None:
+    assert lines(weights={"lora": "adapter"}) == ["weights.lora: 'adapter', but the actor trains no adapters"]
+    found = lines(weights={"lora": "adapter", "quantize": "fp8"}, lora={"rank": 4})
+    assert found[0] == ("weights.lora: 'adapter', but weights.quantize='fp8' would round what the adapters are beside")
+
+
 def test_on_gpus_it_is_settled_as_a_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -186,3 +186,9 @@ def test_a_backend_that_cannot_train_adapters_is_named_with_the_setting(tmp_path
         "roles.actor: lora requires 'lora', which the backend 'tests.plan.backends:WITHOUT_LORA' does not support yet: "
         "it has none; change that setting, or choose another backend"
     )
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_what_would_round_adapters_that_travel_apart_is_refused_in_every_mode(tmp_path: Path, mode: str) -> None:
+    told = refused(tmp_path, run={"mode": mode}, weights={"lora": "adapter", "quantize": "fp8"}, lora={})
+    assert any(line.startswith("weights.lora: 'adapter', but weights.quantize='fp8' would round") for line in told)
