@@ -28,7 +28,13 @@ from typing import Any
 from corerl_sglang.parent import end_with_parent
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
-ALLOWED = ("builtins.", "collections.", "torch.")  # of the modules that SGLang's SafeUnpickler may import from
+ALLOWED = (
+    "builtins.",
+    "collections.",
+    "functools.",
+    "operator.",
+    "torch.",
+)  # of the modules that SGLang's SafeUnpickler may import from
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 

@@ -32,7 +32,7 @@ from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifes
 from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
-from corerl_sglang.adapters import Adapters, write
+from corerl_sglang.adapters import Adapters, Room
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.targets import misfits
@@ -597,13 +597,12 @@ def test_adapters_of_an_aborted_version_stay_loaded_since_unloading_would_wait_f
             return b""
 
     lora = LoraConfig(rank=2).settled({})
-    with tempfile.TemporaryDirectory() as directory:
-        held = Adapters(Server(), lora, ["q_proj"], Path(directory), ranks=1)  # type: ignore[arg-type]
-        for version in range(5):
-            write(held.file(version), {"a": torch.zeros(1)})
-            held.load(version)
-            if version == 1:
-                held.interrupted()
+    held = Adapters(Server(), lora, ["q_proj"], ranks=1)  # type: ignore[arg-type]
+    for version in range(5):
+        with Room(build_manifest([], dtype="float32")) as room:
+            held.load(version, room)
+        if version == 1:
+            held.interrupted()
     assert [name for path, name in posted if path == "/unload_lora_adapter"] == ["v0", "v2"]
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
+import math
+import operator
+import os
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from typing import Self
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from packaging.version import Version
-from safetensors.torch import load_file, save_file
 
 from corerl.config import LoraConfig
 from corerl.errors import ConfigError, CorerlError
 from corerl.models import peft_config
-from corerl.weights import adapted
+from corerl.weights import Manifest, adapted, is_adapter
 from corerl_sglang.server import Server
 from corerl_sglang.targets import misfits
 
 OLDEST = Version("0.5.17")  # 0.5.15 takes the tensors of adapters in another form
+ALIGNED = 16  # bytes: where any dtype may begin
 KEPT = 2  # versions that the server has: requests of the last one may still be on their way while the next is loaded
 
 
@@ -41,43 +45,97 @@ def require_able(modules: Collection[str]) -> None:
             )
 
 
-def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Called in one rank of the server, which has them whole."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+@frozen
+class Packed:
+    """Where each adapter of an update lies in one piece of bytes."""
+
+    places: Mapping[str, tuple[int, str, tuple[int, ...]]]  # by name: where it begins, its dtype and shape
+    nbytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        places: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+        end = 0
+        for entry in (entry for bucket in manifest.buckets for entry in bucket.entries if is_adapter(entry.name)):
+            dtype = entry.dtype or manifest.dtype
+            places[entry.name] = end, dtype, entry.shape
+            end += -(-entry.numel * getattr(torch, dtype).itemsize // ALIGNED) * ALIGNED
+        return cls(places, end)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The adapters as views of `flat`, bytes [nbytes]."""
+        return {
+            name: flat.narrow(0, begin, math.prod(shape) * getattr(torch, dtype).itemsize)
+            .view(getattr(torch, dtype))
+            .view(shape)
+            for name, (begin, dtype, shape) in self.places.items()
+        }
+
+    def pickled(self, path: str) -> bytes:
+        """What unpickles as the adapters by name, views of the file at `path`, which must exist then. Of functions of
+        Python and torch alone: SGLang unpickles little else."""
+        flat = _Made(functools.partial(torch.from_file, dtype=torch.uint8), path, True, self.nbytes)
+        made = {}
+        for name, (begin, dtype, shape) in self.places.items():
+            width = math.prod(shape) * getattr(torch, dtype).itemsize
+            own = _Made(operator.methodcaller("narrow", 0, begin, width), flat)
+            typed = _Made(operator.methodcaller("view", getattr(torch, dtype)), own)
+            made[name] = _Made(operator.methodcaller("view", shape), typed)
+        return pickle.dumps(made)
+
+
+class _Made:
+    """Unpickles as what a function returns."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self._reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self._reduced
+
+
+class Room:
+    """Host memory for an update's adapters that a rank of the server writes and all ranks read, under a path of this
+    process. It has no name in a file system: it goes with the last process that has mapped it, however that ends.
+    SGLang keeps what it maps for as long as a version is loaded, once for all ranks."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.packed = Packed.of(manifest)
+        self._descriptor = os.memfd_create("corerl-adapters")
+        os.ftruncate(self._descriptor, self.packed.nbytes)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
 
 
 class Adapters:
     """What the server has loaded, by version. SGLang takes a name once: each version has its own."""
 
-    def __init__(
-        self, server: Server, lora: LoraConfig, modules: Sequence[str], directory: Path, *, ranks: int
-    ) -> None:
-        self._server, self._lora, self._modules, self._directory = server, lora, modules, directory
+    def __init__(self, server: Server, lora: LoraConfig, modules: Sequence[str], *, ranks: int) -> None:
+        self._server, self._lora, self._modules = server, lora, modules
         self._ranks = ranks
         self._loaded: list[int] = []
         self._stuck: set[int] = set()  # versions of which the server may count requests for ever
-
-    def file(self, number: int) -> Path:
-        """In which a rank leaves the adapters of this version."""
-        return self._directory / f"adapters-{self.name(number)}.safetensors"
 
     @staticmethod
     def name(version: int) -> str:
         """By which a request asks for the adapters of this version; SGLang refuses one that it does not have."""
         return f"v{version}"
 
-    def load(self, version: int) -> None:
+    def load(self, version: int, room: Room) -> None:
         """Have the server load what a rank has written. Raises EngineFailed if it refuses."""
-        tensors = load_file(self.file(version))
-        # Not by the file's name: a server that has started without weights reads none. Each rank unpickles its own.
-        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        # By no file that SGLang reads itself: a server that has started without weights reads none.
+        payload = base64.b64encode(room.packed.pickled(room.path)).decode()
         body = {
             "lora_name": self.name(version),
             "config_dict": peft_config(_as_sglang_scales(self._lora), base="", targets=self._modules),
             "serialized_named_tensors": [payload] * self._ranks,
         }
         self._server.post("/load_lora_adapter_from_tensors", body)
-        self.file(version).unlink()
         self._loaded.append(version)
         while len(self._loaded) > KEPT:
             self._unload(self._loaded.pop(0))

@@ -35,7 +35,7 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
-from corerl_sglang.adapters import Adapters, modules_of, require_able
+from corerl_sglang.adapters import Adapters, Room, modules_of, require_able
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
@@ -98,9 +98,7 @@ class SglangEngine(Engine):
             undo.callback(self._server.stop)
             self._adapters: Adapters | None = None
             if context.lora is not None:
-                self._adapters = Adapters(
-                    self._server, context.lora, modules, self._directory, ranks=len(context.receivers)
-                )
+                self._adapters = Adapters(self._server, context.lora, modules, ranks=len(context.receivers))
             self._server.wait_ready(options.start_timeout)
             # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
@@ -224,23 +222,24 @@ class SglangEngine(Engine):
         """Have the ranks take the update; returns the bytes received and the error, or ""."""
         receivers = tuple(self._context.receivers)
         apart = self._adapters
-        instruction = Instruction(
-            manifest=manifest,
-            version=version,
-            address=address,
-            receivers=receivers,
-            adapters="" if apart is None else str(apart.file(version)),
-        )
-        answers, failed = self._ask_ranks(instruction)
+        with contextlib.nullcontext() if apart is None else Room(manifest) as room:
+            instruction = Instruction(
+                manifest=manifest,
+                version=version,
+                address=address,
+                receivers=receivers,
+                adapters="" if room is None else room.path,
+            )
+            answers, failed = self._ask_ranks(instruction)
+            if apart is not None and room is not None and not failed:
+                try:
+                    apart.load(version, room)
+                except CorerlError as failure:
+                    failed = message_of(failure)
         given = [answer for answer in answers if answer is not None]
         received = max((answer.bytes for answer in given), default=0)
         if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
             self._refuse(silent, manifest, version, address, failed)  # the sender would wait for them
-        if not failed and apart is not None:
-            try:
-                apart.load(version)
-            except CorerlError as failure:
-                failed = message_of(failure)
         if not failed:
             self._whole = True
             body = {"new_version": str(version), "abort_all_requests": False}

@@ -121,19 +121,12 @@ class Held:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._parts: dict[str, list[Part]] = {}
-        self._adapters: dict[str, torch.Tensor] = {}
-
-    def take_adapters(self) -> dict[str, torch.Tensor]:
-        """The adapters that the last update brought, in host memory; the model itself has no place for them."""
-        taken, self._adapters = self._adapters, {}
-        return taken
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Load the bucket into the model, recording where its tensors go unless that is known already."""
+        """Load the bucket into the model, recording where its tensors go unless that is known already. Adapters are
+        passed over: the model itself has no place for them."""
         quantized = any(entry.dtype for entry in bucket.entries)
-        arrived = bucket.views(flat)
-        self._adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items() if is_adapter(name)}
-        weights = [(name, tensor) for name, tensor in arrived.items() if not is_adapter(name)]
+        weights = [(name, tensor) for name, tensor in bucket.views(flat).items() if not is_adapter(name)]
         if not weights:
             return
         if quantized and bucket.index == 0:

@@ -30,7 +30,7 @@ class Instruction:
     version: int
     address: Address
     receivers: tuple[int, ...]  # each rank's receiver index
-    adapters: str = ""  # file in which the first rank leaves the adapters, if there are any
+    adapters: str = ""  # file that the first rank is to write the adapters to, if there are any
 
 
 @frozen(kw_only=True)

@@ -7,13 +7,13 @@ mode, between two batches. This module does not import SGLang: a model is anythi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from corerl.engines import Receiving
 from corerl.messages import message_of
-from corerl_sglang.adapters import write
+from corerl.weights import Bucket
+from corerl_sglang.adapters import Packed
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 
@@ -40,10 +40,19 @@ def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
 def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
     receiver = instruction.receivers[rank]
     receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
-    received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=held.load)
-    adapters = held.take_adapters()  # whole on every rank: SGLang cuts them itself
-    if adapters and not error and rank == 0:
-        write(Path(instruction.adapters), adapters)
+    # Whole on every rank, and SGLang cuts them itself: one rank writes them for all.
+    room: dict[str, torch.Tensor] = {}
+    if instruction.adapters and rank == 0:
+        packed = Packed.of(instruction.manifest)
+        room = packed.views(torch.from_file(instruction.adapters, True, packed.nbytes, dtype=torch.uint8))
+
+    def take(bucket: Bucket, flat: torch.Tensor) -> None:
+        for name, tensor in bucket.views(flat).items():
+            if name in room:
+                room[name].copy_(tensor)
+        held.load(bucket, flat)
+
+    received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=take)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # let device errors surface here, not in a later batch
     return Answer(bytes=received, error=error)
