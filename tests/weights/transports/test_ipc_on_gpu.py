@@ -12,7 +12,10 @@ from corerl.weights.shared import ALLOCATOR
 from corerl.weights.transport import Address
 from tests.weights.transports.test_transports import FlipsIpc, Peer, push, sums_of, weights
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.processes,
+]
 
 
 @pytest.fixture(params=["", "expandable_segments:True"])
