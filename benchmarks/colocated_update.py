@@ -7,6 +7,7 @@ python -m benchmarks.colocated_update 8b --bucket-mib 256 --backend megatron
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b          # 4 engines
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b --split  # one over 4
 torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apart                         # on 2 others
+python -m benchmarks.colocated_update 8b --lora 32                          # adapters merged, against none
 python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
 
 An engine is a process that holds the model's parameters in bfloat16. The update is timed as in a run, from the call of
@@ -20,6 +21,9 @@ With `--engine sglang` an engine is CoreRL's SGLang engine with its server, in a
 second SGLang on the same GPUs, `sglang.Engine`, which is passed ready flattened buckets of the same tensors. At the end
 each engine is asked whether it holds the weights it was sent. A GPU then holds a shape's bytes three times in addition
 to the ranks' own parameters: the 8B shape needs one of 141 GB.
+
+With `--lora RANK` the ranks have adapters on all linear layers, and merge them into each bucket; the other side is the
+same update, with the same engine, of the weights as they are.
 
 With `--apart` each rank's engine is on a GPU of its own, and the first rank sends everything. The other side is a
 broadcast of a ready buffer, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
@@ -48,7 +52,7 @@ from attrs import evolve
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
 from benchmarks.steps import QWEN3_8B, QWEN3_600M, TINY, QuickWeights
-from corerl.config.schema import TrainConfig, WeightsConfig
+from corerl.config.schema import LoraConfig, TrainConfig, WeightsConfig
 from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, UpdateResult
@@ -170,8 +174,8 @@ def fields_of(shape: str, tiny: bool) -> dict[str, Any]:
     return {**SHAPES[shape], **(TINY if tiny else {})}
 
 
-def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worker:
-    """A rank with the shape's parameters."""
+def started(shape: str, backend: str, bucket_mib: float, *, lora: int, tiny: bool) -> Worker:
+    """A rank with the shape's parameters, and adapters of rank `lora`; 0: without."""
     setup = Setup(
         backend=backend,
         model="",
@@ -179,6 +183,7 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
         train=TrainConfig(precision="bfloat16"),
         weights=WeightsConfig(bucket_bytes=int(bucket_mib * 2**20), dtype="bfloat16"),
         device="cpu" if tiny else "cuda",
+        lora=LoraConfig(rank=lora).settled({}) if lora else None,
     )
     worker = make_worker(setup)
 
@@ -354,9 +359,10 @@ def measure(
     split: bool,
     apart: bool,
     tiny: bool,
+    lora: int = 0,
 ) -> Report:
     """Called on every rank; the report is the first one's."""
-    worker = started(shape, backend, bucket_mib, tiny=tiny)
+    worker = started(shape, backend, bucket_mib, lora=lora, tiny=tiny)
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = worker.manifest()
     device = torch.device("cpu" if tiny else "cuda")
@@ -389,6 +395,9 @@ def measure(
         return took, result
 
     def limit(_: int) -> float:
+        if lora:
+            with mock.patch.object(worker.backend, "_merged", ()):
+                return update()[0]
         took = slowest(sides.limit())
         return took + (gathering(manifest, world, device) if world > 1 and not apart else 0.0)
 
@@ -419,11 +428,14 @@ def measure(
         size=f"{'tiny ' if tiny else ''}{shape} shape, {sent / 2**30:.3g} GiB in bfloat16, {len(manifest.buckets)} "
         f"buckets of at most {bucket_mib:g} MiB on both sides, {world} {backend} rank{'s' * (world > 1)}, "
         f"{'one engine over all of them' if split else 'an engine ' + ('for' if apart else 'on') + ' each'}"
-        f"{', on GPUs of their own' if apart else ''}{', of ' + sides.name if sides.name else ''}",
+        f"{', on GPUs of their own' if apart else ''}{', of ' + sides.name if sides.name else ''}"
+        f"{f', adapters of rank {lora}' if lora else ''}",
         comparisons=[
             Comparison(
-                what="one update",
-                against=sides.what + (" and an all-gather of the bytes" if world > 1 and not apart else ""),
+                what="one update with the adapters merged" if lora else "one update",
+                against="the same update of the weights as they are"
+                if lora
+                else sides.what + (" and an all-gather of the bytes" if world > 1 and not apart else ""),
                 ours=seconds,
                 other=others,
                 target=TARGET_APART if apart else TARGET,
@@ -490,6 +502,7 @@ def main() -> None:
     command.add_argument("--bucket-mib", type=float, nargs="+", default=[1024.0], help="one table row each")
     command.add_argument("--split", action="store_true", help="one engine over all ranks, each holding its part")
     command.add_argument("--apart", action="store_true", help="engines on GPUs of their own, which follow the ranks'")
+    command.add_argument("--lora", type=int, default=0, metavar="RANK", help="merge adapters of this rank")
     command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
     command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
     args = command.parse_args()
@@ -514,6 +527,7 @@ def main() -> None:
                 split=args.split,
                 apart=args.apart,
                 tiny=args.tiny,
+                lora=args.lora,
             )
             if dist.get_rank() == 0:
                 print(f"{report.size}\n")
