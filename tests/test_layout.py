@@ -21,9 +21,22 @@ from tests.public import PUBLIC, WHOLE, imports_of, is_public
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "corerl"
 BACKEND_NAMES = re.compile(r"megatron|fsdp|deepspeed|zero-?[123]\b", re.IGNORECASE)
-ALGORITHM_NAMES = re.compile(
-    r"\b(ppo|(dr[ ._-]*)?grpo|dapo|gspo|cispo|rloo|reinforce\+\+|reinforce_plus_plus)\b", re.IGNORECASE
-)
+ALGORITHMS = {  # those that come with core, by name: the module of each
+    point.name: point.value.partition(":")[0]
+    for point in entry_points(group="corerl.algorithms")
+    if point.value.startswith("corerl.")
+}
+
+
+def algorithm_names() -> re.Pattern[str]:
+    """Names of algorithms and of their modules, however their words are joined. Entry points tell them, so that none is
+    forgotten."""
+    names = {*ALGORITHMS, *(module.rpartition(".")[2] for module in ALGORITHMS.values())}
+    parts = ("[ ._-]*".join(map(re.escape, re.split(r"[-_]", name))) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"\b({'|'.join(parts)})(?!\w)", re.IGNORECASE)
+
+
+ALGORITHM_NAMES = algorithm_names()
 DEFAULT = 'default="grpo",'  # of algorithm.name
 DOORS = ["loop.py:train", "trainer/group.py:start"]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
@@ -92,7 +105,7 @@ def test_core_names_no_backend() -> None:
 
 
 def test_no_algorithm_is_named_outside_its_own_file() -> None:
-    own = {point.value.partition(":")[0] for point in entry_points(group="corerl.algorithms")}
+    own = set(ALGORITHMS.values())
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted(CORE.rglob("*.py"))
@@ -131,7 +144,8 @@ def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentati
     assert names_in(text, BACKEND_NAMES, hints="TABLE") == [5]
     assert names_in(text, BACKEND_NAMES) == [3, 5]
     assert names_in("x = 1  # as DeepSpeed does\n", BACKEND_NAMES) == [1]
-    assert names_in('if name == "ppo":\n    pass\n', ALGORITHM_NAMES) == [1]
+    for name in (*ALGORITHMS, "Dr. GRPO", "reinforce_plus_plus"):
+        assert names_in(f"if name == {name!r}:\n    pass\n", ALGORITHM_NAMES) == [1], name
 
 
 @pytest.mark.processes

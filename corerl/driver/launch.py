@@ -39,7 +39,7 @@ from corerl.driver.sampling import (
     start_source,
     unseen_tokens,
 )
-from corerl.driver.sizes import Sizes, seated
+from corerl.driver.sizes import Sizes, with_devices
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
@@ -492,7 +492,7 @@ def make_fleet(
     spans: Spans,
 ) -> EngineFleet:
     """Start a process for each replica, on the devices of its slot; returns at once."""
-    assignments = seated(plan, slots)
+    assignments = with_devices(plan, slots)
     processes = RayGroup(
         [assignment.context.name for assignment in assignments],
         "corerl.engines.service:EngineService",

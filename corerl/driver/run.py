@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,7 +190,9 @@ class Run:
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
-        return self.loop.run(work) if self.updates is None else self.updates.fleet.serve(work, self.bring_weights)
+        if self.updates is None:
+            return self.loop.run(work)
+        return self.updates.fleet.serve(work, partial(self.ensure_serving, force=True))
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
@@ -361,7 +364,7 @@ class Run:
             self.source.renumber(self.updates.version - point.version)
             self.updates.renewed(self.source)
             self.loop.run(self.updates.fleet.resumed())
-        self.bring_weights()
+        self.ensure_serving(force=True)
         self.evaluate()
 
     # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -424,15 +427,12 @@ class Run:
             self.gate.pushed(self.updates.version - 1, new=new)
         self._pushed_at = self.actor.optimizer_step
 
-    def ensure_serving(self) -> None:
-        """Replace dead engines, if there are any, and update the weights."""
-        if self.updates is not None and self.updates.fleet.dead:
-            self.bring_weights()
-
-    def bring_weights(self) -> None:
-        """Replace dead engines, and push weights to all, whatever the schedule says."""
-        with self.training():
-            self.push_weights()
+    def ensure_serving(self, *, force: bool = False) -> None:
+        """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
+        also where none has died."""
+        if force or (self.updates is not None and self.updates.fleet.dead):
+            with self.training():
+                self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         slept = self.residency.shared

@@ -100,7 +100,7 @@ class Sizes:
                 began = time.monotonic()
                 self.residency.enter(REST)  # new engines load where others may be
                 with self.progress.phase("resize"):
-                    self.updates.fleet.resize(seated(after.engine, slots[ENGINES]), slots[ENGINES])
+                    self.updates.fleet.resize(with_devices(after.engine, slots[ENGINES]), slots[ENGINES])
                 self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
                 self.plan = evolve(self.plan, processes=evolve(self.plan.processes, engine=after.engine))
                 self.residency.engines_changed()
@@ -150,7 +150,7 @@ def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPla
     return evolve(after, senders=found)
 
 
-def seated(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
+def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:
     """The engines' assignments, with the devices of their slots."""
     return [
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))

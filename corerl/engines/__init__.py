@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from corerl.engines.base import Told as Told
     from corerl.engines.base import unheard as unheard
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
-    from corerl.engines.offered import misfit as misfit
     from corerl.engines.offered import shape_mismatch as shape_mismatch
     from corerl.engines.receiving import Receiving as Receiving
     from corerl.engines.transformers import named_views as named_views

@@ -9,8 +9,13 @@ from corerl.weights.adapters import is_adapter
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def shape_mismatch(offered: Shapes, wanted: Shapes) -> str:
-    """Why `offered` cannot be loaded into a model that holds `wanted`, both by HF name; "" if it can."""
+def shape_mismatch(offered: Shapes, held: Shapes, *, whole: bool = True) -> str:
+    """Why `offered` cannot be loaded into a model that holds `held`, both by HF name; "" if it can. If adapters are
+    among them, these may arrive alone once the engine has all else, which `whole` says."""
+    alone = bool(offered) and all(map(is_adapter, offered))
+    if alone and not whole:
+        return "adapters have arrived alone, but the engine lacks the weights beside them; send all weights first"
+    wanted = {name: shape for name, shape in held.items() if is_adapter(name) or not alone}
     if missing := sorted(wanted.keys() - offered.keys()):
         return f"the trainer does not send {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}"
     if unknown := sorted(offered.keys() - wanted.keys()):
@@ -19,12 +24,3 @@ def shape_mismatch(offered: Shapes, wanted: Shapes) -> str:
         if tuple(shape) != wanted[name]:
             return f"the trainer sends {name!r} with shape {list(shape)}, but the model requires {list(wanted[name])}"
     return ""
-
-
-def misfit(offered: Shapes, held: Shapes, *, whole: bool) -> str:
-    """As `shape_mismatch`, for an engine that holds adapters beside its weights: once it is `whole`, these may arrive
-    alone."""
-    alone = bool(offered) and all(map(is_adapter, offered))
-    if alone and not whole:
-        return "adapters have arrived alone, but the engine lacks the weights beside them; send all weights first"
-    return shape_mismatch(offered, {name: shape for name, shape in held.items() if is_adapter(name) or not alone})

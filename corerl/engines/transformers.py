@@ -33,7 +33,7 @@ from corerl.engines.base import (
     unheard,
 )
 from corerl.engines.lifecycle import EngineLifecycle
-from corerl.engines.offered import misfit
+from corerl.engines.offered import shape_mismatch
 from corerl.engines.specs import TransformersConfig
 from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights
@@ -164,7 +164,7 @@ class TransformersEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights are asleep; wake it up first"
-        return misfit(
+        return shape_mismatch(
             manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()}, whole=self._whole
         )
 

@@ -57,7 +57,7 @@ from corerl.weights.transports import TRANSPORTS
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
-Seated: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
+Placed: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
 
 
 class TrainGroup:
@@ -78,7 +78,7 @@ class TrainGroup:
         self.role = plan.role
         self._again = again
         self._watching = Watching()
-        self._planned: Callable[..., AbstractContextManager[Seated]] | None = None  # by `start`, of other sizes
+        self._planned: Callable[..., AbstractContextManager[Placed]] | None = None  # by `start`, of other sizes
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -113,7 +113,7 @@ class TrainGroup:
         ):
 
             @contextlib.contextmanager
-            def planned(**sizes: Any) -> Iterator[Seated]:
+            def planned(**sizes: Any) -> Iterator[Placed]:
                 nonlocal current
                 changed = with_sizes(current, role, **sizes)
                 again = plan_group(changed, role, resume="")

@@ -322,7 +322,7 @@ def sampling() -> Picture:
     )
     picture.text(24, 30, "the main thread", "name")
     picture.named(24, 44, 150, 52, "box", "Run.batches", "for scored in ...")
-    picture.named(24, 236, 150, 52, "box", "Run.bring_weights", "new engines, weights")
+    picture.named(24, 236, 150, 52, "box", "Run.ensure_serving", "new engines, weights")
 
     picture.box(206, 14, 452, 344, "zone")
     picture.text(220, 34, "one event loop: coroutines", "name")

@@ -28,7 +28,7 @@ from corerl.engines import (
     Receiving,
     SamplingParams,
     Told,
-    misfit,
+    shape_mismatch,
     unheard,
 )
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
@@ -204,7 +204,7 @@ class SglangEngine(Engine):
                 self._server.require_alive("receive")
             except WorkerDied as died:
                 refused = died.message
-            error = refused or self._misfit(manifest)
+            error = refused or self._mismatch(manifest)
             if error:
                 return 0, self._refuse(self._context.receivers, manifest, version, address, error)
             return self._transfer(manifest, version, address)
@@ -212,11 +212,11 @@ class SglangEngine(Engine):
         received = self._serving.update(version, transfer)
         return evolve(received, died=bool(received.error) and not self._server.alive)
 
-    def _misfit(self, manifest: Manifest) -> str:
+    def _mismatch(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights are asleep; wake it up first"
-        return misfit(manifest.shapes, self._shapes, whole=self._whole)
+        return shape_mismatch(manifest.shapes, self._shapes, whole=self._whole)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
         """Have the ranks take the update; returns the bytes received and the error, or ""."""
