@@ -10,9 +10,11 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.distill import SPEC, Distill, Options, check
+from corerl.algorithms.losses import clipped
 from corerl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import LossSpec, Output, SampleBatch
+from tests.algorithms.ragged import Sample, step_of
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 
@@ -55,6 +57,15 @@ def test_three_tokens_worked_by_hand() -> None:
     assert alone.advantages.dtype == np.float32
     assert alone.advantages.tolist() == [0, 1.5, -2.75, 0, 0]
     assert alone.metrics == {"teacher/reverse_kl": pytest.approx((2.75 - 1.5) / 3)}
+    # min(r A, clip(r, 0.8, 1.2) A): 1.8 (clipped), -2.2 (clipped), 0; and of another sample 0.55
+    samples = [
+        Sample(ratios=[2, 0.5, 1], advantages=[1.5, -2.75, 0], weight=0.25),
+        Sample(ratios=[1.1], advantages=[0.5], weight=0.25),
+    ]
+    step = step_of(clipped, samples, **Distill(Options()).objectives()[ACTOR].loss.params)
+    assert step.loss == pytest.approx(-(1.8 - 2.2 + 0.55) / 4)
+    assert step.gradients == [[0, 0, 0], pytest.approx([-0.55 / 4])]
+
     rewarded = Distill(Options(reward_coef=0.5)).advantages(batch, rewards, nothing)
     assert rewarded.advantages.tolist() == [0, 2, -2.25, 0, 0.5]
     assert rewarded.metrics == alone.metrics

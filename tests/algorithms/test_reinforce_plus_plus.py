@@ -6,6 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 
+from corerl.algorithms.losses import clipped
 from corerl.algorithms.reinforce_plus_plus import (
     BASELINE_SPEC,
     SPEC,
@@ -18,6 +19,7 @@ from corerl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.spec import ACTOR, AlgorithmRun
 from corerl.types import LossSpec, SampleBatch
+from tests.algorithms.ragged import Sample, step_of
 
 # Two groups of two; x is a loss token. The last sample of the second group has an environment's token in between.
 TOKENS = [".xx", "x", ".x", "x.xx"]
@@ -67,6 +69,29 @@ def test_with_a_baseline_rewards_less_their_groups_mean_are_normalized_over_the_
     mask = BATCH.columns["loss_mask"]
     assert found[mask].tolist() == pytest.approx(expected, rel=1e-5)
     assert not found[~mask].any()
+
+
+@pytest.mark.parametrize("algorithm", [ReinforcePlusPlus, ReinforcePlusPlusBaseline])
+def test_a_step_on_two_groups_worked_by_hand(algorithm: type[ReinforcePlusPlus]) -> None:
+    found = algorithm(Options()).advantages(BATCH, REWARDS, PENALTIES).advantages
+    a = found[BATCH.columns["loss_mask"]].tolist()
+    # In both, the samples' advantages have the signs - -, +, -, and the last token's is above 0.
+    # ratios       min(r A, clip(r, 0.8, 1.2) A)
+    #   2, 1         2 A, A
+    #   1/2          A / 2
+    #   1/2          0.8 A (clipped)
+    #   1, 1.1, 2    A, 1.1 A, 1.2 A (clipped)
+    assert [number > 0 for number in (*a[:4], a[6])] == [False, False, True, False, True]
+    ratios, parts = [[2, 1], [0.5], [0.5], [1, 1.1, 2]], iter(a)
+    samples = [Sample(ratios=each, advantages=[next(parts) for _ in each], weight=1 / 7) for each in ratios]
+    step = step_of(clipped, samples, **algorithm(Options()).objectives()[ACTOR].loss.params)
+    assert step.loss == pytest.approx(-(2 * a[0] + a[1] + a[2] / 2 + 0.8 * a[3] + a[4] + 1.1 * a[5] + 1.2 * a[6]) / 7)
+    assert step.gradients == [
+        pytest.approx([-2 * a[0] / 7, -a[1] / 7]),
+        pytest.approx([-a[2] / 14]),
+        [0],
+        pytest.approx([-a[4] / 7, -1.1 * a[5] / 7, 0]),
+    ]
 
 
 def test_rewards_that_are_all_equal_teach_exactly_nothing() -> None:

@@ -3,10 +3,13 @@
 import statistics
 
 import numpy as np
+import pytest
 
+from corerl.algorithms.losses import clipped
 from corerl.algorithms.rloo import RLOO, SPEC, Options, left_one_out
 from corerl.plugin.spec import ACTOR
 from corerl.types import LossSpec, SampleBatch
+from tests.algorithms.ragged import Sample, step_of
 
 
 def test_three_groups_of_ragged_samples_worked_by_hand() -> None:
@@ -29,6 +32,19 @@ def test_three_groups_of_ragged_samples_worked_by_hand() -> None:
     found = RLOO(Options()).advantages(batch, rewards, penalties)
     assert found.advantages.dtype == np.float32
     assert found.advantages.tolist() == [0, 0.75, 0, -0.75, -0.75, 0, 2, 2, -2, 0]
+
+    # ratios        min(r A, clip(r, 0.8, 1.2) A)
+    #   2             0.9 (clipped)
+    #   1/2, 1       -0.6 (clipped), -0.75
+    #   4             0
+    #   1/2, 1.1      1, 2.2
+    #   2            -4
+    #   1             0
+    ratios, each = [[2], [0.5, 1], [4], [0.5, 1.1], [2], [1]], [0.75, -0.75, 0, 2, -2, 0]
+    samples = [Sample(ratios=r, advantages=[a] * len(r), weight=1 / 8) for r, a in zip(ratios, each, strict=True)]
+    step = step_of(clipped, samples, **RLOO(Options()).objectives()[ACTOR].loss.params)
+    assert step.loss == pytest.approx(-(0.9 - 0.6 - 0.75 + 1 + 2.2 - 4) / 8)
+    assert step.gradients == [[0], pytest.approx([0, 0.75 / 8]), [0], pytest.approx([-1 / 8, -2.2 / 8]), [0.5], [0]]
 
 
 def test_groups_of_any_size_are_compared_with_the_mean_of_the_others() -> None:

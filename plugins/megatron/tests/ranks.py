@@ -46,7 +46,7 @@ from corerl.testing import (
 from corerl.testing.scenarios import halves
 from corerl.testing.scenarios.training import Trained
 from corerl.trainer.worker import Worker
-from corerl.types import ForwardResult, MemoryKind, SampleBatch, TrainResult, offsets_of
+from corerl.types import ForwardResult, LossSpec, MemoryKind, SampleBatch, TrainResult, offsets_of
 from corerl.weights import is_adapter
 from corerl_megatron import build, model, native
 from corerl_megatron.adam import fused_adam
@@ -113,6 +113,15 @@ def refused_with_balance(setup: Setup) -> tuple[str, str]:
     with running(setup) as worker:
         worker.add_gradients(packed_for_training(worker, setup, samples_at(0)), setup.loss, last=True)
         return again, error_of(lambda: worker.optimizer_step(step_at(0), 0.5))
+
+
+def steps_on(setup: Setup, loss: LossSpec, steps: int) -> list[TrainResult]:
+    """Train the first steps on another loss."""
+    with running(setup) as worker:
+        return [
+            worker.train_on(batch=packed_for_training(worker, setup, samples_at(n)), loss=loss, step=step_at(n))
+            for n in range(steps)
+        ]
 
 
 def memory(setup: Setup) -> dict[str, float]:

@@ -24,6 +24,7 @@ from corerl.testing import (
 from corerl.testing.compare import assert_same_metrics, together
 from corerl.testing.models import DEEP
 from corerl.testing.suite import CHECKS
+from corerl.types import LossSpec, merge_metrics
 from corerl_megatron.spec import BESIDE, SPEC
 from plugins.megatron.tests import ranks
 
@@ -146,6 +147,23 @@ def test_steps_in_several_calls_are_those_of_one(runs_of_four: Runs, layout: str
     wanted = runs_of_four.trained_as(1, runs_of_four.setup("plain", kind), STEPS)
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("layout", ["cp2", "tp2 sp", "pp2 vpp2"])
+def test_the_ratio_of_a_whole_sample_is_the_same_where_ranks_share_it(runs: Runs, layout: str, loss: str) -> None:
+    options = {**TWO, "cp2": {"context_parallel": 2}}[layout]
+    kind = kind_for("qwen3-tied", options)
+    clipping = LossSpec(name=f"corerl.algorithms.gspo:{loss}", params={"clip_low": 0.02, "clip_high": 0.02})
+    reports = runs.rank_sets[2].run(ranks.steps_on, evolve(runs.setup("megatron", kind), options=options), clipping, 2)
+    (wanted,) = runs.rank_sets[1].run(ranks.steps_on, runs.setup("plain", kind), clipping, 2)
+    assert 0.1 < wanted[0].metrics["clip_fraction"].value < 0.9
+    for step, alone in zip(zip(*reports, strict=True), wanted, strict=True):
+        assert grad_norm_of(step) == pytest.approx(alone.grad_norm, rel=GRAD_NORM.relative)
+        found = merge_metrics(each.metrics for each in step)
+        for name in ("loss", "ratio", "sequence_ratio", "clip_fraction"):
+            near = pytest.approx(alone.metrics[name].value, rel=LOSS.relative, abs=LOSS.absolute)
+            assert found[name].value == near, name
 
 
 @pytest.mark.parametrize("distributed", [True, False])
