@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config
     from corerl.driver.run import Summary as Summary
+    from corerl.driver.scaling import Sizing as Sizing
     from corerl.errors import CorerlError as CorerlError
     from corerl.kinds import MemoryKind as MemoryKind
     from corerl.loop import train as train

@@ -87,24 +87,26 @@ class Placement:
 def arrange(
     groups: Mapping[str, int],
     *,
-    apart: Collection[str] = (),
+    own_devices: Collection[str] = (),
     widths: Mapping[str, int] | None = None,
     cpus: float = 1.0,
     gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
 ) -> Placement:
-    """Assign bundles to `groups` (name -> number of processes). Groups in `apart` get their own; all others share as
-    many bundles as the largest of them needs, each spread evenly over these.
+    """Assign bundles to `groups` (name -> number of processes). Groups in `own_devices` get their own; all others share
+    as many bundles as the largest of them needs, each spread evenly over these.
 
     A bundle is `cpus`, `gpus` and custom `resources`: what a process needs if it is alone on it. `widths` names groups
     whose processes take several adjacent bundles each.
     """
     widths = {name: width for name, width in (widths or {}).items() if width > 1}
     places: dict[str, tuple[int, ...]] = {}
-    shared = bundles = max((n * widths.get(name, 1) for name, n in groups.items() if name not in apart), default=0)
+    shared = bundles = max(
+        (n * widths.get(name, 1) for name, n in groups.items() if name not in own_devices), default=0
+    )
     for name, count in groups.items():
         width = widths.get(name, 1)
-        if name in apart:
+        if name in own_devices:
             places[name] = tuple(range(bundles, bundles + count * width, width))
             bundles += count * width
         else:

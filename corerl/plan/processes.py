@@ -80,7 +80,7 @@ def plan_processes(
     engine = load(Kind.ENGINES, config.rollout.engine)
     engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    apart = list(config.own_devices)
+    own_devices = list(config.own_devices)
     widths: dict[str, int] = {}
     transport: str = config.weights.transport
     sending: tuple[int, ...] = ()
@@ -88,8 +88,8 @@ def plan_processes(
         if config.run.samples:
             groups[ENGINES] = config.rollout.replicas
             widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
-            apart += [ENGINES] if config.cluster.placement == "disaggregated" else []
-        transport, sending = transport_of(config, arrange(groups, apart=apart, widths=widths), device)
+            own_devices += [ENGINES] if config.cluster.placement == "disaggregated" else []
+        transport, sending = transport_of(config, arrange(groups, own_devices=own_devices, widths=widths), device)
     with problems.stage("engines"):
         check_spec(engine, config.engines[engine.name], engines, config=config)
         require_form(config, engine, engines)
@@ -141,7 +141,7 @@ def plan_processes(
         return None
     placement = arrange(
         groups,
-        apart=apart,
+        own_devices=own_devices,
         widths=widths,
         cpus=max(each.cpus for each in resources),
         gpus=max(each.gpus for each in resources),

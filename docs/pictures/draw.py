@@ -423,10 +423,10 @@ COLORS = {"actor": "core", "critic": "critic", "engines": "plug"}
 
 
 def draw_placement(
-    picture: Picture, y: float, *, title: str, words: str, groups: Mapping[str, int], apart: tuple[str, ...]
+    picture: Picture, y: float, *, title: str, words: str, groups: Mapping[str, int], own_devices: tuple[str, ...]
 ) -> None:
     """A row of devices with the processes on each."""
-    placement = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
+    placement = arrange(groups, own_devices=own_devices, cpus=1.0, gpus=1.0)
     picture.text(24, y + 16, title, "name")
     picture.text(24, y + 34, words)
     for bundle in range(placement.bundles):
@@ -460,7 +460,7 @@ def placements() -> Picture:
         title='cluster.placement = "colocated"',
         words="actor 4 ranks, critic 4, 2 engines: ranks and engines take turns in the GPU's memory",
         groups={"actor": 4, "critic": 4, "engines": 2},
-        apart=(),
+        own_devices=(),
     )
     draw_placement(
         picture,
@@ -468,7 +468,7 @@ def placements() -> Picture:
         title='cluster.placement = "colocated", roles.critic.devices = "own"',
         words="actor 4 ranks, critic 2, 2 engines: the critic never sleeps",
         groups={"actor": 4, "critic": 2, "engines": 2},
-        apart=("critic",),
+        own_devices=("critic",),
     )
     draw_placement(
         picture,
@@ -476,7 +476,7 @@ def placements() -> Picture:
         title='cluster.placement = "disaggregated"',
         words="actor 4 ranks, 2 engines: nobody sleeps, weights go from GPU to GPU",
         groups={"actor": 4, "engines": 2},
-        apart=("engines",),
+        own_devices=("engines",),
     )
     return picture
 

@@ -323,7 +323,7 @@ def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(slots:
 
 def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(slots: list[Slot]) -> None:
     with pytest.raises(CorerlError) as caught:
-        with reserved(arrange({"actor": 50, "engines": 2}, apart=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
+        with reserved(arrange({"actor": 50, "engines": 2}, own_devices=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
             pass
     # Ray counts what an earlier test gave back a moment later.
     assert caught.value.message.replace("CPU 0 free", "CPU 1 free") == (

@@ -34,17 +34,17 @@ def test_groups_share_bundles_and_are_spread_evenly_over_them(
 
 
 def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
-    placement = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"])
+    placement = arrange({"actor": 2, "critic": 1, "engines": 3}, own_devices=["engines"])
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
     assert [placement.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
 
-    placement = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"])
+    placement = arrange({"actor": 1, "critic": 2, "engines": 2}, own_devices=["critic"])
     assert placement.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
     assert placement.bundles == 4
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "apart", "engine_places", "bundles"),
+    ("ranks", "engines", "own_devices", "engine_places", "bundles"),
     [
         (4, 2, [], (0, 2), 4),
         (6, 2, [], (0, 2), 6),
@@ -55,10 +55,10 @@ def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
     ],
 )
 def test_a_process_of_several_bundles_has_them_side_by_side_and_shares_each(
-    ranks: int, engines: int, apart: list[str], engine_places: tuple[int, ...], bundles: int
+    ranks: int, engines: int, own_devices: list[str], engine_places: tuple[int, ...], bundles: int
 ) -> None:
     groups = {"actor": ranks, "engines": engines}
-    placement = arrange(groups, apart=apart, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
+    placement = arrange(groups, own_devices=own_devices, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
     assert (placement.places["engines"], placement.bundles) == (engine_places, bundles)
     taken = [0.0] * bundles
     for name, places in placement.places.items():
@@ -78,9 +78,9 @@ def test_a_bundle_is_what_one_process_takes() -> None:
 
 def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None:
     for actor, critic, engines in itertools.product(range(1, 6), repeat=3):
-        for apart in ([], ["engines"], ["critic", "engines"]):
+        for own_devices in ([], ["engines"], ["critic", "engines"]):
             groups = {"actor": actor, "critic": critic, "engines": engines}
-            placement = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
+            placement = arrange(groups, own_devices=own_devices, cpus=1.0, gpus=1.0)
             taken = [0.0] * placement.bundles
             for places in placement.places.values():
                 for bundle in places:
@@ -199,13 +199,13 @@ def test_processes_without_devices_are_told_of_none() -> None:
 
 
 def test_those_that_stay_keep_their_slots_and_newcomers_come_beside_none_of_them(rooms: Rooms) -> None:
-    rooms.begin({"actor": 2, "engines": 2}, apart=["engines"])
+    rooms.begin({"actor": 2, "engines": 2}, own_devices=["engines"])
     actor, engines = list(rooms["actor"]), list(rooms["engines"])
     assert gpus(engines) == [(2,), (3,)]
-    fewer = rooms.moved({"actor": 2, "engines": 1}, {"actor": 2, "engines": 1}, apart=["engines"])
+    fewer = rooms.moved({"actor": 2, "engines": 1}, {"actor": 2, "engines": 1}, own_devices=["engines"])
     assert list(fewer["actor"]) == actor and list(fewer["engines"]) == engines[:1]
     rooms.take({"engines": fewer["engines"]})
-    more = rooms.moved({"actor": 3, "engines": 1}, {"engines": 1}, apart=["engines"])
+    more = rooms.moved({"actor": 3, "engines": 1}, {"engines": 1}, own_devices=["engines"])
     assert list(more["engines"]) == engines[:1]  # though its place is another one now
     assert gpus(more["actor"]) == [(0,), (1,), (3,)] and rooms.reserved == [4]  # an engine had it
     rooms.take({"actor": more["actor"]})
@@ -276,7 +276,7 @@ def test_bundles_are_not_given_back_to_a_ray_that_does_not_answer(
 
 
 def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(rooms: Rooms) -> None:
-    how: dict[str, Any] = {"apart": ["engines"], "widths": {"engines": 2}}
+    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     rooms.begin({"actor": 1, "engines": 1}, **how)
     assert gpus(rooms["engines"]) == [(1, 2)]
     slots = rooms.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
@@ -300,7 +300,7 @@ def test_a_newcomer_on_several_machines_is_refused_and_what_was_reserved_for_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     room = rooms_of(monkeypatch, 4)
-    how: dict[str, Any] = {"apart": ["engines"], "widths": {"engines": 2}}
+    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     room.begin({"actor": 1, "engines": 1}, **how)
     with pytest.raises(CorerlError, match="^engines: one process takes 2 bundles, but Ray placed them on several "):
         room.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve, field, frozen
 
-from corerl.config.load import config_of, dump_toml, load_config, to_plain
+from corerl.config.load import as_config, config_of, dump_toml, load_config, to_plain
 from corerl.config.schema import (
     BackendChoice,
     Config,
@@ -44,6 +44,21 @@ def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
     data = {"backend": {"name": "plain"}, "run": {"steps": 5}}
     assert config_of(data, ["run.steps=7", "run.seed=3"]).run.steps == 7
     assert data == {"backend": {"name": "plain"}, "run": {"steps": 5}}
+
+
+def test_a_run_from_python_takes_a_path_a_mapping_or_a_config_and_overrides_of_each(tmp_path: Path) -> None:
+    data = {"backend": {"name": "plain"}, "run": {"steps": 7}}
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(config_of(data)))
+    config = config_of(data)
+    for source in (file, str(file), data, config):
+        assert as_config(source) == config
+        assert as_config(source, ["run.steps=3"]) == config_of({**data, "run": {"steps": 3}})
+    assert as_config(config) is config
+    with pytest.raises(ConfigError, match="^got a int, wanted a corerl.Config, a mapping, or a TOML file's path$"):
+        as_config(7)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="^overrides: got the text 'run.steps=3', wanted a list of texts$"):
+        as_config(data, "run.steps=3")
 
 
 def test_tables_become_classes_with_ints_as_floats_and_arrays_as_tuples(tmp_path: Path) -> None:

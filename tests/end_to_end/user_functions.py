@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
+from corerl import Sizing
 from corerl.data.prompts import Prompt
-from corerl.driver.scaling import Sizing
 
 KEPT: list[Any] = []  # references, in whose absence the store would drop the objects
 

@@ -10,13 +10,13 @@ from corerl.plan.transports import choose_transport, senders
 from tests.driver.saved import make_config
 
 
-def places(ranks: int, engines: int, *apart: str) -> dict[str, tuple[int, ...]]:
+def places(ranks: int, engines: int, *own_devices: str) -> dict[str, tuple[int, ...]]:
     groups = {"actor": ranks, "critic": 3, "engines": engines}
-    return dict(arrange(groups, apart=["critic", *apart], cpus=1.0, gpus=1.0).places)
+    return dict(arrange(groups, own_devices=["critic", *own_devices], cpus=1.0, gpus=1.0).places)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "apart", "sending"),
+    ("ranks", "engines", "own_devices", "sending"),
     [
         (4, 4, [], (0, 1, 2, 3)),
         (4, 2, [], (0, 2)),
@@ -26,9 +26,9 @@ def places(ranks: int, engines: int, *apart: str) -> dict[str, tuple[int, ...]]:
     ],
 )
 def test_an_engine_takes_from_the_rank_on_its_bundle(
-    ranks: int, engines: int, apart: list[str], sending: tuple[int, ...]
+    ranks: int, engines: int, own_devices: list[str], sending: tuple[int, ...]
 ) -> None:
-    found = places(ranks, engines, *apart)
+    found = places(ranks, engines, *own_devices)
     assert senders(found["engines"], found["actor"], one_machine=False) == sending
     assert senders(found["engines"], found["actor"], one_machine=True) == (0,) * engines
 
