@@ -48,12 +48,12 @@ class Sides:
     def __init__(self, *, tiny: bool) -> None:
         self._tiny = tiny
         self._device = torch.device("cpu" if tiny else "cuda")
-        self._fields = {**QWEN3_8B, **(TINY if tiny else {}), "pad_token_id": 0, "max_position_embeddings": 4096}
+        shape: Mapping[str, Any] = {**QWEN3_8B, **TINY} if tiny else QWEN3_8B
+        fields = {**shape, "pad_token_id": 0, "max_position_embeddings": 4096}
+        model = ModelConfig(config=fields)
         self._lora = LoraConfig(rank=RANK).settled({})
-        replica = Replica(fields=self._fields, index=0, gpus=1, devices=(), tiny=tiny)
-        self.engine = SglangEngine(
-            ModelConfig(config=self._fields), replica.options, evolve(replica.context, lora=self._lora)
-        )
+        replica = Replica(fields=fields, index=0, gpus=1, devices=(), tiny=tiny)
+        self.engine = SglangEngine(model, replica.options, evolve(replica.context, lora=self._lora))
         address = Address(
             transport="ipc",
             engines=("engine-0",),
@@ -63,7 +63,7 @@ class Sides:
             timeout=TIMEOUT,
         )
         self._address, self._sender = address, open_sender(address)
-        self._shapes = shapes_of(look_at(hf_config(ModelConfig(config=self._fields)), lora=self._lora))
+        self._shapes = shapes_of(look_at(hf_config(model), lora=self._lora))
         generator = torch.Generator(self._device).manual_seed(0)
         self.adapters = {
             name: torch.randn(shape, generator=generator, device=self._device, dtype=torch.bfloat16)

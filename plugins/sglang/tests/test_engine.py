@@ -32,7 +32,7 @@ from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifes
 from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
-from corerl_sglang.adapters import Adapters, Room
+from corerl_sglang.adapters import Adapters
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.targets import misfits
@@ -598,11 +598,15 @@ def test_adapters_of_an_aborted_version_stay_loaded_since_unloading_would_wait_f
 
     lora = LoraConfig(rank=2).settled({})
     held = Adapters(Server(), lora, ["q_proj"], ranks=1)  # type: ignore[arg-type]
+    manifest, paths = build_manifest([], dtype="float32"), []
     for version in range(5):
-        with Room(build_manifest([], dtype="float32")) as room:
-            held.load(version, room)
+        room = held.room(manifest)
+        paths.append(room.path)
+        held.load(version, room)
         if version == 1:
             held.interrupted()
+    held.close()
+    assert paths[3] == paths[0] and len(set(paths)) == 4  # what the server still has is not written over
     assert [name for path, name in posted if path == "/unload_lora_adapter"] == ["v0", "v2"]
 
 

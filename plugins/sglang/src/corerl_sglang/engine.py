@@ -35,7 +35,7 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
-from corerl_sglang.adapters import Adapters, Room, modules_of, require_able
+from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
@@ -222,20 +222,20 @@ class SglangEngine(Engine):
         """Have the ranks take the update; returns the bytes received and the error, or ""."""
         receivers = tuple(self._context.receivers)
         apart = self._adapters
-        with contextlib.nullcontext() if apart is None else Room(manifest) as room:
-            instruction = Instruction(
-                manifest=manifest,
-                version=version,
-                address=address,
-                receivers=receivers,
-                adapters="" if room is None else room.path,
-            )
-            answers, failed = self._ask_ranks(instruction)
-            if apart is not None and room is not None and not failed:
-                try:
-                    apart.load(version, room)
-                except CorerlError as failure:
-                    failed = message_of(failure)
+        room = None if apart is None else apart.room(manifest)
+        instruction = Instruction(
+            manifest=manifest,
+            version=version,
+            address=address,
+            receivers=receivers,
+            adapters="" if room is None else room.path,
+        )
+        answers, failed = self._ask_ranks(instruction)
+        if apart is not None and room is not None and not failed:
+            try:
+                apart.load(version, room)
+            except CorerlError as failure:
+                failed = message_of(failure)
         given = [answer for answer in answers if answer is not None]
         received = max((answer.bytes for answer in given), default=0)
         if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
@@ -323,6 +323,8 @@ class SglangEngine(Engine):
     def close(self) -> None:
         self._serving.close()
         self._server.stop()
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 def memory_of(info: Mapping[str, Any], ranks: int) -> dict[str, int]:
