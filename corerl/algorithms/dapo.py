@@ -5,6 +5,9 @@ System at Scale".
     dynamic sampling  groups whose rewards are all equal are dropped, and other prompts sampled in their place (3.2)
     token-level loss  aggregation = "token-mean": long samples count by their tokens (3.3, eq. 12)
     overlong penalty  samples near rollout.max_tokens lose up to 1 of their reward (3.4, eq. 13)
+
+    A_t  = (r - mean(r of the group)) / std(r of the group)
+    loss = sum of -min(ratio_t A_t, clip(ratio_t, 1 - 0.2, 1 + 0.28) A_t) over all tokens / their number      eq. 8
 """
 
 from __future__ import annotations

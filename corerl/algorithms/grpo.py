@@ -23,7 +23,10 @@ class Options:
 
 
 class GRPO(Algorithm):
-    """A_t = (r - mean(r of the group)) / std(r of the group) at all tokens of a sample, and PPO's clipped loss.
+    """The samples of a prompt are a group; a sample's tokens share its advantage, and PPO's clipped loss trains on it.
+
+        A_t    = (r - mean(r of the group)) / std(r of the group)
+        term_t = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
 
     Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", eq. 3.
     """

@@ -45,6 +45,11 @@ class PPO(Algorithm):
     """Advantages of each token by generalized advantage estimation with a critic's values, PPO's clipped loss for the
     policy, and a squared error for the critic. A sample's reward is earned with its last token.
 
+        delta_t = r_t + gamma V_t+1 - V_t
+        A_t     = delta_t + gamma gae_lambda A_t+1, normalized over the batch with `whiten`; R_t = A_t + V_t before that
+        actor   : term_t = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
+        critic  : term_t = 1/2 (v_t - R_t)^2, bounded by `value_clip`
+
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7 and 9; Schulman et al. 2016,
     "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
     """

@@ -36,6 +36,8 @@ class ReinforcePlusPlus(Algorithm):
 
         R_t = r - kl_coef sum of KL_s over s >= t       the penalty with algorithm.kl_in = "reward", as in the paper
         A_t = (R_t - mean(R)) / std(R)
+
+    Hu 2025, "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models".
     """
 
     options: Options
