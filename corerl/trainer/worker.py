@@ -246,6 +246,8 @@ class Worker:
     def hand_over(self, handover: Handover, step: Step) -> int:
         """Give this rank's state to the ranks that are to go on with it; returns the bytes sent."""
         with self.host.entering("hand_over", needs=STATE, at=step):
+            # What steps have left in the allocator's cache, such as gradients, is room for ranks beside this one.
+            self.clear_memory()
             self.backend.saved(True)
             return self.backend.hand_over(handover, step, lambda: self._called_off.get(handover.token, ""))
 

@@ -66,6 +66,7 @@ from corerl.types import (
     StepResult,
     TrainResult,
 )
+from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
@@ -598,6 +599,16 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):
         logprobs(worker, batch, "trained")
     assert np.array_equal(logprobs(worker, batch), now)
+
+
+def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("corerl.trainer.worker.empty_cache", lambda device: done.append(f"emptied {device}"))
+    monkeypatch.setattr(worker.backend, "hand_over", lambda *_: done.append("handed over"))
+    worker.hand_over(Handover(host="127.0.0.1", port=0, token="t", givers=1, takers=1), STEP)
+    assert done == ["emptied cpu", "handed over"]
 
 
 def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:
