@@ -26,6 +26,7 @@ from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
 from corerl.messages import one_line
 from corerl.plugin.events import Span
+from corerl.spare import cores
 
 STATUS = "status"  # the concurrency group that answers while all other threads are busy
 THREADS = "OMP_NUM_THREADS"
@@ -214,16 +215,6 @@ def fair_threads(neighbors: int) -> int:
     """Half of a bundle's share of the usable cores: a rank and an engine may share a bundle, and what a machine counts
     as two cores is often one."""
     return max(1, cores() // (2 * neighbors))
-
-
-def cores() -> int:
-    """How many cores this process may use, within its container's CPU quota."""
-    own = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:
-        return own  # not in a container, or cgroups v1
-    return own if quota == "max" else max(1, min(own, int(quota) // int(period)))
 
 
 def spawn(

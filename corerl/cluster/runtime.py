@@ -26,9 +26,9 @@ from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
 from corerl.cluster import services, with_parent
-from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError, WorkerDied
 from corerl.messages import first_line
+from corerl.spare import cores
 
 CPUS = 1024  # of a Ray that is started here, which only counts them: a run's groups may grow, and others may follow
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty

@@ -52,7 +52,10 @@ def without_torch(prompt: Prompt, response: str) -> float:
     return float(not {"torch", "transformers", "ray"} & sys.modules.keys())
 
 
-async def promised(prompt: Prompt, response: str) -> dict[str, float]:
+async def promised(prompt: Prompt, response: str, *, directory: str = "") -> dict[str, float]:
+    if directory:
+        with Path(directory, "calls").open("a") as calls:
+            calls.write(response + "\n")
     match response:
         case "exit":
             os._exit(3)
@@ -97,6 +100,42 @@ def meeting(prompt: Prompt, response: str, *, directory: str) -> float:
     while response == "wait" and not Path(directory, "open").exists():
         time.sleep(0.01)
     return 1.0
+
+
+def together(prompt: Prompt, response: str, *, directory: str, count: int) -> float:
+    """Where the response begins with "wait", come back once as many others wait."""
+    if response.startswith("wait"):
+        Path(directory, response).touch()
+        while len(os.listdir(directory)) < count:
+            time.sleep(0.02)
+    return float(len(response))
+
+
+def hangs_at_first(prompt: Prompt, response: str, *, directory: str, count: int) -> float:
+    """The first `count` calls never come back, and leave a file each when they begin."""
+    for place in range(count):
+        try:
+            Path(directory, str(place)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        time.sleep(600)
+    return len(response) / 8
+
+
+def held(prompt: Prompt, response: str, *, directory: str) -> float:
+    """Once there is a file `hold`, never come back, and leave the process's id."""
+    while Path(directory, "hold").exists():
+        Path(directory, f"held-{os.getpid()}").touch()
+        time.sleep(0.1)
+    return len(response) / 8
+
+
+def burning(prompt: Prompt, response: str) -> float:
+    """Compute for a while."""
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    return float(len(response))
 
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

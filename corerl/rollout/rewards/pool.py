@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as settled
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from attrs import frozen
 from corerl.config.schema import RewardConfig
 from corerl.descendants import descendants
 from corerl.errors import ConfigError, RewardError
+from corerl.rollout import loop
 from corerl.rollout.rewards.base import (
     AT_ONCE,
     Begun,
@@ -34,6 +36,7 @@ from corerl.rollout.rewards.base import (
     samples_of,
 )
 from corerl.rollout.rewards.lookup import reward_of
+from corerl.spare import computes, free_memory, idle_cores, resident
 
 if TYPE_CHECKING:
     from corerl.engines.fleet import Counted
@@ -41,7 +44,11 @@ if TYPE_CHECKING:
 
 ROOM = 3000  # bytes of outcomes that may wait to be read; a pipe has 64 KiB, or 4 where a user has many
 CALL = 0.1  # seconds between two messages of a process that it has written outcomes
-TURN = 1.0  # seconds after which a process leaves to others the part of its chunk that it has not started
+TURN = 1.0  # seconds, but a quarter of the limit at most, after which a process leaves to others what it has not begun
+LAG = 0.5  # seconds that a chunk may take to reach its process
+HUNG = 1 / 3  # of the time limit: a process without an outcome for this long is held by its sample
+FURTHER, MOST_FURTHER = 4, 64  # processes that may be started while all are held: for each that there is, and in all
+LOOK = 0.1  # seconds between two looks whether there is room for a further one
 GRACE = 2.0  # seconds beyond a time limit before a process is killed
 START = 120.0  # seconds for a process to start and import the reward
 
@@ -81,8 +88,16 @@ class InDriver:
 class RewardPool:
     """Processes that import the reward by name; they start immediately, and construction does not wait for them. If the
     reward raises, times out or dies on a sample, only that sample fails. Each outcome is written as it comes, so that
-    the sample at which a process is lost is known: the first one without. Of an async reward it is one of several,
-    which are scored again, one by one."""
+    the sample at which a process is lost is known: the first one without. Of an async reward it is the one whose code
+    blocks the event loop or, where that is not known, one of several, which are scored again, one by one.
+
+    Where all processes are held, each by a sample for a third of the time limit, while others wait, further processes
+    take those until the batch is done: n samples that hang cost about one limit, not n. Each has its own, from its own
+    beginning. What holds for a reward that is only slow: nothing is started where samples take less than a third of
+    the limit. Else no more processes compute at once than in any batch, but on cores that are idle; so one that
+    computes is not slowed down, and of samples that hang computing as many share a limit as there are cores. One that
+    waits for others, such as a server, may be called five times as often at once. Half of what memory is free is left
+    free. Nothing is started where that takes longer than the limit."""
 
     def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
         self._told = told
@@ -90,6 +105,7 @@ class RewardPool:
         self._config = config
         self._scoring = threading.Lock()
         self._closed = False
+        self._most = config.processes + min(FURTHER * config.processes, MOST_FURTHER)  # processes at once
         self._processes = [_Process(reward, config) for _ in range(config.processes)]
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
@@ -99,8 +115,10 @@ class RewardPool:
             try:
                 samples = samples_of(rollout, tokens=self._reward.takes_tokens)
                 outcomes = self._outcomes(samples, None if part else self._told)
+                if further := [each for each in self._processes if not each.ended][self._config.processes :]:
+                    self._end(further)
             except BaseException:
-                self._end()  # a late answer must not be taken for one about the next rollout
+                self._end(self._processes)  # a late answer must not be taken for one about the next rollout
                 raise
         return gathered(outcomes, self._config.failed_value, part=part)
 
@@ -109,12 +127,13 @@ class RewardPool:
         self._closed = True
         _kill(list(self._processes))
         with self._scoring:
-            self._end()
+            self._end(self._processes)
 
-    def _end(self) -> None:
-        _kill(self._processes)
-        while self._processes:
-            self._processes.pop().end()
+    def _end(self, processes: Sequence[_Process]) -> None:
+        _kill(processes)
+        for process in processes:
+            process.end()
+        self._processes = [process for process in self._processes if not process.ended]
 
     def _outcomes(self, samples: Sequence[Sample], told: Counted | None) -> list[Outcome]:
         size = min(AT_ONCE, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
@@ -122,17 +141,35 @@ class RewardPool:
             range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
         outcomes: dict[int, Outcome] = {}
+        hung = False  # whether all processes were held while samples waited
+        look, most = 0.0, self._most  # when to look again for room for further ones, and how many there may be in all
         # A row may be scored twice, if it was taken for left to others: none must be at it when the next rollout comes.
         while len(outcomes) < len(samples) or any(process.scores for process in self._processes):
             if told is not None:
                 told(len(outcomes), len(samples))
-            self._refill()
+            further = 0
+            if hung and time.monotonic() >= look:
+                further = self._room(len(chunks), most)
+                look = time.monotonic() + LOOK
+            self._refill(further)
             for process in self._processes:
                 if not process.busy and chunks and process.begin(chunks[0], [samples[row] for row in chunks[0]]):
                     chunks.popleft()
-            for process in _answered(self._processes):
+            held = max(process.held_at for process in self._processes)  # when all are
+            if chunks and not hung and held <= time.monotonic():
+                hung = True
+                if not self._reward.waits:  # any may hang, and hold up those that it travels with
+                    chunks = deque([row] for chunk in chunks for row in chunk)
+                continue
+            for process in _answered(self._processes, (look if hung else held) if chunks else math.inf):
                 try:
                     found, left = process.answers()
+                except (RewardError, ConfigError):
+                    if not hung or process.scores or self._closed or len(self._processes) <= self._config.processes:
+                        raise
+                    most = 0  # a further one that cannot start, as when each needs something that there is once
+                    self._end([process])
+                    continue
                 except _Lost as lost:
                     if self._closed:
                         raise self._over() from None
@@ -142,16 +179,28 @@ class RewardPool:
                     found = {row: self._failure(lost, samples[row]) for row in process.rows[:1]}
                     left = process.rows[1:]
                 outcomes |= found
-                if left:
-                    chunks.append(left)
+                chunks.extend([row] for row in left)  # one of them may hang, too
         return [outcomes[row] for row in range(len(samples))]
 
-    def _refill(self) -> None:
-        """Replace the processes that have ended."""
+    def _room(self, waiting: int, most: int) -> int:
+        """How many further processes to start, up to `most` processes in all, for chunks that wait."""
+        coming = sum(process.starts for process in self._processes)
+        wanted = min(waiting - coming, most - len(self._processes))
+        if wanted <= 0 or min(process.start for process in self._processes) > self._config.timeout:  # not worth it
+            return 0
+        # One that only waits, as for a server or a lock, leaves what it could compute with to another one.
+        computing = sum(process.starts or computes(process.pid) for process in self._processes)
+        cores = max(self._config.processes - computing, idle_cores())
+        size = max(resident(process.pid) for process in self._processes)
+        return max(0, min(wanted, cores, free_memory() // (2 * size) if size else 0))
+
+    def _refill(self, further: int) -> None:
+        """Replace the processes that have ended, and start further ones."""
         if self._closed:
             raise self._over()
         self._processes = [process for process in self._processes if not process.ended]
-        while len(self._processes) < self._config.processes:
+        count = max(self._config.processes, len(self._processes) + further)
+        while len(self._processes) < count:
             self._processes.append(_Process(self._reward, self._config))
         if self._closed:  # closed meanwhile
             raise self._over()
@@ -181,7 +230,7 @@ class _Process:
         self.connection, theirs = context.Pipe()
         # Outcomes have a pipe of their own, at which nobody waits: to be woken by each costs more than the reward.
         self._outcomes, written = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(theirs, written, config))
+        self.process = context.Process(target=_serve, args=(theirs, written, config, time.monotonic()))
         # A Ctrl-C is for the driver: until the process has left its group, it hears none.
         heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -195,6 +244,7 @@ class _Process:
         self._chunk: Sequence[int] = ()
         self.rows: list[int] = []  # of its chunk, those without an outcome that are not left to others
         self.until = time.monotonic() + START  # its deadline; infinite while idle
+        self.start = math.inf  # seconds that its start has taken, once it has
         self.ended = False
 
     @property
@@ -204,6 +254,19 @@ class _Process:
     @property
     def scores(self) -> bool:
         return bool(self._chunk)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0  # which it has, once it was started
+
+    @property
+    def starts(self) -> bool:
+        return self.busy and not self.scores
+
+    @property
+    def held_at(self) -> float:
+        """When it will be held by what it scores, if no outcome comes before; infinite if it scores nothing."""
+        return self._since + HUNG * self._limit if self.scores else math.inf
 
     def begin(self, rows: Sequence[int], samples: Sequence[Sample]) -> bool:
         """Start scoring these samples; returns False if the process ended while idle."""
@@ -221,19 +284,25 @@ class _Process:
     @property
     def _patience(self) -> float:
         """Seconds from the last outcome to the next, or, with several rows, to when it surely begins no other one."""
-        return 2 * TURN if len(self.rows) > 1 else self._limit + GRACE
+        return _turn(self._limit) + LAG if len(self.rows) > 1 else self._limit + GRACE
 
     def answers(self) -> tuple[dict[int, Outcome], Sequence[int]]:
         """The outcomes that have come, by row, and the rows that it leaves to others; none if it has just started.
         Raises _Lost if it ended or its time is up, RewardError if that happened before it had started, ConfigError if
         it cannot import the reward."""
         done = gone = False
+        blocked: int | None = None
         try:
             while self.connection.poll():
-                told: bool | ConfigError = self.connection.recv()
+                told: float | bool | _Blocked | ConfigError = self.connection.recv()
                 if isinstance(told, ConfigError):
                     raise told
-                done = told
+                if isinstance(told, _Blocked):
+                    blocked = self._chunk[told.place]
+                elif isinstance(told, float):
+                    self.start, done = told, True
+                else:
+                    done = told
         except (EOFError, OSError):
             gone = True
         found = self._written()
@@ -241,7 +310,9 @@ class _Process:
             left: Sequence[int] = [row for row in self.rows if row not in found]
             self._chunk, self.rows, self.until = (), [], math.inf
             return found, left
-        if found or (not gone and time.monotonic() < self.until):  # what was announced may have been read already
+        if blocked in self.rows:
+            left = [row for row in self.rows if row not in found and row != blocked]
+        elif found or (not gone and time.monotonic() < self.until):  # what was announced may have been read already
             left = ()
         elif gone:
             self.process.join(GRACE)  # let it exit, to learn its exit code
@@ -298,13 +369,15 @@ def _kill(processes: Sequence[_Process]) -> None:
     _end(*started, *(-pid for pid in pids))
 
 
-def _answered(processes: Sequence[_Process]) -> list[_Process]:
-    """Wait for at least one process that has answered or ended, or whose time is up; returns all such."""
+def _answered(processes: Sequence[_Process], look: float) -> list[_Process]:
+    """Wait, until `look` at most, for a process that has answered or ended, or whose time is up; returns all such, and
+    those that seem held: they may have written an outcome."""
     busy = [process for process in processes if process.busy]
     now = time.monotonic()
     soonest = min((process.until for process in busy), default=now)
-    told = wait([process.connection for process in busy], timeout=max(0.0, soonest - now))
-    return [process for process in busy if process.connection in told or process.until <= time.monotonic()]
+    told = wait([process.connection for process in busy], timeout=max(0.0, min(soonest, look) - now))
+    now = time.monotonic()
+    return [process for process in busy if process.connection in told or min(process.until, process.held_at) <= now]
 
 
 def _end(*pids: int) -> None:
@@ -321,14 +394,22 @@ def _status(exitcode: int) -> str:
 # ---- in the processes ------------------------------------------------------------------------------------------------
 
 
+@frozen
+class _Blocked:
+    """A message: the code of this sample blocks the event loop; the others that have no outcome are left to others."""
+
+    place: int  # in the list
+
+
 class _TimeUp(BaseException):
     """The sample's time is up. Not an Exception, so that the reward does not catch it as one of its own."""
 
 
-def _serve(connection: Connection, outcomes: Connection, config: RewardConfig) -> None:
+def _serve(connection: Connection, outcomes: Connection, config: RewardConfig, began: float) -> None:
     """Write to `outcomes` those of each list of samples, each with its place in the list and the time.monotonic() of
-    its end. Say False now and then where some are written, and True at the list's end, also if some are left to others.
-    The first message is True once the reward is imported, or the ConfigError that prevents it."""
+    its end. Say False now and then where some are written, `_Blocked` where one keeps the others from getting on, and
+    True at the list's end, also if some are left to others. The first message is the seconds since `began`, once
+    the reward is imported, or the ConfigError that prevents it."""
     # A child left running by a reward would hold it open, and the end of this process would not be noticed.
     for each in (connection, outcomes):
         os.set_inheritable(each.fileno(), False)
@@ -341,14 +422,21 @@ def _serve(connection: Connection, outcomes: Connection, config: RewardConfig) -
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
         reward = reward_of(config)
+        if reward.waits:
+            loop.note_samples()
     except ConfigError as error:
         connection.send(error)
         return
     with contextlib.suppress(EOFError, ConnectionError):  # the driver is gone
+        done: float | bool = time.monotonic() - began
         while True:
-            connection.send(True)
+            connection.send(done)
+            done = True
             samples, called, unread = connection.recv(), time.monotonic(), 0
             for place, outcome in _scored(reward, samples, config.timeout):
+                if isinstance(outcome, _Blocked):
+                    connection.send(outcome)
+                    continue
                 now = time.monotonic()
                 written = pickle.dumps((place, outcome, now))
                 unread += len(written)
@@ -370,21 +458,36 @@ def _end_with_driver() -> None:
         os._exit(1)  # where the reward has put itself into another group
 
 
-def _scored(reward: Reward, samples: Sequence[Sample], limit: float) -> Iterator[tuple[int, Outcome]]:
-    """Outcomes of the first samples, each with its place: at least one; no new one is started after `TURN` seconds, or
-    `limit`. An async reward is awaited for all of them at once."""
+def _turn(limit: float) -> float:
+    return min(TURN, limit / 4)
+
+
+def _scored(reward: Reward, samples: Sequence[Sample], limit: float) -> Iterator[tuple[int, Outcome | _Blocked]]:
+    """Outcomes of the first samples, each with its place: at least one; no new one is started after the process's turn.
+    An async reward is awaited for all of them at once; if one blocks the event loop, that is told, and no other one is
+    waited for any more."""
     begun: dict[Future[Outcome], int] = {}
     started = time.monotonic()
     for place, sample in enumerate(samples):
+        loop.SAMPLE.set(place)
         found = _timed(reward, sample, limit)
         if isinstance(found, Future):
             begun[found] = place
         else:
             yield place, found
-        if time.monotonic() - started > min(TURN, limit):
+        if time.monotonic() - started > _turn(limit):
             break
-    for each in as_completed(begun):
-        yield begun[each], each.result()
+    while begun:
+        watch = HUNG * limit / 2 if len(begun) > 1 else None
+        done, _ = settled(begun, watch, FIRST_COMPLETED)
+        for each in done:
+            yield begun.pop(each), each.result()
+        blocked = loop.blocking(watch) if watch and not done else None
+        if blocked is not None and blocked in begun.values():
+            yield blocked, _Blocked(blocked)
+            for each in [each for each, place in begun.items() if place != blocked]:
+                each.cancel()  # others score these
+                del begun[each]
 
 
 def _timed(reward: Reward, sample: Sample, limit: float) -> Begun | Outcome:

@@ -18,6 +18,7 @@ import pytest
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards import pool
 from corerl.rollout.rewards.base import Failure, Reward, Scores
 from corerl.rollout.rewards.lookup import resolve_reward, reward_of
 from corerl.rollout.rewards.pool import scorer
@@ -112,6 +113,70 @@ def test_while_a_process_is_held_up_others_score_the_rest_of_its_chunk(tmp_path:
     config = {"directory": str(tmp_path)}
     found = scores(texts, "tests.rollout.user_rewards:meeting", config, processes=2, timeout=paced(60))
     assert (found.rewards.tolist(), found.failures) == ([1.0] * 12, {})
+
+
+def test_samples_that_hang_are_all_at_it_at_once_however_few_processes_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "HUNG", 0.005)  # of a limit that none of them reaches
+    config = RewardConfig(
+        name="tests.rollout.user_rewards:together",
+        options={"directory": str(tmp_path), "count": 8},
+        processes=2,
+        timeout=paced(60),
+    )
+    texts = [f"wait{row}" if row < 8 else "x" * row for row in range(16)]
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        found = judge.score(rollout(texts))
+        assert len(multiprocessing.active_children()) == 2  # the further ones have ended
+    assert (found.rewards.tolist(), found.failures) == ([5.0] * 8 + [*range(8, 16)], {})
+
+
+def test_samples_that_hang_are_named_and_the_others_have_their_values() -> None:
+    texts = ["sleep", "stuck"] * 4 + ["x" * row for row in range(8)]
+    found = scores(texts, processes=2, timeout=0.6, failed_value=-1.0)
+    assert found.rewards.tolist() == [-1.0] * 8 + [*range(8)]
+    assert found.failures == {"timeout": 8} and found.failed.tolist() == [True] * 8 + [False] * 8
+    assert found.first == (
+        f"reward {ACT!r} took longer than reward.timeout=0.6 seconds on prompt 7 ('p') with the response 'sleep'"
+    )
+
+
+@pytest.mark.parametrize("idle", [0, 3])
+def test_no_process_is_started_beside_those_that_compute_except_on_idle_cores(
+    idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class Process(pool._Process):
+        def __init__(self, *args: Any) -> None:
+            started.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(pool, "_Process", Process)
+    monkeypatch.setattr(pool, "HUNG", 0.001)
+    monkeypatch.setattr(pool, "idle_cores", lambda: idle)
+    found = scores(
+        ["x" * row for row in range(8)], "tests.rollout.user_rewards:burning", processes=2, timeout=paced(60)
+    )
+    assert found.rewards.tolist() == [*range(8)]
+    assert (len(started) > 2) is (idle > 0)
+
+
+def test_a_further_process_that_cannot_start_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "HUNG", 0.001)
+    monkeypatch.setattr(pool, "idle_cores", lambda: 8)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scarce.py").write_text(
+        "import os, time\n"
+        f"os.mkdir({str(tmp_path)!r} + '/token')\n"  # there is one, and a second process does not get it
+        "def length(prompt, response):\n"
+        "    time.sleep(0.2)\n"
+        "    return len(response)\n"
+    )
+    reward = Reward(name="scarce:length", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name, processes=1, timeout=paced(60))) as judge:
+        assert judge.score(rollout(["x" * row for row in range(8)])).rewards.tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize(("text", "timeout"), [("stuck", 0.3), ("ok", 600.0), ("exit", 600.0)])
@@ -217,6 +282,15 @@ def test_an_async_reward_that_ends_its_process_or_blocks_it_fails_on_that_sample
     assert found.rewards.tolist() == [3.0, 0.0, 5.0, 0.0, 0.0]
     assert found.failures == {"died": 1, "timeout": 2}
     assert found.parts == {"length": (8.0, 2)}
+
+
+def test_the_sample_that_blocks_the_event_loop_of_an_async_reward_is_known_and_not_scored_again(tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    texts = ["one", "block", "three", "seven"] * 4  # 4 travel together
+    found = scores(texts, "tests.rollout.user_rewards:promised", options, processes=1, timeout=0.9)
+    assert found.rewards.tolist() == [3.0, 0.0, 5.0, 5.0] * 4
+    assert found.failures == {"timeout": 4}
+    assert (tmp_path / "calls").read_text().split().count("block") == 4
 
 
 def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
