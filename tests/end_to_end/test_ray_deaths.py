@@ -8,6 +8,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from corerl.checkpoint.commit import latest
 from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
 from tests.end_to_end.faulty import fault
@@ -17,10 +19,9 @@ PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes th
 CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
 
 
-def process(command: Command, part: str) -> int:
-    """The one process with this in its command line, before any option."""
-    (pid,) = (pid for pid, line in command.processes().items() if part in line.partition(" -")[0])
-    return pid
+def processes(command: Command, part: str) -> list[int]:
+    """Those with this in their command line, before any option."""
+    return [pid for pid, line in command.processes().items() if part in line.partition(" -")[0]]
 
 
 def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_is_written(tmp_path: Path) -> None:
@@ -31,7 +32,8 @@ def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_
     ) as run:
         run.until(lambda: (run_dir / "fault").exists() and steps_done(run_dir) >= 3, "saving its second step")
         assert latest(run_dir) is None
-        os.kill(process(run, "gcs_server"), signal.SIGKILL)
+        (gcs,) = processes(run, "gcs_server")
+        os.kill(gcs, signal.SIGKILL)
         (run_dir / "go").touch()
         assert run.finish(within=ENDS_WITHIN) == 1
         run.assert_nothing_is_left()
@@ -43,6 +45,40 @@ def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_
     )
     assert told and Path(told[1]).stat().st_size
     assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("name", "marks", "log"),
+    [
+        ("raylet", ["/raylet/raylet"], "raylet.out"),
+        ("dashboard agent", ["dashboard/agent.py", "ray::DashboardAgent"], "dashboard_agent.log"),
+        ("runtime-env agent", ["runtime_env/agent/main.py", "ray::RuntimeEnvAgent"], "runtime_env_agent.log"),
+    ],
+)
+def test_a_run_ends_soon_with_the_name_and_log_of_whatever_of_ray_has_died(
+    name: str, marks: list[str], log: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1"]
+    # Where it waits for its rewards. Ray ends a driver itself, without a word, that is at its object store when raylet
+    # dies: read in Ray 2.60, "The connection to the plasma store is failed. Terminate the process".
+    reward = ["reward.name=tests.rollout.user_rewards:held", f"reward.options={{directory='{tmp_path}'}}"]
+    with Command("train", *arguments, *reward, "reward.timeout=600", logs=tmp_path, own_ray=True) as run:
+        run.until(lambda: steps_done(run_dir) >= 1, "in its second step")
+        (tmp_path / "hold").touch()
+        run.until(lambda: len(list(tmp_path.glob("held-*"))) == 2, "held by a reward in each process")
+        (service,) = (process for mark in marks for process in processes(run, mark))
+        os.kill(service, signal.SIGKILL)
+        assert run.finish(within=ENDS_WITHIN) == 1
+        run.assert_nothing_is_left()
+    (line,) = run.err.splitlines()
+    told = re.fullmatch(
+        rf"corerl: error: Ray's {name} has died; unless someone killed it, see the machine's log \(dmesg: out of "
+        rf"memory\?\) and its own \((.*/ray/session_\d.*/logs/{log})\)",
+        line,
+    )
+    assert told and Path(told[1]).exists()
+    assert latest(run_dir) is not None
 
 
 GCS_DIES_AT_THE_END = """
