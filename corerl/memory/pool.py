@@ -19,6 +19,7 @@ from attrs import frozen
 from torch.distributed import ProcessGroup
 
 from corerl.weights.plain import gather_plain
+from corerl.weights.shared import CudaPinning
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26
@@ -34,23 +35,6 @@ class Pinning(Protocol):
         """Pin `memory`, in any thread. Returns "" if that worked, else the driver's reason."""
 
     def unpin(self, memory: torch.Tensor) -> None: ...
-
-
-@frozen
-class CudaPinning:
-    """Pins with cudaHostRegister: pinning memory whose pages exist is several times as fast as cudaHostAlloc, which
-    faults them in one by one."""
-
-    device: torch.device
-
-    def pin(self, memory: torch.Tensor) -> str:
-        torch.cuda.set_device(self.device)  # a new thread is at device 0 and would create a context there
-        cudart = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        return "" if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
 
 @frozen(eq=False)

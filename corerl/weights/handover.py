@@ -38,7 +38,7 @@ from attrs import define, field, frozen
 from corerl.errors import ContractError, ResizeFailed
 from corerl.messages import first_line
 from corerl.weights.chunks import Box, Chunk, intersect, within
-from corerl.weights.shared import SharedOnHost, opened
+from corerl.weights.shared import SharedOnHost, opened, pinned
 
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
 PART = 2**22  # bytes of a transfer at most: what is written is read while it is still in the processor's cache
@@ -206,6 +206,7 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
     sent, signal = 0, torch.zeros(1, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
         room = stack.enter_context(contextlib.closing(Room()))
+        stack.enter_context(pinned(room.bytes, (chunk.view for chunks in owned.values() for chunk in chunks)))
         for kind, chunks in owned.items():
             plan = _plan(store, handover, kind)
             mine = [(taker, pieces) for giver, taker, pieces in plan.transfers if giver == rank]
@@ -266,18 +267,24 @@ class Taken:
         mine = [(number, giver, pieces) for number, giver, taker, pieces in plan.numbered if taker == self.rank]
         mapped = {giver: self._mapped(kind, giver) for giver in {giver for _, giver, _ in mine}}
         signal, read = torch.zeros(1, dtype=torch.uint8), []
-        for number, giver, pieces in mine:
-            shared = mapped[giver]
-            flat = (
-                torch.empty(pieces[-1].stop, dtype=plan.dtype) if shared is None else part(shared, number, plan.dtype)
-            )
-            self._group.recv([flat if shared is None else signal], giver, 0).wait()
-            for piece in pieces:
-                chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
-            if shared is not None:  # not waited for here: the giver listens once it wants the part again
-                read.append(self._group.send([signal], giver, 0))
-        for work in read:
-            work.wait()
+        with contextlib.ExitStack() as stack:
+            for room in mapped.values():
+                if room is not None:
+                    stack.enter_context(pinned(room, (chunk.view for chunk in chunks)))
+            for number, giver, pieces in mine:
+                shared = mapped[giver]
+                flat = (
+                    torch.empty(pieces[-1].stop, dtype=plan.dtype)
+                    if shared is None
+                    else part(shared, number, plan.dtype)
+                )
+                self._group.recv([flat if shared is None else signal], giver, 0).wait()
+                for piece in pieces:
+                    chunks[piece.taken].view[piece.target].copy_(flat[piece.start : piece.stop].view(piece.sizes))
+                if shared is not None:  # not waited for here: the giver listens once it wants the part again
+                    read.append(self._group.send([signal], giver, 0))
+            for work in read:
+                work.wait()
 
     def _mapped(self, kind: str, giver: int) -> torch.Tensor | None:
         """The bytes of a giver's room; None if it is on another machine, or out of reach in another container."""
@@ -295,13 +302,17 @@ class Room:
         self._shared = SharedOnHost(PARTS * PART, self._name)
 
     @property
+    def bytes(self) -> torch.Tensor:
+        return self._shared.bytes
+
+    @property
     def place(self) -> dict[str, Any]:
         handle, (descriptor,) = self._shared.handle()
         return {"name": self._name, "path": f"/proc/{os.getpid()}/fd/{descriptor}", "handle": handle}
 
     def part(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """The part for the transfer of this number, among the giver's of one kind."""
-        return part(self._shared.bytes, number, dtype)
+        return part(self.bytes, number, dtype)
 
     def close(self) -> None:
         self._shared.close()

@@ -6,10 +6,11 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from corerl.errors import WeightUpdateError
 
@@ -91,6 +92,37 @@ class SharedOnHost(Shared):
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+@frozen
+class CudaPinning:
+    """Pins with cudaHostRegister: pinning memory whose pages exist is several times as fast as cudaHostAlloc, which
+    faults them in one by one."""
+
+    device: torch.device
+
+    def pin(self, memory: torch.Tensor) -> str:
+        torch.cuda.set_device(self.device)  # a new thread is at device 0 and would create a context there
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        return "" if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
+@contextlib.contextmanager
+def pinned(memory: torch.Tensor, others: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Pin host memory while it is copied to and from `others`, if these are on a GPU. Where pinning is refused copies
+    take several times as long, and are as good."""
+    device = next((each.device for each in others if each.device.type == "cuda"), None)
+    pinning = None if device is None else CudaPinning(device)
+    refused = "" if pinning is None else pinning.pin(memory)
+    try:
+        yield
+    finally:
+        if pinning is not None and not refused:
+            pinning.unpin(memory)
 
 
 class SharedOnDevice(Shared):

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
 from corerl.memory.measure import DeviceMeter
-from corerl.memory.pool import CudaPinning, PinnedPool
+from corerl.memory.pool import PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
+from corerl.weights.shared import CudaPinning
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

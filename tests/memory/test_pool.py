@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from corerl.memory import pool as pool_module
-from corerl.memory.pool import CudaPinning, HostMemory, PinnedPool, cut
+from corerl.memory.pool import HostMemory, PinnedPool, cut
 from corerl.testing.pool import RankPool
 
 PAGE = 4096
@@ -228,38 +228,3 @@ def test_sizes_are_cut_one_after_the_other_across_pieces(pool: PinnedPool) -> No
     found = list(cut(pieces, wanted))
     assert [[each.numel() for each in slices] for slices in found] == [[1], [4 * PAGE - 3], [2, 98], [2 * PAGE]]
     assert torch.equal(torch.cat([each for slices in found for each in slices]), whole[: sum(wanted)])
-
-
-class Cudart:
-    """As much of torch's binding as is called."""
-
-    class cudaError:
-        success = 0
-
-    def __init__(self, status: int) -> None:
-        self.status, self.log = status, list[tuple[object, ...]]()
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.log.append(("register", address, nbytes, flags))
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.log.append(("unregister", address))
-        return self.status
-
-    def cudaGetErrorString(self, status: int) -> str:
-        return {1: "invalid argument"}[status]
-
-
-@pytest.mark.parametrize(("status", "reason"), [(0, ""), (1, "invalid argument")])
-def test_cuda_pins_on_the_ranks_own_device_and_says_why_it_does_not(
-    status: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cudart, device, memory = Cudart(status), torch.device("cuda", 3), torch.empty(77, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cudart.log.append(("device", device)))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    assert CudaPinning(device).pin(memory) == reason
-    assert cudart.log == [("device", device), ("register", memory.data_ptr(), 77, 0)]
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
-    CudaPinning(device).unpin(memory)
-    assert cudart.log[2:] == [("unregister", memory.data_ptr()), ("check", status)]

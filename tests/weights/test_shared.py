@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from corerl.weights.shared import ALLOCATOR, outside_expandable_segments
+from corerl.weights.shared import ALLOCATOR, CudaPinning, outside_expandable_segments, pinned
 
 
 def settings() -> str:
@@ -42,3 +44,59 @@ def test_an_allocator_without_expandable_segments_is_left_alone(as_it_was: pytes
     with outside_expandable_segments():
         assert settings() == before
     assert settings() == before
+
+
+class Cudart:
+    """As much of torch's binding as is called."""
+
+    class cudaError:
+        success = 0
+
+    def __init__(self, status: int) -> None:
+        self.status, self.log = status, list[tuple[object, ...]]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.log.append(("register", address, nbytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append(("unregister", address))
+        return self.status
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return {1: "invalid argument"}[status]
+
+
+@pytest.mark.parametrize(("status", "reason"), [(0, ""), (1, "invalid argument")])
+def test_cuda_pins_on_the_ranks_own_device_and_says_why_it_does_not(
+    status: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart, device, memory = Cudart(status), torch.device("cuda", 3), torch.empty(77, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cudart.log.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    assert CudaPinning(device).pin(memory) == reason
+    assert cudart.log == [("device", device), ("register", memory.data_ptr(), 77, 0)]
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
+    CudaPinning(device).unpin(memory)
+    assert cudart.log[2:] == [("unregister", memory.data_ptr()), ("check", status)]
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "expected"),
+    [
+        (["cpu", "cpu"], 0, []),
+        (["cpu", "cuda:1"], 0, ["device", "register", "unregister", "check"]),
+        (["cuda:1"], 1, ["device", "register"]),
+    ],
+)
+def test_host_memory_is_pinned_while_it_is_copied_from_or_to_a_gpu(
+    where: list[str], status: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart, memory = Cudart(status), torch.empty(77, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cudart.log.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
+    others: Any = [SimpleNamespace(device=torch.device(each)) for each in where]
+    with pinned(memory, others):
+        within = [name for name, *_ in cudart.log]
+    assert within == expected[:2] and [name for name, *_ in cudart.log] == expected
