@@ -680,7 +680,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     command.add_argument("--tokens", type=int, help="of a step of memory and heal (default: 131072)")
     command.add_argument("--resize-tokens", type=int, help="of a step of resize (default: 32768)")
     command.add_argument("--micro-batch", type=int, help="tokens (default: 8192)")
-    command.add_argument("--lr", type=float, default=1e-4)
+    command.add_argument("--lr", type=float, default=1e-5)
     command.add_argument("--rounds", type=int, default=1, help="resizes to one rank and back (default: 1)")
     command.add_argument("--turns", type=int, default=3, help="blocks of steps with copies, and without (default: 3)")
     command.add_argument("--block", type=int, default=3, help="steps of a block that count (default: 3)")
