@@ -188,9 +188,11 @@ class RewardPool:
         wanted = min(waiting - coming, most - len(self._processes))
         if wanted <= 0 or min(process.start for process in self._processes) > self._config.timeout:  # not worth it
             return 0
-        # One that only waits, as for a server or a lock, leaves what it could compute with to another one.
-        computing = sum(process.starts or computes(process.pid) for process in self._processes)
-        cores = max(self._config.processes - computing, idle_cores())
+        # One that only waits, as for a server or a lock, leaves what it could compute with to another one; one that has
+        # just begun, or is about to, may be about to compute.
+        begins = sum(not process.at_it(LOOK) for process in self._processes)
+        computing = begins + sum(process.at_it(LOOK) and computes(process.pid) for process in self._processes)
+        cores = max(self._config.processes - computing, idle_cores() - begins)
         size = max(resident(process.pid) for process in self._processes)
         return max(0, min(wanted, cores, free_memory() // (2 * size) if size else 0))
 
@@ -262,6 +264,10 @@ class _Process:
     @property
     def starts(self) -> bool:
         return self.busy and not self.scores
+
+    def at_it(self, seconds: float) -> bool:
+        """Whether it has scored for so long since its last outcome."""
+        return self.scores and time.monotonic() - self._since > seconds
 
     @property
     def held_at(self) -> float:
