@@ -24,6 +24,8 @@ def idle_cores() -> int:
         running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
     except OSError:
         return 0
+    if int(running) < 1:  # this thread runs: some sandboxes tell none
+        return 0
     return max(0, cores() - (int(running) - 1))  # without this thread, which reads
 
 
@@ -33,11 +35,19 @@ def computes(pid: int) -> bool:
     if not Path("/proc/self/stat").exists():
         return True
     children = list[str]()
-    with contextlib.suppress(OSError):  # it has ended, or one of its threads has
-        for thread in Path(f"/proc/{pid}/task").iterdir():
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended
             if (thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R":
                 return True
-            children += (thread / "children").read_text().split()
+            try:
+                children += (thread / "children").read_text().split()
+            except FileNotFoundError:  # of a kernel that tells no children, if the thread is there
+                if thread.exists():
+                    return True
     return any(computes(int(child)) for child in children)
 
 

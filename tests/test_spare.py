@@ -38,9 +38,11 @@ def test_a_process_computes_if_it_or_one_of_its_own_does(code: str, computes: bo
 
 def test_cores_are_idle_that_no_thread_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "cores", lambda: 8)
-    told = iter(["0.5 0.4 0.3 1/900 1234\n", "9.5 7.4 4.3 4/900 1234\n", "9.5 7.4 4.3 12/900 1234\n"])
+    told = iter(
+        ["0.5 0.4 0.3 1/900 1234\n", "9.5 7.4 4.3 4/900 1234\n", "9.5 7.4 4.3 12/900 1234\n", "0.0 0.0 0.0 0/0 0\n"]
+    )
     monkeypatch.setattr(Path, "read_text", lambda path: next(told))
-    assert [spare.idle_cores() for _ in range(3)] == [8, 5, 0]  # one of those that run is this thread
+    assert [spare.idle_cores() for _ in range(4)] == [8, 5, 0, 0]  # one of those that run is this thread
 
 
 def test_memory_is_told_in_bytes() -> None:

@@ -9,7 +9,7 @@ from corerl.weights.adapters import is_adapter
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def shape_mismatch(offered: Shapes, held: Shapes, *, whole: bool = True) -> str:
+def shape_mismatch(offered: Shapes, held: Shapes, *, whole: bool = False) -> str:
     """Why `offered` cannot be loaded into a model that holds `held`, both by HF name; "" if it can. If adapters are
     among them, these may arrive alone once the engine has all else, which `whole` says."""
     alone = bool(offered) and all(map(is_adapter, offered))

@@ -56,12 +56,12 @@ def blocking(seconds: float) -> int | None:
     gives up Python's lock, as a regular expression, this does not return."""
     if _noted is None:
         return None
-    heard = threading.Event()
+    heard, before = threading.Event(), asyncio.current_task(_noted)
     _noted.call_soon_threadsafe(heard.set)
     if heard.wait(seconds):
         return None
-    task = asyncio.current_task(_noted)
-    return _samples.get(task) if task is not None else None
+    task = asyncio.current_task(_noted)  # another one than before: many take a little each
+    return _samples.get(task) if task is not None and task is before else None
 
 
 async def _named(work: Coroutine[Any, Any, T], name: str) -> T:

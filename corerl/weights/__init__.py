@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import as_sent as as_sent
     from corerl.weights.quantize import is_quantized as is_quantized
     from corerl.weights.quantize import quantized as quantized
+    from corerl.weights.shared import CudaPinning as CudaPinning
     from corerl.weights.transport import Address as Address
     from corerl.weights.transport import WeightSender as WeightSender
     from corerl.weights.verify import bit_sums as bit_sums

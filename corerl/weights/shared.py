@@ -7,6 +7,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -107,6 +108,12 @@ class CudaPinning:
         status = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         return "" if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
 
+    def pin_apart(self, memory: torch.Tensor) -> str:
+        """The same in a thread of its own: a refusal stays behind as its thread's last error, which torch would raise
+        after the next kernel that it launches there."""
+        with ThreadPoolExecutor(1) as apart:
+            return apart.submit(self.pin, memory).result()
+
     def unpin(self, memory: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
@@ -117,7 +124,7 @@ def pinned(memory: torch.Tensor, others: Iterable[torch.Tensor]) -> Iterator[Non
     take several times as long, and are as good."""
     device = next((each.device for each in others if each.device.type == "cuda"), None)
     pinning = None if device is None else CudaPinning(device)
-    refused = "" if pinning is None else pinning.pin(memory)
+    refused = "" if pinning is None else pinning.pin_apart(memory)
     try:
         yield
     finally:

@@ -18,9 +18,18 @@ async def waits() -> None:
     await asyncio.sleep(1.0)
 
 
+async def computes_a_little() -> None:
+    await asyncio.sleep(0)
+    time.sleep(0.05)
+
+
+async def many() -> None:
+    await asyncio.gather(*(computes_a_little() for _ in range(20)))
+
+
 def told(answers: "multiprocessing.SimpleQueue[int | None]") -> None:
     loop.note_samples()
-    for sample, work in enumerate((blocks(), waits(), blocks_in_a_task_of_its_own())):
+    for sample, work in enumerate((blocks(), waits(), blocks_in_a_task_of_its_own(), many())):
         loop.SAMPLE.set(sample)
         done = loop.begin(work)
         time.sleep(0.2)
@@ -34,4 +43,4 @@ def test_the_sample_that_blocks_the_loop_is_known_also_where_a_task_of_its_own_d
     process = context.Process(target=told, args=(answers,))
     process.start()
     process.join()
-    assert [answers.get() for _ in range(3)] == [0, None, 2]
+    assert [answers.get() for _ in range(4)] == [0, None, 2, None]

@@ -194,7 +194,7 @@ class RewardPool:
         computing = begins + sum(process.at_it(LOOK) and computes(process.pid) for process in self._processes)
         cores = max(self._config.processes - computing, idle_cores() - begins)
         size = max(resident(process.pid) for process in self._processes)
-        return max(0, min(wanted, cores, free_memory() // (2 * size) if size else 0))
+        return max(0, min(wanted, cores, free_memory() // (2 * size) - coming if size else 0))
 
     def _refill(self, further: int) -> None:
         """Replace the processes that have ended, and start further ones."""

@@ -56,7 +56,8 @@ class Packed:
     def of(cls, manifest: Manifest) -> Self:
         places: dict[str, tuple[int, str, tuple[int, ...]]] = {}
         end = 0
-        for entry in (entry for bucket in manifest.buckets for entry in bucket.entries if is_adapter(entry.name)):
+        found = [entry for bucket in manifest.buckets for entry in bucket.entries if is_adapter(entry.name)]
+        for entry in sorted(found, key=lambda entry: entry.name):  # the same for all updates, whatever their buckets
             dtype = entry.dtype or manifest.dtype
             places[entry.name] = end, dtype, entry.shape
             end += -(-entry.numel * getattr(torch, dtype).itemsize // ALIGNED) * ALIGNED
@@ -160,15 +161,17 @@ class Adapters:
 
     def _unload(self, version: int) -> None:
         room = self._loaded.pop(version)
-        if version in self._stuck:
-            return
-        with contextlib.suppress(CorerlError):  # one that is kept only takes memory
-            self._server.post("/unload_lora_adapter", {"lora_name": self.name(version)})
-            self._free.append(room)
+        if version not in self._stuck:
+            with contextlib.suppress(CorerlError):
+                self._server.post("/unload_lora_adapter", {"lora_name": self.name(version)})
+                self._free.append(room)
+                return
+        self._rooms.remove(room)  # the server keeps it, which only takes memory
+        room.close()
 
     def close(self) -> None:
-        for room in self._rooms:
-            room.close()
+        while self._rooms:
+            self._rooms.pop().close()
 
 
 def _as_sglang_scales(lora: LoraConfig) -> LoraConfig:

@@ -13,7 +13,7 @@ import torch
 
 from corerl.engines import Receiving
 from corerl.messages import message_of
-from corerl.weights import Bucket
+from corerl.weights import Bucket, CudaPinning
 from corerl_sglang.adapters import Packed
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
@@ -47,7 +47,8 @@ def _mapped(path: str, nbytes: int) -> torch.Tensor:
         return known
     memory = torch.from_file(path, True, nbytes, dtype=torch.uint8)
     if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # if it refuses, copies are only slower
+        pinning = CudaPinning(torch.device("cuda", torch.cuda.current_device()))
+        pinning.pin_apart(memory)  # if it is refused, copies are only slower
     MAPPED[found.st_dev, found.st_ino] = memory
     return memory
 
@@ -57,9 +58,13 @@ def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
     receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
     # Whole on every rank, and SGLang cuts them itself: one rank writes them for all.
     room: dict[str, torch.Tensor] = {}
+    refused = ""
     if instruction.adapters and rank == 0:
         packed = Packed.of(instruction.manifest)
-        room = packed.views(_mapped(instruction.adapters, packed.nbytes))
+        try:
+            room = packed.views(_mapped(instruction.adapters, packed.nbytes))
+        except (OSError, RuntimeError) as failure:  # the sender is told, which would wait for this rank
+            refused = f"no memory for adapters: {message_of(failure)}"
 
     def take(bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():
@@ -67,7 +72,9 @@ def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
                 room[name].copy_(tensor, non_blocking=True)
         held.load(bucket, flat)
 
-    received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=take)
+    received, error = receiving.transfer(
+        instruction.manifest, instruction.version, instruction.address, refused=refused, load=take
+    )
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # let device errors surface here, not in a later batch
     return Answer(bytes=received, error=error)
