@@ -47,7 +47,7 @@ class Slept:
     resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
     alive: int  # bytes of all storages in the process while awake
     alive_asleep: int  # the same while asleep, including the host copies
-    gradients_asleep: int  # bytes of what `.grad` of any tensor holds then
+    gradients_asleep: int  # bytes of what `.grad` of any tensor holds then, beyond what was there before the backend
     sleeps: Sequence[SleepResult]
     resident_asleep: Sequence[int]  # bytes of each kind's storages, right after it was put to sleep
     again: SleepResult  # of sleeping once more
@@ -60,6 +60,7 @@ class Slept:
 
 def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[MemoryKind], directory: str) -> Slept:
     """Train steps 0 and 1, put every kind to sleep and wake it up in the given orders, then train steps 2 and 3."""
+    others = gradients()  # of what this process did before
     with running(setup) as worker:
         expected_bytes = worker.backend.sleeping_bytes()
         for number in (0, 1):
@@ -72,7 +73,11 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         for kind in down:
             sleeps.append(worker.sleep({kind}))
             asleep.append(resident(worker, kind))
-        state_bytes_asleep, alive_asleep, gradients_asleep = resident_bytes(views), alive(), gradients()
+        state_bytes_asleep, alive_asleep, gradients_asleep = (
+            resident_bytes(views),
+            alive(),
+            max(0, gradients() - others),
+        )
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
             "forward_backward": error_of(lambda: train(worker, setup, 2)),
