@@ -95,9 +95,9 @@ class RewardPool:
     take those until the batch is done: n samples that hang cost about one limit, not n. Each has its own, from its own
     beginning. What holds for a reward that is only slow: nothing is started where samples take less than a third of
     the limit. Else no more processes compute at once than in any batch, but on cores that are idle; so one that
-    computes is not slowed down, and of samples that hang computing as many share a limit as there are cores. One that
-    waits for others, such as a server, may be called five times as often at once. Half of what memory is free is left
-    free. Nothing is started where that takes longer than the limit."""
+    computes is slowed down only by what shares its core, and of samples that hang computing as many share a limit as
+    there are cores. One that waits for others, such as a server, may be called five times as often at once. Half of the
+    machine's free memory is left free, whatever a container may take of it. Nothing is started where that takes longer than the limit."""
 
     def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
         self._told = told
