@@ -19,8 +19,8 @@ def cores() -> int:
 
 def idle_cores() -> int:
     """How many of these would be free if all threads that want to run now were on them; 0 where that is not known. In
-    a container they are the whole machine's threads, so that it may be too few. Two threads of one core count as two, and
-    with a quota that Linux does not tell here (cgroups v1) all of the machine's do: then it is too many."""
+    a container they are the whole machine's threads, so that it may be too few. Two threads of one core count as two,
+    and with a quota that Linux does not tell here (cgroups v1) all of the machine's do: then it is too many."""
     try:
         running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
     except OSError:

@@ -97,7 +97,8 @@ class RewardPool:
     the limit. Else no more processes compute at once than in any batch, but on cores that are idle; so one that
     computes is slowed down only by what shares its core, and of samples that hang computing as many share a limit as
     there are cores. One that waits for others, such as a server, may be called five times as often at once. Half of the
-    machine's free memory is left free, whatever a container may take of it. Nothing is started where that takes longer than the limit."""
+    machine's free memory is left free, whatever a container may take of it. Nothing is started where that
+    takes longer than the limit."""
 
     def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
         self._told = told
