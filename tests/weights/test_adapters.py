@@ -65,7 +65,8 @@ def test_a_merge_by_matrix_units_rounds_the_sum_once_too(device: str) -> None:
     weight = weight.bfloat16()
     a, b = adapters.tensors[A], adapters.tensors[B]
     merged = weight.to(device, copy=True)
-    add_product(merged, b.to(device), a.to(device), scale=adapters.scale)
+    halves = Adapters({name: each.to(device) for name, each in adapters.tensors.items()}, adapters.scale).halves
+    add_product(merged, halves[B], halves[A], scale=adapters.scale)
     wanted = weight.double() + adapters.scale * b.double() @ a.double()
     # Half a step, and of what is added the bits that two numbers of bfloat16 do not hold.
     half = torch.exp2(torch.floor(torch.log2(wanted.abs())) - 8)
