@@ -285,7 +285,7 @@ class Sglang:
         self._peers: list[Peer] = []
         if split and rank > 0:
             return
-        on_one = () if tiny or world == 1 else (rank,)
+        on_one = () if tiny or world == 1 else (str(rank),)
         replica = Replica(
             fields={**fields, "max_position_embeddings": 4096, "pad_token_id": 0},
             index=rank,

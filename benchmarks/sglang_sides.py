@@ -48,7 +48,7 @@ class Replica:
     fields: Mapping[str, Any]  # of the model's config
     index: int  # among the engines
     gpus: int  # that it is split over
-    devices: tuple[int, ...]  # their numbers; empty takes the first that its process sees
+    devices: tuple[str, ...]  # their numbers; empty takes the first that its process sees
     tiny: bool  # on a CPU, with a stand-in
 
     @property
@@ -77,7 +77,7 @@ class Replica:
     @property
     def environment(self) -> dict[str, str]:
         """For a process that sees no other GPUs."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices))} if self.devices else {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
 
 
 # ---- CoreRL's engine -------------------------------------------------------------------------------------------------

@@ -22,13 +22,25 @@ PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
 @frozen
+class Gpu:
+    """A GPU, or a MIG part of one, as a process of its machine sees it."""
+
+    place: int  # its number; by a name, its place among those that the machine's CUDA_VISIBLE_DEVICES lists
+    name: str  # what CUDA_VISIBLE_DEVICES takes: its number, GPU-... or MIG-...
+
+    @classmethod
+    def named(cls, name: str, visible: Sequence[str]) -> Gpu:
+        return cls(int(name) if name.isdecimal() else visible.index(name), name)
+
+
+@frozen
 class Bundle:
     """A bundle that Ray has reserved."""
 
     group: PlacementGroup
     index: int  # in its group
     node: str = ""  # Ray's id of its machine
-    gpu: int | None = None  # by the machine's numbering
+    gpu: Gpu | None = None
 
 
 @frozen(eq=False)
@@ -45,9 +57,9 @@ class Slot:
         return self.bundles[0].node
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        """GPUs of all its bundles, by the machine's numbering."""
-        return tuple(bundle.gpu for bundle in self.bundles if bundle.gpu is not None)
+    def devices(self) -> tuple[str, ...]:
+        """GPUs of all its bundles, as CUDA_VISIBLE_DEVICES takes them."""
+        return tuple(bundle.gpu.name for bundle in self.bundles if bundle.gpu is not None)
 
     def options(self) -> dict[str, object]:
         """Keyword arguments for a Ray actor's `.options`."""
@@ -58,7 +70,7 @@ class Slot:
 
     def environment(self) -> dict[str, str]:
         """What Ray does not set, for a process that requests nothing of its bundles."""
-        return {} if self.gpus or not self.devices else {VISIBLE: ",".join(map(str, self.devices))}
+        return {} if self.gpus or not self.devices else {VISIBLE: ",".join(self.devices)}
 
 
 @frozen(kw_only=True)
@@ -152,7 +164,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         free = [bundle for bundle in self._bundles if bundle not in held]
         if missing := len(open_) - len(free):
             free += self._reserve(placement.bundle, missing) if missing > 0 else []
-        free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu, bundle.index))
+        free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu.place, bundle.index))
         at |= dict(zip(open_, free, strict=False))
         neighbors = Counter(bundle.node for bundle in self._bundles)
         return {
@@ -266,18 +278,18 @@ def reserved(placement: Placement, *, timeout: float, release: bool = True) -> I
             room.release()
 
 
-def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:
+def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[int]:
     """Bundles sorted by (node, GPU), so that adjacent ranks are adjacent in the machine; both maps are by bundle."""
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus.get(bundle, 0), bundle))
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle].place if gpus else 0, bundle))
 
 
-def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, int]:
-    """Bundle -> GPU index on its machine, as seen by a probe process on the bundle; `nodes` has each bundle's node.
+def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, Gpu]:
+    """Bundle -> its GPU, as seen by a probe process on the bundle; `nodes` has each bundle's node.
     Raises CorerlError if a probe fails, or does not answer in time."""
     probes = {
         index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes
     }
-    found: dict[int, int] = {}
+    found: dict[int, Gpu] = {}
     for index, probe in probes.items():
         try:
             found[index] = ray.get(probe, timeout=PROBED_WITHIN)
@@ -291,5 +303,7 @@ def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int
 
 
 @ray.remote
-def _gpu_of_bundle() -> int:
-    return int(ray.get_gpu_ids()[0])
+def _gpu_of_bundle() -> Gpu:
+    # What the machine's Ray was started with; of this process, Ray has set it. Read in Ray 2.59 and 2.60.
+    visible = ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"]
+    return Gpu.named(ray.get_runtime_context().get_accelerator_ids()["GPU"][0], visible or ())

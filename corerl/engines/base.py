@@ -182,7 +182,7 @@ class EngineContext:
     precision: str  # float32, bfloat16 or float16
     context_length: int = 0  # maximum tokens of a row, prompt and response; 0: unlimited
     bundles: int = 1  # placement bundles that the replica takes
-    devices: tuple[int, ...] = ()  # their GPUs, by the machine's numbering; the process itself sees the first
+    devices: tuple[str, ...] = ()  # their GPUs, as CUDA_VISIBLE_DEVICES takes them; the process itself sees the first
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
     lora: LoraConfig | None = None  # of adapters that arrive apart from the weights, and alone once these are there

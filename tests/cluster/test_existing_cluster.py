@@ -36,13 +36,15 @@ MEMBER = "tests.cluster.members:Member"
 RANK = "tests.cluster.ranks:Rank"
 STORE = 100 * 2**20  # bytes of each node's object store
 ENDS_WITHIN = paced(60.0)  # seconds
+NAMES = ["GPU-8f2c", "MIG-0c11"]  # of GPUs that Ray takes to be there; nobody looks
 FULL_DISK = {"RAY_local_fs_capacity_threshold": "0.0001"}  # what Ray then finds: it writes to none above this share
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     node = {"num_cpus": 2, "object_store_memory": STORE}
-    with cluster({**node, "resources": {"h200": 2}, "include_dashboard": False}, node, **FULL_DISK) as address:
+    head = {**node, "resources": {"h200": 2}, "num_gpus": len(NAMES), "include_dashboard": False}
+    with cluster(head, node, CUDA_VISIBLE_DEVICES=",".join(NAMES), **FULL_DISK) as address:
         yield address
 
 
@@ -112,6 +114,12 @@ def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
             group.wait(group.construct([(0,), (1,)]))
             assert group.call("node") == having * 2
             group.kill()
+
+
+def test_gpus_of_a_machine_that_names_them_are_known_by_their_names(address: str) -> None:
+    with ray_session(address=address, cpus=2.0):
+        with reserved(arrange({"ranks": 2}, gpus=1.0), timeout=paced(60.0)) as slots:
+            assert [slot.devices for slot in slots["ranks"]] == [(name,) for name in NAMES]
 
 
 def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_asked(address: str) -> None:

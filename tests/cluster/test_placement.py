@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, WorkerCrashedError
 
 from corerl.cluster import placement
-from corerl.cluster.placement import Bundle, Room, Slot, arrange, gpus_of_bundles, physical_order
+from corerl.cluster.placement import Bundle, Gpu, Room, Slot, arrange, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
 
 
@@ -90,8 +90,18 @@ def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None
 
 def test_ranks_follow_machines_and_devices_not_the_order_in_which_bundles_were_granted() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
-    assert physical_order(nodes, {0: 1, 1: 7, 2: 0, 3: 3}) == [3, 1, 2, 0]
+    numbers = {bundle: Gpu.named(number, ()) for bundle, number in enumerate(["2", "10", "0", "3"])}
+    assert physical_order(nodes, numbers) == [3, 1, 2, 0]
     assert physical_order(nodes, {}) == [1, 3, 0, 2]
+
+
+def test_gpus_that_have_names_instead_of_numbers_are_in_the_order_in_which_the_machine_lists_them() -> None:
+    visible = ["GPU-8f", "MIG-3a", "GPU-0c"]
+    names = {bundle: Gpu.named(name, visible) for bundle, name in enumerate(["GPU-0c", "GPU-8f", "MIG-3a"])}
+    assert physical_order(dict.fromkeys(names, "a"), names) == [1, 2, 0]
+    nowhere: Any = None
+    slot = Slot(tuple(Bundle(nowhere, index, "a", gpu) for index, gpu in names.items()), 0.0, 0.0)
+    assert slot.environment() == {"CUDA_VISIBLE_DEVICES": "GPU-0c,GPU-8f,MIG-3a"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,7 @@ class Rooms(Room):
     def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
         first, group = sum(self.reserved), f"reservation {len(self.reserved)}"
         numbers = [divmod(first + index, self.per_node) for index in range(count)]
-        new = [Bundle(group, index, f"node {node}", gpu) for index, (node, gpu) in enumerate(numbers)]  # type: ignore[arg-type]
+        new = [Bundle(group, index, f"node {node}", Gpu(gpu, str(gpu))) for index, (node, gpu) in enumerate(numbers)]  # type: ignore[arg-type]
         self.reserved.append(count)
         self._bundles += new
         return new
@@ -166,7 +176,7 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
 
 
 def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
-    return [slot.devices for slot in slots]
+    return [tuple(map(int, slot.devices)) for slot in slots]
 
 
 def test_processes_that_a_run_begins_with_request_their_share_and_ray_tells_them_their_devices(rooms: Rooms) -> None:

@@ -13,7 +13,7 @@ from attrs import evolve
 from corerl import hookimpl, loop
 from corerl.calls import Future, wait_all
 from corerl.cluster.group import Pending, Watching
-from corerl.cluster.placement import Bundle, Slot
+from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.cluster.process import Outcome
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
@@ -69,14 +69,15 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)
-    slot = Slot(tuple(Bundle(group=None, index=0, gpu=gpu) for gpu in (4, 5)), cpus=1.0, gpus=1.0)  # never sat on
+    bundles = tuple(Bundle(group=None, index=0, gpu=Gpu(gpu, str(gpu))) for gpu in (4, 5))
+    slot = Slot(bundles, cpus=1.0, gpus=1.0)  # never sat on
     for backend, precision in (("plain", "float32"), ("fsdp", "bfloat16")):
         train = {"precision": precision}
         plan = make_plan(config_in(tmp_path / "run", backend={"name": backend}, roles={"actor": {"train": train}}))
         assert plan.processes.engine is not None
         fleet = make_fleet(plan.processes.engine, [slot], Watching(), NO_LOOP, plan.rollout.settings, Spans())
         (engine,) = fleet.assignments
-        assert (engine.context.precision, engine.context.devices) == (precision, (4, 5))
+        assert (engine.context.precision, engine.context.devices) == (precision, ("4", "5"))
         assert engine.context.run_dir == str(tmp_path / "run")
 
 

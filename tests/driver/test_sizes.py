@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve, field
 
 from corerl.calls import Future
-from corerl.cluster.placement import Bundle, Placement, Slot
+from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
 from corerl.driver.sizes import Sizes
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
@@ -104,7 +104,11 @@ class Rooms:
 def slots_of(placement: Placement, moved: int = 0) -> dict[str, Sequence[Slot]]:
     nowhere: Any = None
     return {
-        name: [Slot((Bundle(nowhere, place, gpu=place + moved),), 0.0, 0.0) for place in places]
+        name: [
+            Slot((Bundle(nowhere, place, gpu=Gpu(at, str(at))),), 0.0, 0.0)
+            for place in places
+            for at in [place + moved]
+        ]
         for name, places in placement.places.items()
     }
 
@@ -267,8 +271,8 @@ def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     assert case.room.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
     resized = case.engines.resized_to
     assert resized is not None
-    assert [each.context.devices for each in resized[0]] == [(5,), (6,), (3,)]  # the third one's is a newcomer's
-    assert [slot.devices for slot in resized[1]] == [(5,), (6,), (3,)]
+    assert [each.context.devices for each in resized[0]] == [("5",), ("6",), ("3",)]  # the third one's is a newcomer's
+    assert [slot.devices for slot in resized[1]] == [("5",), ("6",), ("3",)]
 
 
 @pytest.mark.parametrize(

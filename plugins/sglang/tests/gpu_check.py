@@ -123,10 +123,10 @@ def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
 
 
-def devices() -> tuple[int, ...]:
+def devices() -> tuple[str, ...]:
     """What the driver calls the GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(map(int, visible.split(","))) if visible else tuple(range(torch.cuda.device_count()))
+    return tuple(visible.split(",") if visible else map(str, range(torch.cuda.device_count())))
 
 
 def request(rows: int, vocabulary: int, params: SamplingParams, length: int = 32) -> GenerateRequest:

@@ -85,7 +85,7 @@ class SglangEngine(Engine):
             add_published_fields(config)
             write_config(config, self._directory / "model")
             log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}
             self._server = Server(
                 context.name,
                 launcher=options.launcher,
