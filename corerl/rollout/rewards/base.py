@@ -104,6 +104,10 @@ class Reward:
     options: Mapping[str, Any] = field(factory=dict)
     weights: Mapping[str, float] = field(factory=dict)  # of the numbers by name; empty: 1 each
     failed_value: float = 0.0  # reward of a sample on which the function fails
+    # Whether the function is async, so that it can score many samples at once, and whether it takes tokens: looked up
+    # once, which takes longer than a cheap reward.
+    waits: bool = field(init=False, default=Factory(lambda self: _is_async(self.function), takes_self=True))
+    takes_tokens: bool = field(init=False, default=Factory(lambda self: takes_tokens(self.function), takes_self=True))
 
     def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
@@ -112,60 +116,72 @@ class Reward:
             raise RewardError(outcome.message)
         return outcome.reward
 
-    @property
-    def waits(self) -> bool:
-        """Whether the function is async, so that it can score many samples at once."""
-        return _is_async(self.function)
-
-    @property
-    def takes_tokens(self) -> bool:
-        return takes_tokens(self.function)
-
     def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
-        outcome: Outcome = self._caught(self._outcome, prompt, response, tokens)
+        heard: list[BaseException] = []
+        with interrupts(heard):
+            outcome: Outcome = self._caught(self._outcome, (prompt, response, tokens), heard)
         return outcome
 
     def _outcome(self, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
         return self._judged(self.value(prompt, response, tokens), prompt, response)
 
-    def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
-        """What the call returns, or why it does not. Raises RewardError if it needs the main thread, and this is none:
-        whichever samples it does that for, their rewards would be wrong."""
-        heard: list[BaseException] = []
+    def _caught(self, call: Callable[..., Any], sample: Sample, heard: Sequence[BaseException]) -> Any:
+        """What the call returns, or why it does not. Raises what is `heard` of `interrupts`, and RewardError if the
+        call needs the main thread, and this is none: whichever samples it does that for, their rewards would be
+        wrong."""
         try:
-            with interrupts(heard):
-                return call(prompt, response, tokens)
+            found = call(*sample)
         except BaseException as error:  # in the driver, SystemExit would end the run, silently and with any status
-            if heard:
-                raise
-            aside = threading.current_thread() is not threading.main_thread()
-            if aside and (needs := next((each for each in _causes(error) if "main thread" in text_of(each)), None)):
-                raise RewardError(
-                    f"reward {self.name!r} needs the main thread ({told(needs)}), but with reward.processes=0 and this "
-                    "rollout.source it is called in another one; set reward.processes to at least 1, or "
-                    "rollout.source='synchronous'"
-                ) from error
-            return self._raised(error, prompt, response)
+            if not heard:
+                self._require_any_thread(error)
+                return self._raised(error, *sample[:2])
+        if heard:  # even where the call hides it
+            raise heard[0]
+        return found
 
-    def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
-        """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each."""
-        return list(self.each_outcome(samples, limit))
+    def _require_any_thread(self, error: BaseException) -> None:
+        aside = threading.current_thread() is not threading.main_thread()
+        if aside and (needs := next((each for each in _causes(error) if "main thread" in text_of(each)), None)):
+            raise RewardError(
+                f"reward {self.name!r} needs the main thread ({told(needs)}), but with reward.processes=0 and this "
+                "rollout.source it is called in another one; set reward.processes to at least 1, or "
+                "rollout.source='synchronous'"
+            ) from error
 
-    def each_outcome(self, samples: Sequence[Sample], limit: float | None = None) -> Iterator[Outcome]:
-        """`outcomes`, one after the other as they come."""
-        if not self.waits:
-            yield from (self.outcome(*sample) for sample in samples)
-            return
+    def outcomes(
+        self,
+        samples: Sequence[Sample],
+        limit: float | None = None,
+        told: Callable[[int], None] = lambda count: None,
+    ) -> list[Outcome]:
+        """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each.
+        `told` hears after each how many there are."""
+        found: list[Outcome] = []
+
+        def add(outcome: Outcome) -> None:
+            found.append(outcome)
+            told(len(found))
+
         for first in range(0, len(samples), AT_ONCE):
-            for begun in [self.begin(*sample, limit) for sample in samples[first : first + AT_ONCE]]:
-                yield ended(begun)
+            some = samples[first : first + AT_ONCE]
+            if self.waits:
+                for begun in [self.begin(*sample, limit) for sample in some]:
+                    add(ended(begun))
+                continue
+            heard: list[BaseException] = []
+            with interrupts(heard):  # once for many: it takes longer than a cheap reward
+                for sample in some:
+                    add(self._caught(self._outcome, sample, heard))
+        return found
 
     def begin(self, prompt: Prompt, response: str, tokens: Tokens, limit: float | None) -> Begun:
         """Call an async reward, and begin to wait for it. What is not async in it runs in this thread, which may be the
         main one, and is part of the sample's time."""
         started = time.monotonic()
-        value = self._caught(self.called, prompt, response, tokens)
+        heard: list[BaseException] = []
+        with interrupts(heard):
+            value = self._caught(self.called, (prompt, response, tokens), heard)
         if isinstance(value, Failure):
             return value
         left = None if limit is None else limit - (time.monotonic() - started)
@@ -265,13 +281,12 @@ class WeightedSum(Reward):
     function: Callable[..., Any] = sum  # never called
     terms: Sequence[Term]
 
-    @property
-    def waits(self) -> bool:
-        return any(term.reward.waits for term in self.terms)
-
-    @property
-    def takes_tokens(self) -> bool:
-        return any(term.reward.takes_tokens for term in self.terms)
+    waits: bool = field(
+        init=False, default=Factory(lambda self: any(term.reward.waits for term in self.terms), takes_self=True)
+    )
+    takes_tokens: bool = field(
+        init=False, default=Factory(lambda self: any(term.reward.takes_tokens for term in self.terms), takes_self=True)
+    )
 
     def called(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         # Async ones last: if another one raises, none of them was begun in vain.

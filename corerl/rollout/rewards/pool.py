@@ -77,11 +77,9 @@ class InDriver:
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         if part or self.told is None:
             return self.reward.score(rollout, part=part)
-        samples, outcomes, told = samples_of(rollout, tokens=self.reward.takes_tokens), list[Outcome](), self.told
+        samples, told = samples_of(rollout, tokens=self.reward.takes_tokens), self.told
         told(0, len(samples))
-        for outcome in self.reward.each_outcome(samples):
-            outcomes.append(outcome)
-            told(len(outcomes), len(samples))
+        outcomes = self.reward.outcomes(samples, told=lambda count: told(count, len(samples)))
         return gathered(outcomes, self.reward.failed_value)
 
 

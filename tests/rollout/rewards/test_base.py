@@ -137,10 +137,16 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("hides", [False, True])
-def test_a_signal_that_interrupts_is_no_failure_of_the_sample(number: signal.Signals, hides: bool) -> None:
+@pytest.mark.parametrize("texts", [["x"], ["", "", "x", ""]])
+def test_a_signal_that_interrupts_is_no_failure_of_the_sample(
+    number: signal.Signals, hides: bool, texts: list[str]
+) -> None:
+    counts: list[int] = []
+
     def interrupted(prompt: Prompt, response: str) -> float:
         try:
-            signal.raise_signal(number)
+            if response:
+                signal.raise_signal(number)
         except BaseException:
             if not hides:
                 raise
@@ -149,7 +155,10 @@ def test_a_signal_that_interrupts_is_no_failure_of_the_sample(number: signal.Sig
     before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
     try:
         with pytest.raises(KeyboardInterrupt):
-            Reward(name="mine:f", function=interrupted).outcome(SORT, "x")
+            Reward(name="mine:f", function=interrupted).outcomes(
+                [(SORT, text, ()) for text in texts], told=counts.append
+            )
+        assert counts == list(range(1, texts.index("x") + 1))
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, before)
