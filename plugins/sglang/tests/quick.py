@@ -11,7 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from corerl_sglang.parent import end_with_parent
+from corerl_sglang.parent import end_with_parent, read_arguments
 
 
 def stop() -> None:
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
-    arguments = json.loads(file.read_text())
+    arguments = read_arguments(file)
     print("loading the model", flush=True)
     if arguments["mode"] == "fails":
         sys.exit("out of memory: the KV cache does not fit")

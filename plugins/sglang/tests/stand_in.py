@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from corerl_sglang.parent import end_with_parent
+from corerl_sglang.parent import end_with_parent, read_arguments
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
 ALLOWED = (
@@ -468,7 +468,7 @@ class Listening(ThreadingHTTPServer):
 def main() -> None:
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
-    arguments = json.loads(file.read_text())
+    arguments = read_arguments(file)
     if unknown := sorted(arguments.keys() - KNOWN - {"stand_in"}):
         sys.exit(f"SGLang's server has no argument {unknown[0]!r}")
     server = Server(arguments)

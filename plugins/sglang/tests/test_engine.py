@@ -112,13 +112,14 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     (tmp_path / "poison.py").write_text("raise RuntimeError('imported')")
     given: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
 
-    def server(*_: Any, arguments: dict[str, Any], **__: Any) -> None:
+    def configure(arguments: dict[str, Any]) -> None:
         directory = Path(arguments["model_path"])
         files = sorted(file.name for file in directory.iterdir())
         given.append((arguments, json.loads((directory / "config.json").read_text()), files))
         raise OSError("enough")
 
-    with mock.patch("corerl_sglang.engine.Server", side_effect=server), pytest.raises(OSError, match="enough"):
+    with mock.patch("corerl_sglang.engine.Server") as server, pytest.raises(OSError, match="enough"):
+        server.return_value.configure.side_effect = configure
         SglangEngine(ModelConfig(path=str(tmp_path)), SglangConfig(launcher=STAND_IN), context())
     ((arguments, config, files),) = given
     assert arguments["trust_remote_code"] is False and arguments["skip_tokenizer_init"] is True

@@ -54,9 +54,10 @@ def start(
 ) -> Server:
     log, own = directory / "logs" / "engine-0.log", directory / "own"
     own.mkdir(exist_ok=True)
-    given = {"launcher": launcher, "arguments": given, "environment": environment or {}}
-    server = Server("engine-0", **given, directory=own, log=log, health_timeout=health_timeout)
+    how: dict[str, Any] = {"launcher": launcher, "environment": environment or {}, "health_timeout": health_timeout}
+    server = Server("engine-0", **how, directory=own, log=log)
     servers.append(server)
+    server.configure(given)
     return server
 
 
@@ -140,9 +141,10 @@ def test_all_who_wait_for_one_that_dies_hear_of_it_with_its_last_words_though_it
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    given = {"launcher": QUICK, "arguments": {"mode": "well"}, "environment": {}, "health_timeout": 60.0}
+    given = {"launcher": QUICK, "environment": {}, "health_timeout": 60.0}
     server = Server("engine-0", **given, directory=own, log=own / "log")  # as without a run's directory
     servers.append(server)
+    server.configure({"mode": "well"})
     server.wait_ready(60.0)
     read, callers = server._last_lines, set()
 
@@ -177,9 +179,10 @@ def test_one_that_is_stopped_under_a_request_is_told_as_gone_though_its_log_is_t
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    given = {"launcher": QUICK, "arguments": {"mode": "well"}, "environment": {}, "health_timeout": 60.0}
+    given = {"launcher": QUICK, "environment": {}, "health_timeout": 60.0}
     server = Server("engine-0", **given, directory=own, log=own / "log")
     servers.append(server)
+    server.configure({"mode": "well"})
     server.wait_ready(60.0)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(server.post, "/slow?seconds=30")

@@ -58,6 +58,38 @@ class SglangEngine(Engine):
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
+        self._whole = False  # the server holds all weights, so that adapters may arrive alone
+        # Not writable by others: ranks unpickle instructions from it.
+        self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
+        with contextlib.ExitStack() as undo:  # unless all goes well
+            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}
+            # First: what it imports takes longer than all that is done here meanwhile.
+            self._server = Server(
+                context.name,
+                launcher=options.launcher,
+                environment={**plain_allocator(os.environ), **visible},
+                directory=self._directory,
+                log=log,
+                health_timeout=options.health_timeout,
+            )
+            undo.callback(self._server.stop)
+            modules = self._describe(model)
+            self._server.configure(server_arguments(options, context, model=self._directory / "model", adapted=modules))
+            self._adapters: Adapters | None = None
+            if context.lora is not None:
+                self._adapters = Adapters(self._server, context.lora, modules, ranks=len(context.receivers))
+            self._server.wait_ready(options.start_timeout)
+            # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
+            with contextlib.suppress(EngineFailed):
+                self._server.post("/freeze_gc")
+            self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
+            undo.pop_all()
+
+    def _describe(self, model: ModelConfig) -> list[str]:
+        """Write the model's config for the server; returns the modules that have adapters."""
+        context = self._context
         config = hf_config(model)
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
         if context.lora is not None:
@@ -74,37 +106,12 @@ class SglangEngine(Engine):
         modules = modules_of(name for name in shapes if is_adapter(name))
         if context.lora is not None:
             require_able(modules)
-        self._whole = False  # the server holds all weights, so that adapters may arrive alone
         self._reader = Reader(engine=context.name, experts=Experts.of(built))
-        # Not writable by others: ranks unpickle instructions from it.
-        self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
-        with contextlib.ExitStack() as undo:  # unless all goes well
-            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
-            # Otherwise the model's own end of sequence would end samples that [rollout] does not.
-            config.eos_token_id = config.get_text_config().eos_token_id = None
-            add_published_fields(config)
-            write_config(config, self._directory / "model")
-            log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}
-            self._server = Server(
-                context.name,
-                launcher=options.launcher,
-                arguments=server_arguments(options, context, model=self._directory / "model", adapted=modules),
-                environment={**plain_allocator(os.environ), **visible},
-                directory=self._directory,
-                log=log,
-                health_timeout=options.health_timeout,
-            )
-            undo.callback(self._server.stop)
-            self._adapters: Adapters | None = None
-            if context.lora is not None:
-                self._adapters = Adapters(self._server, context.lora, modules, ranks=len(context.receivers))
-            self._server.wait_ready(options.start_timeout)
-            # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
-            with contextlib.suppress(EngineFailed):
-                self._server.post("/freeze_gc")
-            self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
-            undo.pop_all()
+        # Otherwise the model's own end of sequence would end samples that [rollout] does not.
+        config.eos_token_id = config.get_text_config().eos_token_id = None
+        add_published_fields(config)
+        write_config(config, self._directory / "model")
+        return modules
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 

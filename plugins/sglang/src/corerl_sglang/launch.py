@@ -5,7 +5,9 @@ The only module that imports SGLang. The file holds fields of SGLang's ServerArg
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -14,17 +16,19 @@ from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl_sglang.arguments import Key
 from corerl_sglang.fp8 import for_device
-from corerl_sglang.parent import end_with_parent
+from corerl_sglang.parent import end_with_parent, read_arguments
 
 
 def main() -> None:
     """Run the server until it ends. Exits with one line if this SGLang does not know an argument."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
+    with contextlib.suppress(ModuleNotFoundError):  # run_server imports it late, from where this SGLang has it
+        importlib.import_module("sglang.srt.entrypoints.http_server")
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    arguments = json.loads(file.read_text())
+    arguments = read_arguments(file)
     known = [field.name for field in dataclasses.fields(ServerArgs)]
     for name in arguments:
         if name not in known:

@@ -42,15 +42,14 @@ class Server:
         name: str,
         *,
         launcher: str,
-        arguments: Mapping[str, Any],
         environment: Mapping[str, str],
         directory: Path,
         log: Path,
         health_timeout: float,
     ) -> None:
-        """Start the server and return at once; call `wait_ready` next. `directory`, which others must not be able to
-        read, gets the arguments file with the server's key, and is removed at the end. `health_timeout`: seconds of
-        silence after which a server that owes an answer is ended."""
+        """Start the server's process and return at once: it imports what it needs, and waits for `configure`.
+        `directory`, which others must not be able to read, gets the arguments file with the server's key, and is
+        removed at the end. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
         self._name, self._log, self._directory = name, log, directory
         self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # (one line, details)
@@ -62,15 +61,13 @@ class Server:
         self._held.bind((HOST, 0))
         self.port: int = self._held.getsockname()[1]
         self._key = secrets.token_hex(16)  # other users of the machine reach the port too
-        file = directory / "arguments.json"
+        self._arguments = directory / "arguments.json"
         try:
-            own = {"host": HOST, "port": self.port, "api_key": self._key}
-            file.write_text(json.dumps({**arguments, **own}, indent=1))
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as sink:
                 self._log_start = sink.tell()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", launcher, str(file)],
+                    [sys.executable, "-m", launcher, str(self._arguments)],
                     stdin=subprocess.PIPE,  # the server ends when this closes
                     stdout=sink,
                     stderr=subprocess.STDOUT,
@@ -84,6 +81,13 @@ class Server:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def configure(self, arguments: Mapping[str, Any]) -> None:
+        """Let the server start with `arguments`; call `wait_ready` next."""
+        own = {"host": HOST, "port": self.port, "api_key": self._key}
+        partial = self._arguments.with_suffix(".partial")
+        partial.write_text(json.dumps({**arguments, **own}, indent=1))
+        os.replace(partial, self._arguments)
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until the server is healthy. If it ends or takes longer, ends it and raises EngineFailed."""
