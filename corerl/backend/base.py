@@ -23,6 +23,7 @@ from attrs import evolve
 
 from corerl.backend.frozen_weights import digest, require_same, require_same_scale
 from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
+from corerl.checkpoint.copies import StateCopies
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
@@ -129,6 +130,7 @@ class Backend(BackendBase, ABC):
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
         """Add the gradients of the micro-batches, of which there is at least one, to those that are there already.
+        Masters and moments stay as they are: copies of them may still be under way (checkpoint.memory).
         Return `outputs` of the same passes, from output ranks. `last` is a hint: no other call comes before
         `optimizer_step`, which may also come without it. Between two calls there may be a `forward`, an
         `update_weights`, and a sleep of all kinds but gradients."""
@@ -215,6 +217,7 @@ class Backend(BackendBase, ABC):
         self._communicators = Communicators(self.device)
         self._told: set[str] = set()  # notes that earlier sleeps returned
         self._snapshots = Snapshots(self._sleeper.host)
+        self._copies = StateCopies(self.device)
         self._writer = BackgroundWriter()  # from here on `shutdown` has all that it closes
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
@@ -276,8 +279,7 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self._writer.wait()  # one save in flight; an earlier save's failure surfaces here
-        state = {BUFFER: self.buffers(), **{key.value: self.local_state(key) for key in SAVED}}
-        staged = stage(state, self._extra(step))
+        staged = stage({BUFFER: self.buffers(), **self._trained_state()}, self._extra(step))
         if background:
             self._writer.submit(lambda: write(staged, Path(path), self.layout.rank))
         else:
@@ -311,10 +313,10 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        try:
-            self._writer.close()
-        finally:
-            self._sleeper.close()
+        with contextlib.ExitStack() as closing:  # each, whatever the others raise
+            closing.callback(self._sleeper.close)
+            closing.callback(self._copies.close)
+            closing.callback(self._writer.close)
 
     # ---- what the worker calls besides the hooks --------------------------------------------------------------------
 
@@ -363,10 +365,26 @@ class Backend(BackendBase, ABC):
             self._writer.wait()
         return self._writer.idle()
 
+    def copy(self, path: str, step: Step) -> SaveResult:
+        """Begin to copy what `save` writes into files in memory, and return once it is copied but for what is on a GPU.
+        That is read beside the next passes, until `settle`. Raises SaveFailed, also if the copy before failed."""
+        # A pass changes no master and no moment, but buffers it may.
+        buffers = [evolve(chunk, view=chunk.view.clone()) for chunk in self.buffers() if not chunk.replica]
+        state = {BUFFER: buffers, **self._trained_state()}
+        copied = self._copies.begin(Path(path), self.layout.rank, state, self._extra(step))
+        return SaveResult(path=path, bytes=copied, complete=False)
+
+    def copied(self, wait: bool) -> bool:
+        """Whether the last copy is complete; `wait` blocks until it is. Raises SaveFailed if it failed."""
+        return self._copies.complete(wait=wait)
+
+    def settle(self) -> None:
+        self._copies.settle()
+
     def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
         """Give this rank's state, snapshots included, to the ranks of another group; returns the bytes sent. `step` is
         the one that comes next. Raises ResizeFailed, also once `called_off` returns a reason."""
-        state = {key.value: self.local_state(key) for key in SAVED}
+        state = self._trained_state()
         state[StateKey.MASTER.value] = [*state[StateKey.MASTER.value], *self.buffers()]
         for name in self._snapshots.names:
             state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.changing)
@@ -525,6 +543,9 @@ class Backend(BackendBase, ABC):
         if self.config.resume:
             return SavedState(self.config.resume, rank=self.layout.rank, ranks=self.layout.world_size)
         return None
+
+    def _trained_state(self) -> dict[str, Sequence[Chunk]]:
+        return {key.value: self.local_state(key) for key in SAVED}
 
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""

@@ -17,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import asdict, field, frozen
 
@@ -25,9 +25,6 @@ from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.messages import short_repr
 from corerl.plain_json import read_json_file
 from corerl.weights.chunks import Box
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORMAT = "corerl-checkpoint-2"
 DRIVER_FILE = "checkpoint.json"
@@ -162,14 +159,6 @@ def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> No
 def _is_finite(value: object) -> bool:
     """Whether a JSON value is a number that a float can be; JSON also has NaN, and integers of any size."""
     return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
-
-
-def checksum(tensor: Tensor) -> int:
-    """The CRC-32 of a CPU tensor's bytes."""
-    import torch  # whoever has a tensor has imported it
-
-    data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data)
 
 
 def checksum_of_json(content: Mapping[str, Any]) -> int:

@@ -13,15 +13,15 @@ from safetensors import safe_open
 from corerl.checkpoint.format import (
     WEIGHTS,
     SavedBox,
-    checksum,
     index_file,
     read_index,
     tensor_file,
     unusable,
 )
+from corerl.checkpoint.sums import look
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.regular import require_regular
-from corerl.weights.chunks import Chunk, fill, finite, intersect, within
+from corerl.weights.chunks import Chunk, fill, intersect, within
 
 
 class CheckpointSource:
@@ -158,9 +158,10 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
             f"{what} has shape {list(tensor.shape)}, but its index says {list(saved.sizes)}; the checkpoint is "
             "damaged, so resume from another one"
         )
-    if checksum(tensor) != expected:
+    checksum, finite = look(tensor)
+    if checksum != expected:
         raise CheckpointDamaged(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
-    if not finite(tensor):
+    if not finite:
         raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
 
 
@@ -187,8 +188,10 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
         with safe_open(path, framework="pt") as handle:
 
             def sound(stored: str) -> torch.Tensor:
-                tensor: torch.Tensor = handle.get_tensor(stored)
-                if checksum(tensor) != index.sums.get(stored):
+                # Not the file's own memory: a copy's file is written over later.
+                tensor: torch.Tensor = handle.get_tensor(stored).clone()
+                checksum, _ = look(tensor)
+                if checksum != index.sums.get(stored):
                     raise CheckpointDamaged(
                         f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another "
                         "checkpoint"

@@ -13,16 +13,16 @@ from attrs import evolve, frozen
 from corerl.checkpoint.format import (
     RankIndex,
     SavedBox,
-    checksum,
     publish,
     stored_name,
     temporary_name,
     tensor_file,
     write_index,
 )
+from corerl.checkpoint.sums import look_at_all, threads_here
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
-from corerl.weights.chunks import Chunk, finite
+from corerl.weights.chunks import Chunk
 from corerl.weights.files import room_for, write_tensors
 
 Job: TypeAlias = Callable[[], object]
@@ -47,17 +47,7 @@ class Staged:
 def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
     """Copy this rank's chunks (key -> chunks, skipping replicas) as float32, and `extra`: mappings, sequences, tensors
     and plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
-    views: dict[str, torch.Tensor] = {}
-    boxes: list[SavedBox] = []
-    for key, chunks in state.items():
-        for chunk in chunks:
-            if chunk.replica:
-                continue
-            stored = stored_name(key, chunk.name, chunk.offsets)
-            boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
-            if stored in views:
-                raise SaveFailed(f"two chunks of this rank contain {stored!r}; mark one of them as a replica")
-            views[stored] = chunk.view.detach()
+    views, boxes = boxes_of(state)
     on_device = {name: view for name, view in views.items() if view.device.type == "cuda"}
     pinned = dict(zip(on_device, rooms([_bytes(view) for view in on_device.values()]), strict=True))
     tensors = {
@@ -71,16 +61,34 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
     return Staged(tensors, RankIndex(boxes=boxes, extra=plain(extra, tensors, "extra")))
 
 
-def summed(staged: Staged) -> RankIndex:
-    """The index with the checksum of every tensor. Raises SaveFailed if a box has values that are not finite, from
-    which nothing could be resumed."""
-    for box in staged.index.boxes:
-        if not finite(staged.tensors[box.stored]):
+def boxes_of(state: Mapping[str, Sequence[Chunk]]) -> tuple[dict[str, torch.Tensor], list[SavedBox]]:
+    """What a rank saves: the chunks' views by their names in its file, and the index of these; replicas are skipped."""
+    views: dict[str, torch.Tensor] = {}
+    boxes: list[SavedBox] = []
+    for key, chunks in state.items():
+        for chunk in chunks:
+            if chunk.replica:
+                continue
+            stored = stored_name(key, chunk.name, chunk.offsets)
+            boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
+            if stored in views:
+                raise SaveFailed(f"two chunks of this rank contain {stored!r}; mark one of them as a replica")
+            views[stored] = chunk.view.detach()
+    return views, boxes
+
+
+def with_sums(index: RankIndex, tensors: Mapping[str, torch.Tensor], threads: int) -> RankIndex:
+    """The index with the checksum of every tensor, computed by so many threads. Raises SaveFailed if a box has values
+    that are not finite, from which nothing could be resumed."""
+    found = look_at_all(tensors, threads)
+    for box in index.boxes:
+        _, sound = found[box.stored]
+        if not sound:
             raise SaveFailed(
                 f"{box.key!r} of {box.name!r} has NaN or infinite values, so nothing is saved; {UNTOUCHED}: "
                 "resume from one, if there is one, with the extension nan-guard to find the cause"
             )
-    return evolve(staged.index, sums={name: checksum(tensor) for name, tensor in staged.tensors.items()})
+    return evolve(index, sums={name: checksum for name, (checksum, _) in found.items()})
 
 
 def write(staged: Staged, directory: Path, rank: int) -> int:
@@ -89,7 +97,7 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
     The index is written last: if it exists, so do the tensors.
     """
     path = directory / tensor_file(rank)
-    index = summed(staged)
+    index = with_sums(staged.index, staged.tensors, threads_here())
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(path)

@@ -1,4 +1,4 @@
-"""Decide when a run saves, and commit the saves of all roles atomically as one checkpoint."""
+"""Decide when a run saves or copies, and commit the parts of all roles atomically as one checkpoint."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from attrs import define, evolve
+from attrs import define
 
-from corerl.calls import wait_all
-from corerl.checkpoint.commit import begin, commit, retain
+from corerl.calls import Future, wait_all
+from corerl.checkpoint.commit import begin, begin_over, commit, put_aside, remove_all_but, retain
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
+from corerl.trainer.group import TrainGroup
+from corerl.types import Step
 
 MEMORY = Path("/dev/shm")
 
@@ -26,13 +28,14 @@ MEMORY = Path("/dev/shm")
 class Checkpoints:
     """The saves of one run to one place, at most one in flight."""
 
+    told: ClassVar[bool] = True  # of them observers
+
     run_dir: Path
     config: CheckpointConfig
     roles: Mapping[str, Role]
     progress: Progress
     newest: Path | None = None  # newest complete checkpoint
     last_step: int = -1  # rollout step of the last save started
-    told: bool = True  # observers are told
     _pending: tuple[Path, Mapping[str, Any]] | None = None
 
     def due(self, rollout_step: int) -> bool:
@@ -50,11 +53,11 @@ class Checkpoints:
         """Start a save of all roles, the driver's `state`, and what `files` writes into the directory. `enter` is
         called before each role. Unless `background`, the save is complete on return."""
         self.complete(wait=True)
-        partial = begin(self.run_dir, rollout_step)
+        partial = self._begin(rollout_step)
         files(partial)
         for name, role in self.roles.items():
             enter(name)
-            role.group.save(str(partial / name), role.step(rollout_step), background=background).result()
+            self._write(role.group, str(partial / name), role.step(rollout_step), background=background).result()
         self._pending = (partial, state)
         self.last_step = rollout_step
         self.complete(wait=not background)
@@ -64,7 +67,7 @@ class Checkpoints:
         if self._pending is None:
             return
         # Ask every role even if one is not done: a failure must surface now.
-        written = wait_all({name: role.group.saved(wait=wait) for name, role in self.roles.items()})
+        written = wait_all({name: self._written(role.group, wait=wait) for name, role in self.roles.items()})
         if all(written.values()):
             self._commit(*self._pending)
 
@@ -88,24 +91,69 @@ class Checkpoints:
         """Forget the save in flight: the run goes on from an earlier step, at which it has saved."""
         self._pending, self.last_step = None, rollout_step
 
+    @property
+    def _ranks(self) -> dict[str, int]:
+        """By role."""
+        return {name: len(role.group.layouts) for name, role in self.roles.items()}
+
+    def _begin(self, rollout_step: int) -> Path:
+        return begin(self.run_dir, rollout_step)
+
+    def _write(self, group: TrainGroup, path: str, step: Step, *, background: bool) -> Future[int]:
+        return group.save(path, step, background=background)
+
+    def _written(self, group: TrainGroup, *, wait: bool) -> Future[bool]:
+        return group.saved(wait=wait)
+
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
-        ranks = {name: len(role.group.layouts) for name, role in self.roles.items()}
-        self.newest = commit(partial, state, ranks=ranks)
+        before, self.newest = self.newest, commit(partial, state, ranks=self._ranks)
         self._pending = None
+        self._committed(before, state)
+
+    def _committed(self, before: Path | None, state: Mapping[str, Any]) -> None:
+        """Called when `newest` has taken the place of the one `before`."""
+        assert self.newest is not None
         for line in retain(self.run_dir, self.config.keep, committed=self.newest):
             self.progress.notice(f"old checkpoints: {line}")
-        if self.told:
-            self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+        self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
 
 
-def copies_of(saves: Checkpoints) -> Iterator[Checkpoints]:
-    """Saves of every step into this machine's memory, until the generator is closed. What a killed run of the same
-    directory has left there goes first."""
+@define
+class Copies(Checkpoints):
+    """Copies of every step in this machine's memory, told to nobody. The files of the one before the newest are written
+    over by the next one: memory that is mapped and pinned takes longer to get than to fill."""
+
+    told: ClassVar[bool] = False
+    _spare: Path | None = None  # what the next one is written over
+
+    def due(self, rollout_step: int) -> bool:
+        return True
+
+    def _begin(self, rollout_step: int) -> Path:
+        spare, self._spare = self._spare, None
+        # What ranks that have died since were writing is not written over: they could still do so.
+        remove_all_but(self.run_dir, [self.newest, spare])
+        return super()._begin(rollout_step) if spare is None else begin_over(spare, rollout_step, self._ranks)
+
+    def _write(self, group: TrainGroup, path: str, step: Step, *, background: bool) -> Future[int]:
+        return group.copy(path, step)
+
+    def _written(self, group: TrainGroup, *, wait: bool) -> Future[bool]:
+        return group.copied(wait=wait)
+
+    def _committed(self, before: Path | None, state: Mapping[str, Any]) -> None:
+        if before is not None and before != self.newest:
+            self._spare = put_aside(before)
+
+
+def copies_of(saves: Checkpoints) -> Iterator[Copies]:
+    """Copies of what is saved, until the generator is closed. What a killed run of the same directory has left there
+    goes first."""
     known = hashlib.sha256(os.fsencode(saves.run_dir.absolute())).hexdigest()[:16]
     directory = MEMORY / f"corerl-{os.getuid()}-{known}"
     shutil.rmtree(directory, ignore_errors=True)
     try:
         directory.mkdir(mode=0o700)
-        yield evolve(saves, run_dir=directory, config=evolve(saves.config, every=1, keep=1), newest=None, told=False)
+        yield Copies(directory, saves.config, saves.roles, saves.progress, last_step=saves.last_step)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

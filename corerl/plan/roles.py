@@ -192,8 +192,9 @@ def needed(
         needs[Capability.SNAPSHOTS] = asked_by
     if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
-    if config.checkpoint.background and config.run.trains and not cluster.frozen:
-        needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
+    if (config.checkpoint.background or config.checkpoint.memory) and config.run.trains and not cluster.frozen:
+        name = "background" if config.checkpoint.background else "memory"
+        needs[Capability.SAVE_BACKGROUND] = f"checkpoint.{name} = true"
     if role == ACTOR and (transport := config.weights.transport) in TRANSPORTS:
         needs[Capability(TRANSPORTS[transport].capability)] = f"weights.transport = '{transport}'"
     return needs

@@ -69,13 +69,20 @@ ADVICE = {
 
 
 # Verbs that need a capability.
-VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Capability.SNAPSHOTS}
+VERBS = {
+    "sleep": Capability.SLEEP,
+    "wake_up": Capability.SLEEP,
+    "snapshot": Capability.SNAPSHOTS,
+    "copy": Capability.SAVE_BACKGROUND,
+}
 
 
 # Verbs of roles that are trained.
-TRAINED = ("forward_backward", "optimizer_step", "save", "hand_over", "update_weights")
+TRAINED = ("forward_backward", "optimizer_step", "save", "copy", "hand_over", "update_weights")
 # Verbs after whose failure nothing can go on.
 MODIFYING = ("init", "forward_backward", "optimizer_step")
+# Verbs that change masters and moments, or move them: a copy that is under way must have read them.
+UNSETTLING = ("optimizer_step", "sleep")
 
 
 def refused_if_frozen(verb: str, where: str) -> str:
@@ -97,6 +104,9 @@ class BackendBase:
             raise Unsupported(
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
             )
+
+    def settle(self) -> None:
+        """Wait until masters and moments may change: until then a copy may be reading them."""
 
     def explained(self, hook: str, error: BaseException) -> str:
         """A one-line explanation of an error that a hook raised; "" if there is nothing to add. Called only on the rank
@@ -216,8 +226,11 @@ class PluginHost:
             return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        result: ForwardResult = self._call("forward", batch=batch, outputs=outputs, weights=weights)
-        return result
+        with self.entering("forward", needs=NEEDS["forward"]):
+            if weights:  # a snapshot takes the place of the weights, which may be their own masters
+                self.backend.settle()
+            result: ForwardResult = self._checked("forward", batch=batch, outputs=outputs, weights=weights)
+            return result
 
     def update_weights(self, sender: Any, version: int, adapters: bool = False) -> UpdateResult:
         """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted
@@ -307,6 +320,8 @@ class PluginHost:
         if refusal := self._out_of_order(verb):
             raise WrongState(f"{verb} on {self._where} was refused: {refusal}")
         try:
+            if verb in UNSETTLING:
+                self.backend.settle()
             yield
         except BaseException as error:
             if verb in MODIFYING:
@@ -326,7 +341,7 @@ class PluginHost:
             return "gradients wait for optimizer_step; call it first, or forward_backward for these samples too"
         if verb == "optimizer_step" and not self._begun:
             return "there are no gradients since the last step; call forward_backward first"
-        if verb in ("save", "hand_over") and self._begun:
+        if verb in ("save", "copy", "hand_over") and self._begun:
             return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
         return ""
 

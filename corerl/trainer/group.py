@@ -517,6 +517,18 @@ class TrainGroup:
         failed."""
         return self._calls.add(self._start("saved", wait), all)
 
+    def copy(self, path: str, step: Step) -> Future[int]:
+        """Begin to write what `save` writes into the directory `path` in memory, such as /dev/shm; returns bytes once
+        the next `train` may be called. `copied` tells when it is complete. Files of an earlier copy that are there are
+        written over, without being allocated anew: let two directories take turns, and one is always complete."""
+        self._require_trained("copy")
+        self._require_step("copy", step)
+        return self._calls.add(self._start("copy", path, step), lambda results: sum(each.bytes for each in results))
+
+    def copied(self, *, wait: bool = False) -> Future[bool]:
+        """Whether the last copy is complete on all ranks; with `wait`, once it is. Raises SaveFailed if one failed."""
+        return self._calls.add(self._start("copied", wait), all)
+
     def _require_trained(self, verb: str) -> None:
         """Raise before any rank is called: an error there would end the group."""
         if self.plan.objective is None:

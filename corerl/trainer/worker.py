@@ -243,6 +243,13 @@ class Worker:
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)
 
+    def copy(self, path: str, step: Step) -> SaveResult:
+        with self.host.entering("copy", needs=STATE, at=step):
+            return self.backend.copy(path, step)
+
+    def copied(self, wait: bool) -> bool:
+        return self.backend.copied(wait)
+
     def hand_over(self, handover: Handover, step: Step) -> int:
         """Give this rank's state to the ranks that are to go on with it; returns the bytes sent."""
         with self.host.entering("hand_over", needs=STATE, at=step):

@@ -25,12 +25,15 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: 
 
 def room_for(nbytes: int, path: Path, error: Exception) -> str:
     """If `error`, of writing `nbytes` to `path`, says that the disk is full: what is needed and what is free."""
+    room = free_in(nbytes, path, error)
+    return f"{room}: free disk space, or set another run.dir, then resume" if room else ""
+
+
+def free_in(nbytes: int, path: Path, error: Exception) -> str:
+    """The same, without advice."""
     number = error.errno if isinstance(error, OSError) else None
     if number not in FULL and not any(f"(os error {each})" in str(error) for each in FULL):  # safetensors' own
         return ""
     there = next(each for each in path.absolute().parents if each.exists())
     free = shutil.disk_usage(there).free
-    return (
-        f"; {nbytes / GIB:.3g} GiB are needed and {free / GIB:.3g} GiB free in {there}: free disk space, or set "
-        "another run.dir, then resume"
-    )
+    return f"; {nbytes / GIB:.3g} GiB are needed and {free / GIB:.3g} GiB free in {there}"

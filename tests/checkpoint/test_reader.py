@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from corerl.checkpoint import reader, writer
-from corerl.checkpoint.format import checksum, read_index
+from corerl.checkpoint.format import read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
+from corerl.checkpoint.sums import Look, look
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, ModelError
 from corerl.weights.chunks import Chunk, fill, intersect
@@ -161,7 +162,7 @@ def test_where_each_rank_reads_what_it_wrote_it_sums_nothing_else(
 ) -> None:
     save(tmp_path, 2)
     summed: list[int] = []
-    monkeypatch.setattr(reader, "checksum", lambda tensor: summed.append(tensor.numel()) or checksum(tensor))
+    monkeypatch.setattr(reader, "look", lambda tensor: summed.append(tensor.numel()) or look(tensor))
     wanted = 0
     for rank in range(2):
         resume(tmp_path, rank, 2)
@@ -195,7 +196,11 @@ def test_values_that_are_not_finite_are_refused_with_the_tensors_name(
 ) -> None:
     tensors = whole()
     tensors["master"]["q"][2, 1, 4] = value
-    monkeypatch.setattr(writer, "finite", lambda tensor: True)  # `write` refuses them too
+
+    def blind(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Look]:
+        return {name: (look(tensor)[0], True) for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(writer, "look_at_all", blind)  # `write` refuses them too
     write(stage(cut(0, 1, tensors), {}), tmp_path, 0)
     told = f"{tmp_path}/rank-00000.safetensors: 'master' of 'q' has NaN or infinite values; resume from a checkpoint of"
     with pytest.raises(CheckpointError, match=f"^{told} an earlier step$"):

@@ -12,7 +12,7 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
 from corerl.driver import checkpoints as module
-from corerl.driver.checkpoints import Checkpoints, copies_of
+from corerl.driver.checkpoints import Checkpoints, Copies, copies_of
 from corerl.driver.progress import Progress
 from corerl.errors import SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
@@ -60,6 +60,12 @@ class Group:
             return self._path is None
 
         return Future(self, lambda timeout: True, written)
+
+    def copy(self, path: str, step: Step) -> Future[int]:
+        return self.save(path, step, background=True)
+
+    def copied(self, *, wait: bool = False) -> Future[bool]:
+        return self.saved(wait=wait)
 
     def write(self) -> None:
         assert self._path is not None
@@ -198,19 +204,95 @@ def test_copies_are_of_the_newest_step_alone_told_to_nobody_and_gone_with_the_ru
     (tmp_path / "memory").mkdir()
     heard = Heard()
     saves = make(tmp_path / "run", heard, actor=Group())
-    with contextlib.contextmanager(copies_of)(saves) as copies:
+    with copies_in(saves) as copies:
         (directory,) = (tmp_path / "memory").iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
         for step in (1, 2, 3):
             assert copies.due(step)
             copies.start(*at(step), background=False)
         assert copies.newest == path(directory, 3) and read_state(path(directory, 3)) == {"rollout_step": 3}
-        assert [each.name for each in (directory / "checkpoints").iterdir()] == ["step-00000003"]
+        # What the next one is written over is no checkpoint.
+        assert names(directory) == ["step-00000002.partial", "step-00000003"]
+        assert latest(directory, damaged={path(directory, 3): "a rank said so"}) is None
     assert heard.saved == [] and list((tmp_path / "memory").iterdir()) == [] and saves.newest is None
     # What a killed run has left goes when its directory is used again.
     (directory / "checkpoints/step-00000003").mkdir(parents=True)
-    with contextlib.contextmanager(copies_of)(saves):
+    with copies_in(saves):
         assert list(directory.iterdir()) == []
+
+
+def copies_in(saves: Checkpoints) -> contextlib.AbstractContextManager[Copies]:
+    return contextlib.contextmanager(copies_of)(saves)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(each.name for each in (directory / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def test_two_sets_of_files_take_turns(tmp_path: Path, memory: Path) -> None:
+    group = Group()
+    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
+        (directory,) = memory.iterdir()
+        files: list[list[int]] = []
+
+        def note(partial: Path) -> None:
+            # The driver's own file, of another name each time, as a source of batches keeps it.
+            (partial / f"{partial.stem}.npz").touch()
+            files.append(sorted(each.stat().st_ino for each in (partial / "actor").glob("*.safetensors")))
+            assert [each.name for each in partial.rglob("*") if each.suffix != ".safetensors" and each.is_file()] == [
+                f"{partial.stem}.npz"
+            ]
+
+        inodes: list[list[int]] = []
+        for step in range(1, 6):
+            copies.start(*at(step), background=False, files=note)
+            assert copies.newest == path(directory, step)
+            inodes.append(sorted(each.stat().st_ino for each in (copies.newest / "actor").glob("*.safetensors")))
+    assert files[:2] == [[], []] and files[2:] == inodes[:3]  # those of the one before the newest
+
+
+def test_a_copy_that_is_cut_off_after_its_files_were_given_up_leaves_the_newest(tmp_path: Path, memory: Path) -> None:
+    group = Group()
+    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
+        (directory,) = memory.iterdir()
+        for step in (1, 2):
+            copies.start(*at(step), background=False)
+        copies.start(*at(3), background=True)  # over the files of step 1
+        assert names(directory) == ["step-00000002", "step-00000003.partial"]
+        assert list(path(directory, 3).with_suffix(".partial").rglob("*.json")) == []
+        group.ended = True
+        with pytest.raises(SaveFailed, match=r"rank-00000.json is missing"):
+            copies.rescue(ask=False)
+        assert copies.newest == latest(directory) == path(directory, 2)
+        # Its successor is not written over what ranks that have died were writing.
+        copies.rewound(-1)
+        group.ended, group._path = False, None
+        copies.start(*at(3), background=True)
+        assert names(directory) == ["step-00000002", "step-00000003.partial"]
+        assert list(path(directory, 3).with_suffix(".partial").rglob("*")) == []
+        group.write()
+        copies.rescue(ask=False)  # all of it is there
+        assert copies.newest == latest(directory) == path(directory, 3)
+        assert names(directory) == ["step-00000002.partial", "step-00000003"]
+
+
+def test_files_of_ranks_that_a_smaller_group_has_not_are_given_back(tmp_path: Path, memory: Path) -> None:
+    group = Group()
+    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
+        for step in (1, 2):
+            copies.start(*at(step), background=False)
+        group.layouts.pop()
+        copies.start(*at(3), background=True)
+        (directory,) = memory.iterdir()
+        left = list((path(directory, 3).with_suffix(".partial") / "actor").iterdir())
+        assert [each.name for each in left] == ["rank-00000.safetensors"]
 
 
 def test_a_run_that_is_rewound_forgets_the_save_in_flight(tmp_path: Path) -> None:

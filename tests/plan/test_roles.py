@@ -198,6 +198,8 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     narrow = evolve(apart, train=TrainConfig(precision="float16", recompute="full"))
     assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
     assert needs(quiet, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
+    copied = evolve(quiet, checkpoint=CheckpointConfig(background=False, memory=True))
+    assert needs(copied, CPU) == PLAIN_RUN | {Capability.CPU}
     assert needs(disk, CPU) == needs(delta, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
     assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
     assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}

@@ -509,16 +509,22 @@ def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
     group, processes = group_with(
         save=[SaveResult(path="p", bytes=1, complete=False), SaveResult(path="p", bytes=2, complete=False)],
         saved=[True, False],
+        copy=[SaveResult(path="m", bytes=5, complete=False), SaveResult(path="m", bytes=6, complete=False)],
+        copied=[True, False],
         sleep=[SleepResult(freed_bytes=1, residual_bytes=10), SleepResult(freed_bytes=2, residual_bytes=20)],
         wake_up=[WakeResult(restored_bytes=3), WakeResult(restored_bytes=4)],
     )
     assert group.save("p", STEP, background=True).result() == 3
     assert group.saved(wait=True).result() is False
+    assert group.copy("m", STEP).result() == 11
+    assert group.copied(wait=True).result() is False
     assert [rank.freed_bytes for rank in group.sleep([MemoryKind.PARAM]).result()] == [1, 2]
     assert group.wake_up().result() == 7
     assert processes.calls == [
         ("save", "p", STEP, True),
         ("saved", True),
+        ("copy", "m", STEP),
+        ("copied", True),
         ("sleep", {MemoryKind.PARAM}),
         ("wake_up", set(MemoryKind)),
     ]
@@ -607,6 +613,8 @@ def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
         "actor: save got 6 as its step, expected corerl.types.Step(optimizer_step=..., rollout_step=..., lr=...); "
         "nothing was done"
     )
+    with pytest.raises(CorerlError, match="^actor: copy got 6 as its step, expected corerl.types.Step"):
+        group.copy("p", 6)  # type: ignore[arg-type]
     batch = batch_of(3)
     with pytest.raises(CorerlError, match="^actor: train got 6 as its step, expected corerl.types.Step"):
         group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
@@ -624,6 +632,7 @@ def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is
         "forward_backward": lambda: group.forward_backward(batch, training_plan(batch), LOSS),
         "optimizer_step": lambda: group.optimizer_step(step),
         "save": lambda: group.save("p", step),
+        "copy": lambda: group.copy("p", step),
         "update_weights": lambda: group.update_weights(Address(transport="disk", engines=()), 1),
         "plan_steps": lambda: group.plan_steps(batch, seed=0),
     }

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from corerl.checkpoint.copies import StateCopies
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -551,6 +553,38 @@ def test_a_worker_that_resumes_goes_on_where_the_saved_one_stood(
     assert train(resumed, batches[1], 1) == train(worker, batches[1], 1)  # moments and Adam's step came along
     assert np.array_equal(logprobs(resumed, batches[0]), logprobs(worker, batches[0]))
     resumed.shutdown("finished")
+
+
+def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_training_went_on(
+    worker: Worker, config: Config, tmp_path: Path
+) -> None:
+    batches = [make_samples(seed) for seed in (3, 4)]
+    train(worker, batches[0])
+    before = logprobs(worker, batches[1])
+    copied = worker.copy(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
+    stepped = train(worker, batches[1], 1)
+    assert worker.copied(True)
+    assert (copied.complete, copied.bytes) == (False, (tmp_path / "rank-00000.safetensors").stat().st_size)
+    resumed = Worker(assigned(config, resume=str(tmp_path)))
+    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
+    assert np.array_equal(logprobs(resumed, batches[1]), before)
+    assert train(resumed, batches[1], 1) == stepped  # moments and Adam's step came along
+    resumed.shutdown("finished")
+    worker.sleep({MemoryKind.OPTIMIZER})
+    with pytest.raises(NotResident, match="copy on actor rank 0 needs memory that is asleep: optimizer"):
+        worker.copy(str(tmp_path), STEP)
+    worker.wake_up({MemoryKind.OPTIMIZER})
+
+
+def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Worker, tmp_path: Path) -> None:
+    read: list[str] = []
+    copying = SimpleNamespace(begin=lambda pairs: lambda: read.append("waited") if not read else None)
+    worker.backend._copies = StateCopies(torch.device("cpu"), copying=copying, run=lambda job: None)
+    worker.copy(str(tmp_path), STEP)
+    samples = make_samples(5)
+    assert worker.forward_backward(samples, training_share(samples), LOSS, (), True).tokens and read == []
+    worker.optimizer_step(STEP, 1.0)
+    assert read == ["waited"]
 
 
 def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Worker, network: torch.nn.Module) -> None:

@@ -19,7 +19,7 @@ from corerl.backend.batches import OutputCollector
 from corerl.backend.optimizer import adamw, moments
 from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
-from corerl.checkpoint.writer import stage, summed, write
+from corerl.checkpoint.writer import stage, with_sums, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
 from corerl.models.lora import LoraLinear
@@ -347,7 +347,7 @@ class PartialCheckpoint(PlainBackend):
         def index_first() -> None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                write_index(directory, rank, summed(staged))
+                write_index(directory, rank, with_sums(staged.index, staged.tensors, 1))
                 (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
             except OSError as error:
                 raise SaveFailed(f"cannot write {directory}: {error}") from error
