@@ -11,7 +11,8 @@ No engine takes part: ranks of the FSDP backend train on made-up samples, with r
   first new rank does. Those of moving the state are compared with copies of as many bytes by one process: out of its
   device into pinned host memory and in again, first one, then the other.
 - `memory`: steps with a copy in memory after each, as a run with checkpoint.memory = true makes it, and steps without,
-  in blocks in turns. What waits for a copy is part of the step.
+  in blocks in turns. What waits for a copy is part of the step. Beside them copies while nothing is trained: the first
+  two, which make their files, and others, which are written over those.
 - `heal`: two runs of `corerl train` on saved samples whose last rank is killed by SIGKILL as it computes gradients, one
   with copies in memory, one with checkpoints on disk. Seconds are from then to the end of the next step. A step that
   both runs have done, or one of them twice, must have the same gradient norm.
@@ -69,6 +70,7 @@ from corerl.driver.checkpoints import MEMORY, Checkpoints, copies_of
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import write_rollout
+from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
 
@@ -464,12 +466,18 @@ def compare_logprobs(
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+def share(seconds: dict[bool, list[float]], waits: list[float]) -> float:
+    """What the loop waits for copies, as a part of the step without."""
+    return float(np.median(waits) / np.median(seconds[False]))
+
+
 def memory(args: argparse.Namespace, found: Found) -> None:
     nbytes = STATE * parameters(args.step_shape)
     free = shutil.disk_usage(MEMORY).free
     found.add(
         Number(what="/dev/shm: free", values=[free / GIB], unit="GiB"),
         Number(what="/dev/shm: two copies need", values=[2 * nbytes / GIB], unit="GiB"),
+        Number(what="cores", values=[cores()], unit=""),
     )
     if free < 2 * nbytes:
         raise SystemExit(f"{MEMORY} has too little room; take a smaller --step-shape")
@@ -483,6 +491,25 @@ def memory(args: argparse.Namespace, found: Found) -> None:
         saves = Checkpoints(directory, CheckpointConfig(), {"actor": role}, progress)
         kept = stack.enter_context(contextlib.contextmanager(copies_of)(saves))
         trained.steps(2, "warming up")
+
+        def copy() -> None:
+            """As the run's own `_start_copy`."""
+            kept.start(trained.done, {"rollout_step": trained.done}, background=True)
+
+        for what, count in (("one that makes its files", 2), ("one written over another", 3)):
+            begun, written = [], []
+            for _ in range(count):
+                with phase(f"a copy alone: {what}", args.limit) as took:
+                    copy()
+                    begun.append(took())
+                    kept.complete(wait=True)
+                written.append(took())
+                trained.step()
+            found.add(
+                Number(what=f"copy alone, {what}: the loop waits", values=begun, unit="s"),
+                Number(what=f"copy alone, {what}: until it is complete", values=written, unit="s"),
+                Number(what=f"copy alone, {what}", values=[nbytes / 1e9 / each for each in written], unit="GB/s"),
+            )
         seconds: dict[bool, list[float]] = {False: [], True: []}
         waits: list[float] = []
         for turn in range(2 * args.turns):
@@ -492,17 +519,15 @@ def memory(args: argparse.Namespace, found: Found) -> None:
                 with phase(what, args.limit) as took:
                     trained.step()
                     began = time.monotonic()
-                    if copying:  # as the run's own `_start_copy`
-                        kept.complete(wait=False)
-                        kept.start(trained.done, {"rollout_step": trained.done}, background=True)
+                    if copying:
+                        copy()
                     waited = time.monotonic() - began
-                if number:  # of the first, nothing is written meanwhile, or memory is new
+                if number:  # in the first, no copy of a step before is under way
                     seconds[copying].append(took())
                     waits += [waited] * copying
             if copying:
-                with phase("the last copy is written", args.limit) as took:
+                with phase("the last copy is complete", args.limit):
                     kept.complete(wait=True)
-                found.add(Number(what="copies in memory: the last one's writing", values=[took()], unit="s"))
                 found.add(
                     Comparison(
                         what="step, with copies in memory",
@@ -512,6 +537,7 @@ def memory(args: argparse.Namespace, found: Found) -> None:
                         target=None if args.tiny else COPIES,
                     ),
                     Number(what="copies in memory: the loop waits, a step", values=waits, unit="s"),
+                    Number(what="copies in memory: of the step", values=[100 * share(seconds, waits)], unit="%"),
                 )
         assert kept.newest is not None
         size = sum(file.stat().st_size for file in kept.newest.rglob("*") if file.is_file())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attrs import define
+from attrs import define, field
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import begin, begin_over, commit, put_aside, remove_all_but, retain
@@ -19,7 +20,7 @@ from corerl.driver.roles import Role
 from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
 from corerl.trainer.group import TrainGroup
-from corerl.types import Step
+from corerl.types import ParallelLayout, Step
 
 MEMORY = Path("/dev/shm")
 
@@ -92,6 +93,11 @@ class Checkpoints:
         self._pending, self.last_step = None, rollout_step
 
     @property
+    def _known(self) -> bool:
+        """Whether the ranks are those that had everything the last time."""
+        return False
+
+    @property
     def _ranks(self) -> dict[str, int]:
         """By role."""
         return {name: len(role.group.layouts) for name, role in self.roles.items()}
@@ -106,7 +112,7 @@ class Checkpoints:
         return group.saved(wait=wait)
 
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
-        before, self.newest = self.newest, commit(partial, state, ranks=self._ranks)
+        before, self.newest = self.newest, commit(partial, state, ranks=self._ranks, known=self._known)
         self._pending = None
         self._committed(before, state)
 
@@ -125,6 +131,7 @@ class Copies(Checkpoints):
 
     told: ClassVar[bool] = False
     _spare: Path | None = None  # what the next one is written over
+    _layouts: list[list[ParallelLayout]] = field(factory=list)  # of the ranks of the newest one, as their groups had it
 
     def due(self, rollout_step: int) -> bool:
         return True
@@ -141,7 +148,16 @@ class Copies(Checkpoints):
     def _written(self, group: TrainGroup, *, wait: bool) -> Future[bool]:
         return group.copied(wait=wait)
 
+    @property
+    def _known(self) -> bool:
+        # Looking at each box takes longer than all else that a step waits for. Ranks that are new bring new lists.
+        return len(self._layouts) == len(self.roles) and all(map(operator.is_, self._layouts, self._now()))
+
+    def _now(self) -> list[list[ParallelLayout]]:
+        return [role.group.layouts for role in self.roles.values()]
+
     def _committed(self, before: Path | None, state: Mapping[str, Any]) -> None:
+        self._layouts = self._now()
         if before is not None and before != self.newest:
             self._spare = put_aside(before)
 

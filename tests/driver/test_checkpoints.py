@@ -8,6 +8,7 @@ import pytest
 from attrs import define, field
 
 from corerl.calls import Future
+from corerl.checkpoint import commit
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
@@ -281,6 +282,29 @@ def test_a_copy_that_is_cut_off_after_its_files_were_given_up_leaves_the_newest(
         copies.rescue(ask=False)  # all of it is there
         assert copies.newest == latest(directory) == path(directory, 3)
         assert names(directory) == ["step-00000002.partial", "step-00000003"]
+
+
+def test_what_the_ranks_hold_is_looked_at_once_for_as_long_as_they_are_the_same(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    check = commit._check_role
+    monkeypatch.setattr(
+        commit, "_check_role", lambda directory, role, ranks: (looked.append(role), check(directory, role, ranks))
+    )
+    actor, critic = Group(), Group()
+    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
+        copies.start(*at(1), background=False)
+        copies.start(*at(2), background=False)
+        assert looked == ["actor", "critic"]
+        critic.layouts = list(critic.layouts)  # others, as many
+        copies.start(*at(3), background=False)
+        copies.start(*at(4), background=False)
+        assert looked == ["actor", "critic"] * 2
+    saves = make(tmp_path / "run", Heard(), actor=Group())
+    for step in (2, 4):
+        saves.start(*at(step), background=False)
+    assert looked[4:] == ["actor"] * 2  # checkpoints always are
 
 
 def test_files_of_ranks_that_a_smaller_group_has_not_are_given_back(tmp_path: Path, memory: Path) -> None:
