@@ -51,6 +51,10 @@ LONGEST = [
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is imported to collect the tests stays
+    if hasattr(os, "SCHED_BATCH"):
+        # What wakes up takes no core from what runs, in this process and in all that are started. Gloo's thread polls
+        # for as long as another thread of its rank holds a lock: where it takes the core of that one, both wait.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     config.addinivalue_line("markers", "processes: it starts processes; `make test-fast` leaves it out")
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses what its controller has chosen
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
