@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from corerl.checkpoint.copies import StateCopies
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
@@ -42,6 +43,12 @@ class FaultyBackend(FsdpBackend):
         elif self.fails_in("save", step):  # in the background, while training goes on
             self._writer = BackgroundWriter(run=lambda job: (self.fail(), job()))
         return super().save(path, step, background)
+
+    def copy(self, path: str, step: Step) -> SaveResult:
+        if self.fails_in("copy", step):  # written over what was there, but not complete, while training goes on
+            self._copies.close()
+            self._copies = StateCopies(self.device, run=lambda job: (self.fail(), job()))
+        return super().copy(path, step)
 
     def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
         if self.fails_in("hand_over", step):

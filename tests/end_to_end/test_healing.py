@@ -51,6 +51,15 @@ def test_with_copies_in_memory_no_step_is_lost(tmp_path: Path, undisturbed: Path
     assert_same(tmp_path / "run", undisturbed)
 
 
+def test_a_rank_that_is_killed_while_a_copy_is_written_over_an_older_one_goes_on_from_the_newest(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    kept = ["checkpoint.memory=true", "checkpoint.every=0"]
+    killed = run(tmp_path, *fault("copy", "kill", step=3, once=True), *kept)
+    assert "; all ranks are started anew from the copy in memory of step 2; step 3 is done again" in killed.out
+    assert_same(tmp_path / "run", undisturbed)
+
+
 def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     """Also where ranks and engines take turns in memory."""
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
