@@ -186,6 +186,7 @@ class EngineContext:
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
     lora: LoraConfig | None = None  # of adapters that arrive apart from the weights, and alone once these are there
+    begun: Any = None  # what `EngineSpec.begin` has returned; None if it was not called
 
     @property
     def receivers(self) -> range:

@@ -1,4 +1,7 @@
-"""The code of an engine process: one replica, resolved by name in that process."""
+"""The code of an engine process: one replica, resolved by name in that process.
+
+Importing this loads no torch: an engine's server begins to start before that.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
-from corerl.engines.stops import Stops, until_stop
 from corerl.plugin.fingerprint import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.requirements import require_met
@@ -42,8 +44,9 @@ class EngineService:
         loaded = load(Kind.ENGINES, assignment.engine)
         require_same(assignment.origins, (Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
+        context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
         engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
-        self.engine = engine_class(assignment.model, options, assignment.context)
+        self.engine = engine_class(assignment.model, options, context)
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
@@ -59,6 +62,8 @@ class EngineService:
         try:
             if not request.params.stop:
                 return self.engine.generate(request, told)
+            from corerl.engines.stops import Stops, until_stop  # slow to import, and few runs have stop texts
+
             return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), told)
         finally:
             with self._counting:
@@ -71,7 +76,7 @@ class EngineService:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        from corerl.models.tokenizer import load_tokenizer  # slow to import, and few runs have stop texts
+        from corerl.models.tokenizer import load_tokenizer
 
         return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
 

@@ -144,6 +144,10 @@ def no_findings() -> Iterable[Finding]:
     return ()
 
 
+def nothing_begun(options: Any, context: Any) -> None:
+    return None
+
+
 RANKS_OF_VARIANTS = (2, 4)
 
 
@@ -212,6 +216,9 @@ class EngineSpec:
     # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
     # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
+    # Called in the engine's process with the options and the EngineContext, before the implementation and what that
+    # needs are imported: begins what takes long by itself, such as a server, and returns it for `EngineContext.begun`.
+    begin: Callable[[Any, Any], Any] = nothing_begun
 
 
 @frozen(kw_only=True)

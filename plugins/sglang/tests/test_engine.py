@@ -118,9 +118,11 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
         given.append((arguments, json.loads((directory / "config.json").read_text()), files))
         raise OSError("enough")
 
-    with mock.patch("corerl_sglang.engine.Server") as server, pytest.raises(OSError, match="enough"):
-        server.return_value.configure.side_effect = configure
-        SglangEngine(ModelConfig(path=str(tmp_path)), SglangConfig(launcher=STAND_IN), context())
+    (tmp_path / "own").mkdir()
+    server = mock.Mock(directory=tmp_path / "own", configure=configure)
+    with pytest.raises(OSError, match="enough"):
+        SglangEngine(ModelConfig(path=str(tmp_path)), SglangConfig(), evolve(context(), begun=server))
+    server.stop.assert_called_once_with()
     ((arguments, config, files),) = given
     assert arguments["trust_remote_code"] is False and arguments["skip_tokenizer_init"] is True
     assert "auto_map" not in config and not [file for file in files if file.endswith(".py")]

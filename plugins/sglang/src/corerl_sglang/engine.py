@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import pickle
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +32,8 @@ from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
-from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
+from corerl_sglang.arguments import LOADER, server_arguments
+from corerl_sglang.begin import begin
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
@@ -59,21 +56,9 @@ class SglangEngine(Engine):
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
         self._whole = False  # the server holds all weights, so that adapters may arrive alone
-        # Not writable by others: ranks unpickle instructions from it.
-        self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
+        self._server: Server = context.begun or begin(options, context)
+        self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
-            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
-            log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}
-            # First: what it imports takes longer than all that is done here meanwhile.
-            self._server = Server(
-                context.name,
-                launcher=options.launcher,
-                environment={**plain_allocator(os.environ), **visible},
-                directory=self._directory,
-                log=log,
-                health_timeout=options.health_timeout,
-            )
             undo.callback(self._server.stop)
             modules = self._describe(model)
             self._server.configure(server_arguments(options, context, model=self._directory / "model", adapted=modules))

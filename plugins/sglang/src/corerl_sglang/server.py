@@ -50,7 +50,7 @@ class Server:
         """Start the server's process and return at once: it imports what it needs, and waits for `configure`.
         `directory`, which others must not be able to read, gets the arguments file with the server's key, and is
         removed at the end. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
-        self._name, self._log, self._directory = name, log, directory
+        self._name, self._log, self.directory = name, log, directory
         self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # (one line, details)
         self._ending = threading.Lock()  # all waiting threads notice its death at the same moment
@@ -147,7 +147,7 @@ class Server:
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
                 self._died_of = f"{why or self._ended()}; {last}", more
-            shutil.rmtree(self._directory, ignore_errors=True)  # its own watcher died with it
+            shutil.rmtree(self.directory, ignore_errors=True)  # its own watcher died with it
             return self._died_of
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:

@@ -10,6 +10,7 @@ from corerl.models import experts_of
 from corerl.plugin import EngineSpec, Environment, Problem
 from corerl_sglang import fp8, targets
 from corerl_sglang.arguments import contradictions
+from corerl_sglang.begin import begin
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.probe import probe
 
@@ -106,4 +107,5 @@ SPEC = EngineSpec(
     probe=probe,
     quantized=quantized,
     adapters=True,
+    begin=begin,
 )

@@ -1,0 +1,36 @@
+"""Start an engine's server before the engine itself is imported. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from corerl_sglang.arguments import plain_allocator
+from corerl_sglang.server import Server
+
+if TYPE_CHECKING:
+    from corerl.engines import EngineContext
+    from corerl_sglang.config import SglangConfig
+
+
+def begin(options: SglangConfig, context: EngineContext) -> Server:
+    """Start the server of an engine, which `Server.configure` then gives its arguments."""
+    directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))  # not writable by others: ranks unpickle what is in it
+    try:
+        return Server(
+            context.name,
+            launcher=options.launcher,
+            environment={
+                **plain_allocator(os.environ),
+                **({"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}),
+            },
+            directory=directory,
+            log=Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else directory / "log",
+            health_timeout=options.health_timeout,
+        )
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.engines import service
+from corerl.engines.base import EngineContext
+from corerl.engines.service import EngineAssignment, EngineService
+from corerl.engines.specs import FAKE
+
+CONTEXT = EngineContext(name="engine-1", index=1, device="cpu", precision="float32")
+
+
+def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def begin(options: Any, context: EngineContext) -> str:
+        order.append((options.vocab_size, context))
+        return "a server"
+
+    class Engine:
+        def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None:
+            order.append(context)
+
+    def load_implementation(kind: Any, loaded: Any) -> type:
+        order.append("import")
+        return Engine
+
+    loaded = SimpleNamespace(name="fake", spec=evolve(FAKE, begin=begin))
+    monkeypatch.setattr(service, "load", lambda kind, name: loaded)
+    monkeypatch.setattr(service, "require_same", lambda *_: None)
+    monkeypatch.setattr(service, "load_implementation", load_implementation)
+    EngineService(
+        EngineAssignment(engine="fake", origins=(), model=ModelConfig(), options={"vocab_size": 7}, context=CONTEXT)
+    )
+    assert order == [(7, CONTEXT), "import", evolve(CONTEXT, begun="a server")]
+
+
+@pytest.mark.processes
+def test_an_engines_process_begins_without_torch() -> None:
+    asked = "import sys, corerl.cluster.process, corerl.engines.service; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
