@@ -242,6 +242,11 @@ class RayGroup:
         for actor in ended:
             ray.kill(actor, no_restart=True)
 
+    def reseat(self, slots: Sequence[Slot]) -> None:
+        """Let processes that are started in the place of these be in other slots."""
+        _require_seats(self.names, slots)
+        self._slots = list(slots)
+
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
         ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)

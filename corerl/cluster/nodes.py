@@ -6,7 +6,8 @@ import fcntl
 import importlib
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -16,6 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from corerl.messages import last_line
 
+LOOK_SECONDS = 0.5  # between two looks whether nodes answer
+GONE_WITHIN = 120.0  # seconds for Ray to say of a node that it has died
 SIOCGIFADDR = 0x8915  # of Linux, from linux/sockios.h: the address of an interface
 
 
@@ -47,6 +50,43 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
+
+
+def elsewhere(nodes: Iterable[str]) -> set[str]:
+    """Those of these nodes (Ray's ids) that are not this process's."""
+    return set(nodes) - {ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""}
+
+
+def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
+    """Those of these nodes (Ray's ids) that are no more. One that does not answer may be busy: Ray says after a while,
+    15 seconds if it is not told otherwise, that it has died. One of which it does not `within` seconds is there."""
+    waiting = elsewhere(nodes)
+    asked = {node: _ask(node) for node in waiting}
+    found: set[str] = set()
+    until = time.monotonic() + within
+    while waiting and time.monotonic() < until:
+        ray.wait([asked[node] for node in waiting], num_returns=len(waiting), timeout=LOOK_SECONDS)
+        found |= waiting - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        waiting -= found
+        for node in list(waiting):
+            if ray.wait([asked[node]], timeout=0)[0]:
+                try:
+                    ray.get(asked[node])
+                    waiting.remove(node)
+                except RayError:  # it cannot be reached
+                    time.sleep(LOOK_SECONDS)
+                    asked[node] = _ask(node)
+    return found
+
+
+def _ask(node: str) -> Any:
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return _here.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+
+
+@ray.remote
+def _here() -> None:
+    """Ends at once, where its node answers."""
 
 
 def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeout: float) -> list[Answer]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import ray
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from corerl.cluster import services
+from corerl.cluster import nodes, services
 from corerl.cluster.deaths import cause
 from corerl.errors import CorerlError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOOK_SECONDS = 0.5  # between two looks where bundles are
 PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
@@ -41,6 +43,7 @@ class Bundle:
     index: int  # in its group
     node: str = ""  # Ray's id of its machine
     gpu: Gpu | None = None
+    lost: bool = False  # its machine is gone, and it is on no other
 
 
 @frozen(eq=False)
@@ -55,6 +58,10 @@ class Slot:
     @property
     def node(self) -> str:
         return self.bundles[0].node
+
+    @property
+    def lost(self) -> bool:
+        return any(bundle.lost for bundle in self.bundles)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -81,6 +88,7 @@ class Placement:
     bundles: int
     bundle: Mapping[str, float]  # resources of one bundle, by Ray's names
     widths: Mapping[str, int] = field(factory=dict)  # group -> bundles per process, if more than one
+    apart: Collection[str] = ()  # groups that share their bundles with no other
 
     def taken(self, name: str, place: int) -> range:
         """The bundles of group `name`'s process whose first bundle is `place`."""
@@ -125,7 +133,7 @@ def arrange(
             # A wide process starts at a multiple of its width, so that it stays on one machine and none overlap.
             places[name] = tuple(index * (shared // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
-    return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths)
+    return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths, apart=tuple(own_devices))
 
 
 class Room(Mapping[str, Sequence[Slot]]):
@@ -138,6 +146,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         self._timeout = timeout
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
+        self._gone: set[str] = set()  # machines, of which Ray may still have to say it
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self._slots[name]
@@ -156,12 +165,16 @@ class Room(Mapping[str, Sequence[Slot]]):
 
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
+        return self._arranged(placement, {name: list(self._slots[name][:count]) for name, count in staying.items()})
+
+    def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
         began = bool(self._slots)
-        kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
         at = _kept_at(placement, kept)
         held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
         open_ = [index for index in range(placement.bundles) if index not in at]
-        free = [bundle for bundle in self._bundles if bundle not in held]
+        if any(bundle.lost for bundle in self._bundles):  # other machines may have come since
+            self._look()
+        free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
         if missing := len(open_) - len(free):
             free += self._reserve(placement.bundle, missing) if missing > 0 else []
         free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu.place, bundle.index))
@@ -190,6 +203,69 @@ class Room(Mapping[str, Sequence[Slot]]):
             if services.gcs_lives():
                 remove_placement_group(group)
 
+    # ---- machines that are gone -------------------------------------------------------------------------------------
+
+    def settle(self, *, within: float) -> None:
+        """Find out whether machines are gone, and wait `within` seconds until the cluster has put the bundles that were
+        there on others. Slots are where it has put them, or `lost`."""
+        self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
+        self._look()
+        until = time.monotonic() + within
+        while any(slot.lost for slots in self._slots.values() for slot in slots) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            self._look()
+
+    def left(self, placement: Placement, name: str) -> int:
+        """For how many processes of the group there are bundles that are not lost, of its own or those that it shares,
+        as the placement says, where each slot is that of a process or given up."""
+        shares = {name} if name in placement.apart else self._slots.keys() - set(placement.apart)
+        others = {
+            bundle for each in self._slots.keys() - shares for slot in self._slots[each] for bundle in slot.bundles
+        }
+        return sum(not bundle.lost and bundle not in others for bundle in self._bundles) // placement.widths.get(
+            name, 1
+        )
+
+    def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
+        """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups
+        in `staying` that are still wanted keep theirs, if these are not lost. Raises like `arrange`."""
+        wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
+        found = self._arranged(
+            placement, {name: [slot for slot in slots if not slot.lost] for name, slots in wanted.items()}
+        )
+        for name, slots in wanted.items():
+            others = iter(found[name][sum(not slot.lost for slot in slots) :])
+            found[name] = [next(others) if slot.lost else slot for slot in slots]
+        return found
+
+    def _look(self) -> None:
+        """Look where bundles are by now."""
+        at: dict[tuple[PlacementGroup, int], Bundle] = {}
+        for group in dict.fromkeys(bundle.group for bundle in self._bundles):
+            there = {
+                index: node
+                for index, node in placement_group_table(group)["bundles_to_node_id"].items()
+                if node and node not in self._gone
+            }
+            own = {bundle.index: bundle for bundle in self._bundles if bundle.group == group}
+            moved = {index: node for index, node in there.items() if own[index].node != node}
+            numbers = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else {}
+            for index, bundle in own.items():
+                if index in moved:
+                    at[group, index] = Bundle(group, index, moved[index], numbers.get(index))
+                else:
+                    at[group, index] = evolve(bundle, lost=index not in there)
+        self._bundles = [at[bundle.group, bundle.index] for bundle in self._bundles]
+        neighbors = Counter(bundle.node for bundle in self._bundles)
+
+        def seen(slot: Slot) -> Slot:
+            bundles = tuple(at[bundle.group, bundle.index] for bundle in slot.bundles)
+            return (
+                slot if bundles == slot.bundles else evolve(slot, bundles=bundles, neighbors=neighbors[bundles[0].node])
+            )
+
+        self._slots = {name: [seen(slot) for slot in slots] for name, slots in self._slots.items()}
+
     def release(self) -> None:
         """Give all bundles back, unless Ray has died."""
         if services.gcs_lives():  # else this would wait until Ray ends this process
@@ -201,13 +277,13 @@ class Room(Mapping[str, Sequence[Slot]]):
         try:
             if not group.wait(timeout_seconds=self._timeout):
                 raise _no_room(dict(bundle), count)
-            nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            numbers = gpus_of_bundles(group, nodes) if bundle.get("GPU") else {}
+            at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+            numbers = gpus_of_bundles(group, at) if bundle.get("GPU") else {}
         except BaseException:
             if services.gcs_lives():
                 remove_placement_group(group)
             raise
-        new = [Bundle(group, index, nodes[index], numbers.get(index)) for index in physical_order(nodes, numbers)]
+        new = [Bundle(group, index, at[index], numbers.get(index)) for index in physical_order(at, numbers)]
         self._bundles += new
         return new
 

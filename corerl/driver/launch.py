@@ -15,6 +15,7 @@ from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster import services
 from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import Room, Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.pulse import Bounds
@@ -267,13 +268,30 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress=progress,
     )
     copies = None
-    if plan.checkpoint.memory and trains:
+    if plan.checkpoint.memory and trains and elsewhere(slot.node for name in trained for slot in room[name]):
+        progress.notice(
+            "checkpoint.memory: ranks are on other machines than the driver, so no copies in memory are kept, which "
+            "have to be complete on one; ranks that die are started anew from checkpoints (checkpoint.every)"
+        )
+    elif plan.checkpoint.memory and trains:
         copies = stack.enter_context(contextlib.contextmanager(copies_of)(checkpoints))
     settings = plan.algorithm.settings
 
     def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
         return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
 
+    sizes = Sizes(
+        plan=plan,
+        room=room,
+        roles=roles,
+        updates=updates,
+        saves=[checkpoints, *([copies] if copies is not None else [])],
+        residency=residency,
+        progress=progress,
+        address_of=address,
+    )
+    if updates is not None:
+        updates.refit = sizes.refit_engines
     run = Run(
         plan=plan,
         progress=progress,
@@ -296,20 +314,12 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             checkpoints=checkpoints,
             copies=copies,
             updates=updates,
+            sizes=sizes,
             start=start,
             progress=progress,
             stop=stop,
         ),
-        sizes=Sizes(
-            plan=plan,
-            room=room,
-            roles=roles,
-            updates=updates,
-            saves=[checkpoints, *([copies] if copies is not None else [])],
-            residency=residency,
-            progress=progress,
-            address_of=address,
-        ),
+        sizes=sizes,
         scaling=scaling.Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,

@@ -16,11 +16,16 @@ from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
+from corerl.driver.sizes import Sizes
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
-from corerl.errors import CorerlError, WorkerDied
+from corerl.errors import CorerlError, UserError, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
+
+
+class _TooFewDevices(CorerlError):
+    """Are left."""
 
 
 @frozen(kw_only=True)
@@ -50,6 +55,7 @@ class Restarts:
     checkpoints: Checkpoints
     copies: Checkpoints | None  # in memory, of every step
     updates: WeightUpdates | None
+    sizes: Sizes
     start: Start
     progress: Progress
     stop: StopRequest
@@ -73,6 +79,9 @@ class Restarts:
                 return rewind(self._start_anew(died[-1]))
             except WorkerDied as error:
                 died.append(error)
+            except _TooFewDevices as few:
+                died[-1].add_note(f"a machine is gone, and the run cannot do without: {few.message}")
+                raise died[-1] from few
 
     def step_done(self) -> None:
         if self.progress.step > self._furthest:
@@ -119,10 +128,16 @@ class Restarts:
         if self.updates is not None:
             self.updates.given_up()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
-        starting = {
-            name: role.group.restart("" if checkpoint is None or role.loss is None else str(checkpoint / name))
-            for name, role in self.roles.items()
-        }
+        try:
+            for line in self.sizes.refit():
+                self.progress.notice(line)
+        except UserError as refused:
+            raise _TooFewDevices(refused.message) from refused
+        plans, room = self.sizes.plan.processes.roles, self.sizes.room
+        starting = {}
+        for name, role in self.roles.items():
+            saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
+            starting[name] = role.group.restart(saved, plans[name], room[name])
         started = wait_all(starting)
         for name, init in started.items():
             self.roles[name].restarted(init)

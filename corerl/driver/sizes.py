@@ -17,7 +17,8 @@ from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError
+from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
+from corerl.messages import one_line
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
@@ -111,6 +112,57 @@ class Sizes:
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
 
+    # ---- machines that are gone -------------------------------------------------------------------------------------
+
+    def refit(self) -> list[str]:
+        """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
+        smaller groups, on the devices that are left. Ranks have ended, and are to be started anew, by the plan and in
+        the room as they are then; engines are to be replaced. Returns a line for each group whose size has changed.
+
+        Raises UserError if a group cannot be so small."""
+        self.room.settle(within=self.plan.cluster.spare_timeout)
+        engines = [ENGINES] if self.updates is not None else []
+        groups = [*self.roles, *engines]
+        lines: list[str] = []
+        if any(slot.lost for name in groups for slot in self.room[name]):
+            plan = self._fewer(groups)
+            before, after = self.plan.processes, plan.processes
+            self.room.take(self.room.refit(after.placement, engines))
+            self.plan = plan
+            write_config(plan.start.run_dir, plan.record)
+            for name, role in before.roles.items():
+                if len(role.assignments) != len(after.roles[name].assignments):
+                    lines.append(f"{name}: {_shape(role)} -> {_shape(after.roles[name])}")
+            if len(_engines(before)) != len(_engines(after)):
+                lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
+        if self.updates is not None and (engine := self.plan.processes.engine) is not None:
+            slots = self.room[ENGINES]
+            self.updates.fleet.reseat(with_devices(engine, slots), slots)
+            if lines:
+                self.updates.meets_at(functools.partial(self.address_of, _seen(self.plan.processes, self.room)))
+        return lines
+
+    def refit_engines(self) -> list[str]:
+        """The same while ranks are there, which stay. Raises WorkerDied if one of them is on a machine that is gone."""
+        self.room.settle(within=self.plan.cluster.spare_timeout)
+        for name, role in self.roles.items():
+            for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
+                if slot.lost or slot.node != node:
+                    role.group.processes.kill()
+                    raise WorkerDied(f"{name} rank {rank}: its machine is gone")
+        return self.refit()
+
+    def _fewer(self, groups: Sequence[str]) -> Plan:
+        """A plan for as many processes of each group as devices are left for. Raises UserError if there is none."""
+        plan, placement = self.plan, self.plan.processes.placement
+        for name in groups:
+            setting, now = (REPLICAS if name == ENGINES else f"roles.{name}.ranks"), len(self.room[name])
+            left = self.room.left(placement, name)
+            if left < now:
+                plan = _largest(plan, setting, now, left)
+        _require_same_surroundings(self.plan.processes, plan.processes)
+        return plan
+
     def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         try:
             return self.room.arrange(after.placement, staying)
@@ -156,6 +208,18 @@ def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignme
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
         for assignment, slot in zip(plan.assignments, slots, strict=True)
     ]
+
+
+def _largest(plan: Plan, setting: str, now: int, left: int) -> Plan:
+    """The plan with as much of the setting as it can have, `left` at most. Raises ConfigError if it can have none."""
+    refused: UserError | None = None
+    for size in range(left, 0, -1):
+        try:
+            return plan.resized([f"{setting}={size}"])
+        except UserError as error:
+            refused = refused or error
+    why = f", where it cannot be that or less: {one_line(refused)}" if refused is not None else ""
+    raise ConfigError(f"{setting}: devices are left for {left} of {now}{why}") from refused
 
 
 def _by_role(overrides: Sequence[str]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, UserError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
@@ -50,6 +50,7 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
+    refit: Callable[[], Sequence[str]] = tuple  # finds places for engines whose machine is gone; a line for each change
     adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
@@ -76,10 +77,14 @@ class WeightUpdates:
 
     def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
-        self._address_of = address_of  # first: if ranks die now, those that are started in their place meet there
+        self.meets_at(address_of)  # first: if ranks die now, those that are started in their place meet there
+        self._meet()
+
+    def meets_at(self, address_of: Callable[[Sequence[str]], Address]) -> None:
+        """The same, of ranks that are yet to start."""
+        self._address_of = address_of
         self._served &= set(self.fleet.names)
         self._unverified &= set(self.fleet.names)
-        self._meet()
 
     def _meet(self) -> None:
         if self._address_of is None:
@@ -170,10 +175,17 @@ class WeightUpdates:
         for engine, error in failed.items():
             self.progress.notice(f"{engine} is replaced: {error.message}")
         with self.progress.phase("replace"):
-            self.fleet.replace(failed)
+            try:
+                for line in self.refit():
+                    self.progress.notice(line)
+            except UserError as refused:
+                error = next(iter(failed.values()))
+                error.add_note(f"a machine is gone, and the run cannot do without: {refused.message}")
+                raise error from refused
+            self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
         self._served -= failed.keys()
-        self.address = self.group.meeting(self.address)  # the old engine is still part of the old group
+        self._meet()  # the old engine is still part of the old group
 
 
 def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:

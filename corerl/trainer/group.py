@@ -70,13 +70,18 @@ class TrainGroup:
     """
 
     def __init__(
-        self, processes: RayGroup, plan: RolePlan, again: Callable[[RolePlan], RayGroup] | None = None
+        self,
+        processes: RayGroup,
+        plan: RolePlan,
+        again: Callable[[RolePlan, Sequence[Slot]], RayGroup] | None = None,
+        slots: Sequence[Slot] = (),
     ) -> None:
-        """`again` starts other processes in the place of `processes`, which have ended."""
+        """`again` starts other processes in the place of `processes`, which have ended. These are in `slots`."""
         self.processes = processes
         self.plan = plan
         self.role = plan.role
         self._again = again
+        self._slots = slots
         self._watching = Watching()
         self._planned: Callable[..., AbstractContextManager[Placed]] | None = None  # by `start`, of other sizes
         self._calls = Calls(processes)
@@ -146,22 +151,25 @@ class TrainGroup:
     ) -> Self:
         """Start a process for each rank; returns at once."""
 
-        def processes(plan: RolePlan) -> RayGroup:
+        def processes(plan: RolePlan, slots: Sequence[Slot]) -> RayGroup:
             names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
             return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
 
-        group = cls(processes(plan), plan, processes)
+        group = cls(processes(plan, slots), plan, processes, slots)
         group._watching = watching or Watching()
         return group
 
-    def restart(self, resume: str) -> Future[InitResult]:
+    def restart(
+        self, resume: str, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
+    ) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
-        directory `resume`, or the model if it is empty."""
+        directory `resume`, or the model if it is empty; by another plan and in other slots if these are given."""
         assert self._again is not None  # it was launched
         self.processes.kill()
-        assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments)
-        self.plan = evolve(self.plan, assignments=assignments)
-        self.processes = self._again(self.plan)
+        plan, self._slots = plan or self.plan, self._slots if slots is None else slots
+        assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in plan.assignments)
+        self.plan = evolve(plan, assignments=assignments)
+        self.processes = self._again(self.plan, self._slots)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
@@ -190,6 +198,7 @@ class TrainGroup:
         before = TrainGroup(self.processes, self.plan)
         before._calls = self._calls
         self.processes, self.plan, self._again = others.processes, others.plan, others._again
+        self._slots = others._slots
         self._calls, self.layouts, self._join_at = others._calls, others.layouts, others._join_at
         try:
             before.shutdown("resized")

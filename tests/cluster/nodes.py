@@ -2,7 +2,7 @@
 
 Each node is a table of keyword arguments of `ray.cluster_utils.Cluster.add_node`, the first one the head's, and of
 `python`: the interpreter that it and its workers run, where that is another one. Prints the address once all are there,
-and ends the cluster when its stdin is closed.
+adds a node for each line of its stdin, and prints the address again; ends the cluster when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,35 @@ from typing import Any
 @contextlib.contextmanager
 def cluster(*nodes: dict[str, Any], **environment: str) -> Iterator[str]:
     """Such a cluster in processes of its own, a session of their own too; gives its address."""
+    with machines(*nodes, **environment) as found:
+        yield found.address
+
+
+class Machines:
+    """Such a cluster, whose nodes come and go."""
+
+    def __init__(self, address: str, process: subprocess.Popen[str]) -> None:
+        self.address = address
+        self._process = process
+
+    def add(self, **node: Any) -> None:
+        """Returns once it is there."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(node), file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline().strip() == self.address
+
+    def kill(self, resource: str) -> None:
+        """The raylet of the node with a custom resource, whose other processes end with it, and never say a word."""
+        (raylet,) = (
+            pid
+            for pid, line in session(self._process.pid).items()
+            if re.search(rf"resource_list=(\S*,)?{resource},", line)
+        )
+        os.kill(raylet, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def machines(*nodes: dict[str, Any], **environment: str) -> Iterator[Machines]:
     from tests.forks.client import connect
 
     connect().close()  # the cluster takes the server to be there
@@ -38,7 +68,7 @@ def cluster(*nodes: dict[str, Any], **environment: str) -> Iterator[str]:
         try:
             address = process.stdout.readline().strip()
             assert address, "the cluster did not start"
-            yield address
+            yield Machines(address, process)
             process.stdin.close()
             process.wait(timeout=120.0)
         finally:
@@ -90,7 +120,10 @@ def main() -> None:
     sys.executable = own
     nodes.wait_for_nodes()
     print(nodes.address, flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        nodes.add_node(**json.loads(line))
+        nodes.wait_for_nodes()
+        print(nodes.address, flush=True)
     nodes.shutdown()
 
 

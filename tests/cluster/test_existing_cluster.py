@@ -16,7 +16,7 @@ import ray
 from attrs import evolve
 
 from corerl.cluster.group import RayGroup
-from corerl.cluster.nodes import interface_of
+from corerl.cluster.nodes import gone, interface_of
 from corerl.cluster.objects import put
 from corerl.cluster.placement import arrange, reserved
 from corerl.cluster.runtime import ray_session
@@ -104,6 +104,12 @@ def test_samples_go_to_the_node_of_the_ranks_that_read_them(address: str, monkey
         assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
         assert [len(piece) for piece in pieces] == [len(step.rows(dp_ranks)) for dp_ranks in ((0, 1), (2, 3))]
         group.processes.kill()
+
+
+def test_nodes_that_are_gone_are_told_from_those_that_answer(address: str) -> None:
+    with ray_session(address=address, cpus=1.0):
+        never = "ab" * 28
+        assert gone({*(node["NodeID"] for node in ray.nodes()), never}) == {never}
 
 
 def test_bundles_go_where_the_custom_resource_is(address: str) -> None:

@@ -317,3 +317,93 @@ def test_a_newcomer_on_several_machines_is_refused_and_what_was_reserved_for_it_
     room.take({})
     assert room.given_back == ["reservation 1"]
     assert gpus(room["engines"]) == [(1, 2)]
+
+
+# ---- machines that are gone ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
+    """Bundle -> the machine that the cluster has put it on, "" for none, of those of "node 0", which is gone; each of
+    its GPUs has the number 7 then."""
+    moved: dict[tuple[str, int], str] = {}
+
+    def table(group: str) -> dict[str, Any]:
+        return {"bundles_to_node_id": {index: node for (own, index), node in moved.items() if own == group}}
+
+    monkeypatch.setattr(placement, "placement_group_table", table)
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: dict.fromkeys(nodes, Gpu(7, "7")))
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 0"})
+    return moved
+
+
+def on(moves: dict[tuple[str, int], str], nodes: Sequence[str]) -> None:
+    moves.update({("reservation 0", index): node for index, node in enumerate(nodes)})
+
+
+def test_processes_of_a_machine_that_is_gone_are_where_the_cluster_has_put_their_bundles(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 2)
+    room.begin({"actor": 4, "engines": 2})
+    before = {name: list(slots) for name, slots in room.items()}
+    on(moves, ["node 2", "node 3", "node 1", "node 1"])
+    room.settle(within=0.0)
+    assert [(slot.node, slot.devices, slot.neighbors) for slot in room["actor"]] == [
+        *(("node 2", ("7",), 1), ("node 3", ("7",), 1)),
+        *(("node 1", ("0",), 2), ("node 1", ("1",), 2)),
+    ]
+    assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 2", False), ("node 1", False)]
+    assert list(room["actor"][2:]) == before["actor"][2:]  # the same objects: nothing has happened to these
+    assert [slot.cpus for slot in room["actor"]] == [slot.cpus for slot in before["actor"]]
+
+
+def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on_the_rest(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 2)
+    whole = arrange({"actor": 4, "engines": 2}, cpus=1.0, gpus=1.0)
+    room.begin({"actor": 4, "engines": 2})
+    on(moves, ["", "node 0", "node 1", "node 1"])  # of one, Ray has not said yet that it is no more
+    room.settle(within=0.0)
+    assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
+    assert [slot.lost for slot in room["engines"]] == [True, False]
+    assert [room.left(whole, name) for name in whole.places] == [2, 2]
+    living = room["engines"][1]
+    found = room.refit(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
+    assert found["engines"][1] is living
+    assert gpus(found["engines"]) == [(1,), (0,)] and gpus(found["actor"]) == [(0,), (1,)]
+    assert all(slot.node == "node 1" and not slot.lost for slots in found.values() for slot in slots)
+    fewer = room.refit(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
+    assert gpus(fewer["engines"]) == [(0,)]  # of the two that there were, the last one is to end
+    room.take(fewer)
+    assert room.reserved == [4] and room.given_back == []
+    on(moves, ["", "node 5", "node 1", "node 1"])  # later
+    assert [slot.node for slot in room.moved({"actor": 3, "engines": 1}, {"engines": 1})["actor"]] == [
+        *("node 1", "node 1", "node 5")
+    ]
+    assert room.reserved == [4]
+
+
+def test_a_group_with_bundles_of_its_own_loses_what_was_on_them_alone(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 2)
+    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
+    whole = arrange({"actor": 2, "engines": 2}, **how)
+    room.begin({"actor": 2, "engines": 2}, **how)
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1"})
+    on(moves, ["node 0", "node 0", "", "", "node 2", "node 2"])
+    room.settle(within=0.0)
+    assert [room.left(whole, name) for name in whole.places] == [2, 1]
+
+
+def test_a_room_waits_for_machines_that_come_in_time(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 1)
+    room.begin({"actor": 2})
+    on(moves, ["", "node 1"])
+    monkeypatch.setattr(placement.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
+    room.settle(within=60.0)
+    assert [(slot.node, slot.lost) for slot in room["actor"]] == [("node 9", False), ("node 1", False)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from corerl.calls import Future
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.restarts import Point, Restarts
-from corerl.errors import DataError, SaveFailed, WorkerDied
+from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.types import InitResult, ParallelLayout
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
@@ -40,7 +42,8 @@ class Role:
     def kill(self) -> None:
         self.log.append("kill")
 
-    def restart(self, resume: str) -> Future[InitResult]:
+    def restart(self, resume: str, plan: str, slots: str) -> Future[InitResult]:
+        assert (plan, slots) == ("its plan", "its slots")
         self.log.append(f"restart from {resume!r}")
 
         def wait() -> InitResult:
@@ -89,6 +92,11 @@ class Case:
         assert not fine()
 
 
+def sizes(refit: Callable[[], list[str]]) -> Any:
+    plans, room = (defaultdict(lambda of=of: f"its {of}") for of in ("plan", "slots"))
+    return SimpleNamespace(refit=refit, plan=SimpleNamespace(processes=SimpleNamespace(roles=plans)), room=room)
+
+
 def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done: int = 5, **parts: Any) -> Case:
     ears, actor = Ears(), Role(SimpleNamespace(restarts=allowed), ended=ended)
     given: dict[str, Any] = {
@@ -97,6 +105,7 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
         "checkpoints": Saves(),
         "copies": None,
         "updates": SimpleNamespace(given_up=lambda: actor.log.append("given up")),
+        "sizes": sizes(list),
         "start": SimpleNamespace(resume=None, state={}),
         "progress": progress(ears, step=done),
         "stop": SimpleNamespace(requested=requested),
@@ -125,6 +134,23 @@ def test_ranks_are_started_anew_as_often_as_the_config_says_without_a_new_step()
     case.dies("five")
     with pytest.raises(WorkerDied, match="six"):
         case.dies("six")
+
+
+def test_what_became_smaller_is_told_and_where_nothing_can_the_death_is_the_error_and_says_so() -> None:
+    case = make(sizes=sizes(lambda: ["actor: 2 ranks -> 1 rank"]))
+    case.dies("one")
+    assert told(case.ears)[1:] == ["actor: 2 ranks -> 1 rank"] and len(case.points) == 1
+
+    def refuse() -> list[str]:
+        raise ConfigError("roles.actor.ranks: devices are left for 0 of 2")
+
+    case = make(sizes=sizes(refuse))
+    with pytest.raises(WorkerDied, match="^one") as caught:
+        case.dies("one")
+    assert caught.value.__notes__ == [
+        "a machine is gone, and the run cannot do without: roles.actor.ranks: devices are left for 0 of 2"
+    ]
+    assert case.points == [] and "restart from ''" not in case.actor.log
 
 
 def test_ranks_that_die_as_they_start_are_started_once_more() -> None:

@@ -76,6 +76,10 @@ class Engines:
         self.names = tuple(each.context.name for each in assignments)
         self.resized_to = assignments, slots
 
+    def reseat(self, assignments: Sequence[Any], slots: Sequence[Slot]) -> None:
+        self.names = tuple(each.context.name for each in assignments)
+        self.resized_to = assignments, slots
+
 
 @define(eq=False, slots=False)
 class Rooms:
@@ -85,6 +89,7 @@ class Rooms:
     slots: dict[str, Sequence[Slot]]
     full: CorerlError | None = None
     arranged: list[tuple[Placement, Mapping[str, int]]] = field(factory=list)
+    gone: set[int] = field(factory=set)  # bundles whose machine is
 
     def arrange(self, placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         if self.full is not None:
@@ -95,8 +100,29 @@ class Rooms:
             for name, slots in slots_of(placement).items()
         }
 
+    def __getitem__(self, name: str) -> Sequence[Slot]:
+        return self.slots[name]
+
+    def settle(self, *, within: float) -> None:
+        self.log.append(f"settle within {within:g}")
+        if not self.gone:
+            return
+        for name, slots in self.slots.items():
+            self.slots[name] = [
+                evolve(slot, bundles=tuple(evolve(each, lost=each.index in self.gone) for each in slot.bundles))
+                for slot in slots
+            ]
+
+    def left(self, placement: Placement, name: str) -> int:
+        return placement.bundles - len(self.gone)
+
+    def refit(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
+        assert list(staying) == ["engines"]
+        return slots_of(placement, moved=len(self.gone))
+
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
-        assert give_back == (not slots)  # only at the end: others that come may be on what nobody is on yet
+        # Only at the end: others that come may be on what nobody is on yet.
+        assert give_back == (not slots or bool(self.gone))
         self.log.append(" ".join(["take", *slots]))
         self.slots |= slots
 
@@ -330,6 +356,68 @@ def test_another_backend_or_layout_moves_the_roles_that_have_it(tmp_path: Path) 
     assert lines == ["critic: 1 rank of fsdp (dp 1) -> 1 rank of deepspeed (dp 1)"]
     lines = case.change("backends.fsdp.reshard_after_forward=false")
     assert lines == ["actor: 1 rank of fsdp (dp 1) -> 1 rank of fsdp (dp 1)"]
+
+
+# ---- machines that are gone ------------------------------------------------------------------------------------------
+
+
+def of_two(tmp_path: Path, **tables: Any) -> Case:
+    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
+    return make(tmp_path, roles=roles, **tables)
+
+
+def test_where_no_machine_is_gone_nothing_changes(tmp_path: Path) -> None:
+    case = of_two(tmp_path, cluster={"device": "cpu", "spare_timeout": 7})
+    before = case.state
+    assert case.sizes.refit() == [] and case.state == before
+    assert case.log == ["settle within 7"]
+
+
+def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must(tmp_path: Path) -> None:
+    case = of_two(tmp_path)
+    case.room.gone = {0}
+    assert case.sizes.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
+    assert case.engines.resized_to is not None
+    assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
+    assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
+    assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
+    case.updates.renewed(case.updates.source)  # when ranks have started
+    assert case.updates.address.engines == ("engine-0",)
+
+
+def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
+    case = make(tmp_path, roles={"actor": {"ranks": 4}, "critic": {"ranks": 1}})
+    case.room.gone = {3}
+    assert case.sizes.refit() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
+
+
+def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(tmp_path: Path) -> None:
+    tables = {"backends": {"fsdp": {"shard_size": 2}}, "algorithm": {"name": "grpo"}}
+    case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
+    before = case.sizes.plan
+    case.room.gone = {1}
+    with pytest.raises(
+        ConfigError, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "
+    ):
+        case.sizes.refit()
+    assert case.sizes.plan is before
+    case.room.gone = {0, 1}
+    with pytest.raises(ConfigError, match="^roles.actor.ranks: devices are left for 0 of 2$"):
+        case.sizes.refit()
+
+
+def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_path: Path) -> None:
+    case = of_two(tmp_path)
+    ends: list[str] = []
+    for name, ranks in case.ranks.items():
+        nodes = [slot.node for slot in case.room.slots[name]]
+        ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))  # type: ignore[attr-defined]
+    assert case.sizes.refit_engines() == []
+    case.room.gone = {1}
+    with pytest.raises(WorkerDied, match="^actor rank 1: its machine is gone$"):
+        case.sizes.refit_engines()
+    assert ends == ["actor"] and case.starts() == {"actor": 2, "critic": 1}
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl.calls import Future
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
-from corerl.errors import WeightUpdateError, WorkerDied
+from corerl.errors import ConfigError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
@@ -121,6 +122,36 @@ def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_t
     assert updates.version == 3
     assert updates.address.token != "at first"  # what was built there is broken
     assert told(ears) == ["engine-1 is replaced: its process died"]
+
+
+def test_engines_for_which_no_device_is_left_are_not_replaced_and_the_others_meet_elsewhere() -> None:
+    updates, actor, fleet, ears = evicting({"engine-0": FAILED, "engine-1": DEAD})
+
+    def refit() -> list[str]:
+        fleet.names = fleet.receivers = ("engine-0",)  # type: ignore[attr-defined]
+        updates.meets_at(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
+        return ["engines: 2 -> 1"]
+
+    updates.refit = refit
+    actor.manifest = lambda: Future(actor, lambda timeout: True, lambda: "of now")  # type: ignore[attr-defined]
+    updates.push()
+    assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
+    assert updates.address.engines == ("engine-0",)
+    assert told(ears) == ["engine-1 is replaced: its process died", "engines: 2 -> 1"]
+
+
+def test_where_no_engine_is_left_its_death_is_the_error_and_says_why() -> None:
+    updates, *_ = evicting({"engine-1": DEAD})
+
+    def refit() -> list[str]:
+        raise ConfigError("rollout.replicas: devices are left for 0 of 2")
+
+    updates.refit = refit
+    with pytest.raises(WorkerDied, match="^its process died") as caught:
+        updates.push()
+    assert caught.value.__notes__ == [
+        "a machine is gone, and the run cannot do without: rollout.replicas: devices are left for 0 of 2"
+    ]
 
 
 def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_the_run_ends() -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -530,6 +530,9 @@ class Sized(Scripted):
         self.log.append(f"shrink {count}")
         self.size -= count
 
+    def reseat(self, slots: Sequence[Any]) -> None:
+        self.log.append(f"reseat in {slots}")
+
 
 def resize(fleet: EngineFleet, count: int) -> None:
     fleet.resize(assigned(count), range(count))
@@ -802,6 +805,19 @@ def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet
     with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
         draw(fleet, REQUEST)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
+
+
+def test_engines_that_lost_their_machines_have_other_slots_and_of_too_many_the_last_end(loop: EventLoop) -> None:
+    sized = Sized(3)
+    fleet = EngineFleet(sized, assigned(3), loop)  # type: ignore[arg-type]
+    expected = draw(fleet, REQUEST)
+    moved = [evolve(each, context=evolve(each.context, devices=("7",))) for each in assigned(2)]
+    fleet.reseat(moved, range(2))
+    assert sized.log == ["pause [2]", "close [2]", "shrink 1", "reseat in range(0, 2)"]
+    assert fleet.assignments == moved and fleet.names == ("engine-0", "engine-1")
+    sized.asked.clear()
+    assert same(draw(fleet, REQUEST), expected)
+    assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
 
 
 def test_a_replica_that_is_added_draws_the_same_and_those_that_are_ended_leave_the_same_to_be_drawn(
