@@ -13,7 +13,8 @@ from tests.end_to_end.faulty import NAME, fault
 
 SETTINGS = ["run.steps=5", "checkpoint.background=false", "extensions=[{name='console'}, {name='jsonl'}]"]
 USER = "tests.end_to_end.user_functions"
-SEEN = ("train/loss", "train/grad_norm", "train/entropy")  # that depend on all of a model's state
+# That depend on all of a model's state.
+SEEN = ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "critic/loss", "critic/grad_norm")
 ROUNDING = 1e-4  # of sums in another order, over few steps
 
 
@@ -71,4 +72,34 @@ def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
     assert "actor rank 1: its process died during hand_over" in command.out
     assert "; all ranks are started anew from the checkpoint of step 2; step 3 is done again" in command.out
     assert "(dp 2) -> 1 rank of" in command.out  # the step was done again, and so was what follows
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
+    asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
+    one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
+    for directory in (one_rank, resized):
+        directory.mkdir()
+    with started(one_rank, *asked, "roles.actor.ranks=1", "roles.critic.ranks=1") as command:
+        assert command.finish() == 0, command.err
+    with started(resized, *asked, "roles.critic.ranks=2", f"cluster.scaler={USER}:ranks_down_and_up") as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    assert re.findall(r"note: (\w+: \d) ranks? .*-> (\d)", command.out) == [
+        *(("actor: 2", "1"), ("critic: 2", "1"), ("actor: 1", "2"), ("critic: 1", "2"))
+    ]
+    assert {"train/kl", "critic/loss"} <= numbers(resized / "run")[-2].keys()
+    assert_same(resized / "run", one_rank / "run")
+
+
+def test_ranks_that_train_while_others_are_sampled_change_too_and_their_copies_are_whole(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    killed = fault("optimizer_step", "kill", step=4, once=True)
+    more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]
+    with started(tmp_path, *killed, *more, f"cluster.scaler={USER}:ranks_down_and_up") as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    assert len(re.findall(r"note: actor: \d ranks? .*-> \d", command.out)) == 2
+    assert re.search("all ranks are started anew from the copy in memory of step [34]", command.out)
     assert_same(tmp_path / "run", undisturbed)
