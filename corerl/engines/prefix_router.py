@@ -7,12 +7,14 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.continuation import split
-from corerl.types import IntArray, offsets_of
+from corerl.types import IntArray
 
 SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
 REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights stay the same
@@ -37,20 +39,22 @@ class PrefixRouter:
         """The rows [n] for each replica that gets any, in ascending order."""
         if len(replicas) == 1:
             return {replicas[0]: np.arange(len(request))}
-        hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
-        whole = [(int(size), int(row[-1])) if size else (0, 0) for size, row in zip(lengths, hashes, strict=True)]
         load = [self._busy[replica] for replica in replicas]
         even = -(-(len(request) + sum(load)) // len(replicas))
         given: list[list[int]] = [[] for _ in replicas]
-        left: list[int] = []
-        place = {replica: i for i, replica in enumerate(replicas)}
-        for row in range(len(request)):
-            i = place.get(self._home(hashes[row]), -1)
-            if i >= 0 and load[i] + 1 <= SLACK * even:
-                given[i].append(row)
-                load[i] += 1
-            else:
-                left.append(row)
+        left = list(range(len(request)))
+        sums = _sums(request.tokens, request.offsets)
+        if self._homes:
+            left = []
+            place = {replica: i for i, replica in enumerate(replicas)}
+            for row, (start, stop) in enumerate(pairwise(request.offsets.tolist())):
+                i = place.get(self._home(sums[start + 1 : stop + 1] - sums[start]), -1)
+                if i >= 0 and load[i] + 1 <= SLACK * even:
+                    given[i].append(row)
+                    load[i] += 1
+                else:
+                    left.append(row)
+        whole = list(zip(np.diff(request.offsets).tolist(), np.diff(sums[request.offsets]).tolist(), strict=True))
         prompts, room = [whole[row] for row in left], _fill(load, len(left))
         start = ideal = 0
         for rows, more in zip(given, room, strict=True):
@@ -71,21 +75,16 @@ class PrefixRouter:
 
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
-        responses = np.split(generation.tokens, generation.offsets[1:-1])
-        rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
-        samples = GenerateRequest(
-            tokens=np.concatenate(rows),
-            offsets=offsets_of([len(row) for row in rows]),
-            noise_keys=request.noise_keys,
-            params=request.params,
-        )
-        beginnings: dict[tuple[int, int], int] = {}
-        for hashes, prompt in zip(_prefix_hashes(samples), np.diff(request.offsets), strict=True):
-            beginnings |= {(size, int(hashes[size - 1])): replica for size in (int(prompt), len(hashes)) if size}
+        prompts = np.diff(request.offsets)
+        prompt = np.diff(_sums(request.tokens, request.offsets)[request.offsets])
+        response = np.diff(_sums(generation.tokens, generation.offsets, after=prompts)[generation.offsets])
+        sizes = np.concatenate([prompts, prompts + np.diff(generation.offsets)]).tolist()
+        hashes = np.concatenate([prompt, prompt + response]).tolist()
+        beginnings = {each: replica for each in zip(sizes, hashes, strict=True) if each[0]}
         if len(self._homes) + len(beginnings) > REMEMBERED:
             self.forget()
         self._homes |= beginnings
-        for size, _ in beginnings:
+        for size in {size for size, _ in beginnings}:
             at = bisect_left(self._lengths, size)
             if self._lengths[at : at + 1] != [size]:
                 self._lengths.insert(at, size)
@@ -139,11 +138,10 @@ def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
     return low if at - low <= high - at else high
 
 
-def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
-    """Per row, the hashes [n] of all its prefixes, shortest first."""
-    lengths, starts = np.diff(request.offsets), request.offsets[:-1]
-    within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
-    powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((request.tokens + 1).astype(np.uint64) * powers[within])])
-    before = np.repeat(sums[starts], lengths)
-    return np.split(sums[1:] - before, request.offsets[1:-1])
+def _sums(tokens: IntArray, offsets: IntArray, *, after: IntArray | int = 0) -> NDArray[np.uint64]:
+    """[n + 1] sums whose differences within a row are hashes: from its start to a token, of the prefix that ends before
+    it. If tokens [n] are what comes `after` so many others of each row, hashes of both parts are added."""
+    lengths = np.diff(offsets)
+    within = np.arange(len(tokens)) - np.repeat(offsets[:-1] - after, lengths)
+    powers = np.cumprod(np.full(int(within.max(initial=0)) + 1, MULTIPLIER))
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum((tokens + 1).astype(np.uint64) * powers[within])])
