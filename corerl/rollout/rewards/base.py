@@ -153,17 +153,18 @@ class Reward:
         self,
         samples: Sequence[Sample],
         limit: float | None = None,
-        told: Callable[[int], None] = lambda count: None,
+        told: Callable[[int, int], Any] = lambda count, of: None,
     ) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each.
-        `told` hears after each how many there are."""
+        `told` hears after each how many there are, and how many there will be."""
         found: list[Outcome] = []
+        of = len(samples)
 
         def add(outcome: Outcome) -> None:
             found.append(outcome)
-            told(len(found))
+            told(len(found), of)
 
-        for first in range(0, len(samples), AT_ONCE):
+        for first in range(0, of, AT_ONCE):
             some = samples[first : first + AT_ONCE]
             if self.waits:
                 for begun in [self.begin(*sample, limit) for sample in some]:
@@ -405,7 +406,7 @@ def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = F
         failures=dict(Counter(failure.kind for failure in failures)),
         first=first,
         failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
-        parts=added(*({name: (value, 1) for name, value in each.parts.items()} for each in judged)),
+        parts=added(*({name: (value, 1) for name, value in each.parts.items()} for each in judged if each.parts)),
     )
 
 

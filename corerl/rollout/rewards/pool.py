@@ -79,7 +79,7 @@ class InDriver:
             return self.reward.score(rollout, part=part)
         samples, told = samples_of(rollout, tokens=self.reward.takes_tokens), self.told
         told(0, len(samples))
-        outcomes = self.reward.outcomes(samples, told=lambda count: told(count, len(samples)))
+        outcomes = self.reward.outcomes(samples, told=told)
         return gathered(outcomes, self.reward.failed_value)
 
 

@@ -141,7 +141,7 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
 def test_a_signal_that_interrupts_is_no_failure_of_the_sample(
     number: signal.Signals, hides: bool, texts: list[str]
 ) -> None:
-    counts: list[int] = []
+    counts: list[tuple[int, ...]] = []
 
     def interrupted(prompt: Prompt, response: str) -> float:
         try:
@@ -156,9 +156,9 @@ def test_a_signal_that_interrupts_is_no_failure_of_the_sample(
     try:
         with pytest.raises(KeyboardInterrupt):
             Reward(name="mine:f", function=interrupted).outcomes(
-                [(SORT, text, ()) for text in texts], told=counts.append
+                [(SORT, text, ()) for text in texts], told=lambda *count: counts.append(count)
             )
-        assert counts == list(range(1, texts.index("x") + 1))
+        assert counts == [(count, len(texts)) for count in range(1, texts.index("x") + 1)]
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, before)
