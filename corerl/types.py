@@ -352,6 +352,7 @@ class SleepResult:
     residual_bytes: int
     driver_freed_bytes: int = 0  # by how much that fell, including torch's caches
     used_bytes: int = 0  # on the device by all processes, when the sleep began and caches were largest
+    total_bytes: int = 0  # that the device has; 0 for main memory
     notes: tuple[str, ...] = ()  # for the user, such as why host memory is not pinned
 
 

@@ -303,6 +303,7 @@ class Backend(BackendBase, ABC):
             residual_bytes=held.residual,
             driver_freed_bytes=before.residual - held.residual,
             used_bytes=before.used,
+            total_bytes=before.total,
             notes=tuple(notes),
         )
 

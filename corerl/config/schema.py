@@ -149,7 +149,8 @@ class ClusterConfig:
         default="colocated",
     )
     offload: Literal["auto", "always", "never"] = option(
-        "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda",
+        "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda, and only "
+        "until a step has shown that there is room for both",
         default="auto",
     )
     max_residual_gib: float = option(

@@ -240,6 +240,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         groups={name: groups[name] for name in sharing},
         fleet=fleet,
         progress=progress,
+        measures=plan.cluster.offload == "auto",
     )
 
     def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:

@@ -1,4 +1,5 @@
-"""Move memory of ranks and engines on shared devices from one stage of a step to the next."""
+"""Move memory of ranks and engines on shared devices from one stage of a step to the next, until there is known to be
+room for both."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from attrs import define, field
 from corerl.driver.progress import Progress
 from corerl.engines.fleet import EngineFleet
 from corerl.kinds import ALL_KINDS, MemoryKind
-from corerl.plan.residency import TRAIN, EngineMemory, Stage, training
+from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, training
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
 
 GIB = 2**30
+ROOM = 0.8  # of a device: what the first step shows to need no more than this fits, though later samples are longer
 
 
 @define(kw_only=True, eq=False)
@@ -24,12 +26,18 @@ class Residency:
     groups: Mapping[str, TrainGroup] = field(factory=dict)  # by role, those in the plan
     fleet: EngineFleet | None = None
     progress: Progress
+    measures: bool = False  # whether to stop moving once a step has shown that there is room for all
 
     _stage: str = ""  # the last one entered
     _engines: EngineMemory = EngineMemory.NOTHING  # they sleep before ranks are built
     _ranks: dict[str, frozenset[MemoryKind]] = field(init=False)
     _peaks: dict[str, int] = field(factory=dict)  # bytes by stage, since `metrics` was last called
     _residual: int = 0  # bytes held by the fullest rank with all its kinds asleep
+    _stays: bool = False  # everything is resident
+    _slept: bool = True  # the engines, since the last update of their weights
+    _most: dict[str, int] = field(factory=dict)  # bytes in use by role, of the stages in which it is there
+    _engine: int = 0  # bytes that the engines take of a device, more than asleep
+    _total: int = 0  # bytes of a device
 
     def __attrs_post_init__(self) -> None:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
@@ -38,6 +46,11 @@ class Residency:
     def shared(self) -> bool:
         """Whether ranks and engines take turns in device memory."""
         return bool(self.plan)
+
+    @property
+    def slept(self) -> bool:
+        """Whether the engines have lost their weights since the last update, as they do whenever ranks take a turn."""
+        return self.shared and (self._slept or not self._stays)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
@@ -54,6 +67,8 @@ class Residency:
         if not self.plan:
             return
         stage = self.plan[name]
+        if self._stays and name != REST:
+            stage = Stage(engines=EngineMemory.ALL, ranks=dict.fromkeys(self.groups, ALL_KINDS))
         engines = self._engines if stage.engines is None else stage.engines
         leaving = {role: held - stage.ranks.get(role, frozenset()) for role, held in self._ranks.items()}
         coming = {role: stage.ranks.get(role, frozenset()) - held for role, held in self._ranks.items()}
@@ -68,18 +83,39 @@ class Residency:
 
     def make_room(self) -> None:
         """Let the engines sleep, where ranks that have died share their devices with others that are to load."""
-        if self.plan and self._engines is not EngineMemory.NOTHING and self.fleet is not None:
-            self.fleet.sleep()
-            self._engines = EngineMemory.NOTHING
+        if self.plan and self._engines is not EngineMemory.NOTHING:
+            self._lay_down_engines()
 
     def ranks_changed(self, roles: Collection[str]) -> None:
         """Note that the ranks of these roles were replaced by new ones, which are awake."""
         self._ranks |= dict.fromkeys(self.groups.keys() & set(roles), ALL_KINDS)
         self._stage = ""
+        self._forget()
 
     def engines_changed(self) -> None:
         """Note that some engines were replaced by new ones, which are awake."""
         self._engines = EngineMemory.ALL
+        self._forget()
+
+    def updated(self) -> None:
+        """Note that the engines' weights were updated."""
+        self._slept = False
+
+    def settle(self) -> str:
+        """After a step: if it has shown that ranks and engines fit on their devices together, let everything stay from
+        now on. Returns why, in a line; "" if nothing has changed."""
+        known = self._total and self._engine and self._most.keys() == self.groups.keys()
+        if not self.measures or self._stays or not known:
+            return ""
+        # Of each role the fullest stage, so that what is there anyway counts once for each.
+        needed = sum(self._most.values()) + self._engine
+        if needed > ROOM * self._total:
+            return ""
+        self._stays = True
+        return (
+            f"ranks and engines stay in memory from now on: together they need {needed / GIB:.1f} of "
+            f"{self._total / GIB:.1f} GiB at most (cluster.offload='always' lets them take turns)"
+        )
 
     def metrics(self) -> dict[str, float]:
         """GiB used on the fullest device by stage, counting all its processes, and GiB held by the fullest sleeping
@@ -99,13 +135,25 @@ class Residency:
                 # Torch keeps allocated memory until a sleep releases it: this is the whole stage's peak.
                 if self._stage:
                     self._peaks[self._stage] = max(self._peaks.get(self._stage, 0), slept.used_bytes)
+                    self._most[role] = max(self._most.get(role, 0), slept.used_bytes)
+                    self._total = slept.total_bytes
                 if not self._ranks[role]:
                     self._residual = max(self._residual, slept.residual_bytes)
                 for note in slept.notes:
                     self.progress.notice(f"{role} rank {rank}: {note}")
-        if self._engines > engines and self.fleet is not None:
-            self.fleet.sleep()
-            self._engines = EngineMemory.NOTHING
+        if self._engines > engines:
+            self._lay_down_engines()
+
+    def _lay_down_engines(self) -> None:
+        if self.fleet is not None:
+            freed = self.fleet.sleep()
+            if self.measures and self._stage == SAMPLE:
+                self._engine = max(self._engine, freed // len(self.fleet.receivers))
+        self._engines, self._slept = EngineMemory.NOTHING, True
+
+    def _forget(self) -> None:
+        """What was measured is of other processes."""
+        self._most, self._engine, self._stays = {}, 0, False
 
     def _wake(self, coming: Mapping[str, frozenset[MemoryKind]], *, engines: bool) -> None:
         for role, kinds in coming.items():

@@ -420,6 +420,7 @@ class Run:
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push()
+        self.residency.updated()
         new = self._pushed_at != self.actor.optimizer_step
         if new:
             self.snapshots.updated()
@@ -435,9 +436,8 @@ class Run:
                 self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
-        slept = self.residency.shared
         # Engines that slept, or are new, hold no weights.
-        if slept or self._pushed_at is None or fleet.dead or fleet.lacking:
+        if self.residency.slept or self._pushed_at is None or fleet.dead or fleet.lacking:
             return True
         every = self.plan.weights.every
         due = self.progress.step % every == 0 or self._evaluation_due()
@@ -471,6 +471,8 @@ class Run:
             self.updates.fleet.step_completed()
         self.restarts.step_done()
         metrics |= self.residency.metrics()
+        if line := self.residency.settle():
+            self.progress.notice(line)
         metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         engines = self.updates.fleet.names if self.updates is not None else ()

@@ -24,6 +24,7 @@ class Held:
     own: int | None  # by this process; None if the driver does not tell processes apart
     live: int  # in tensors
     cached: int  # in torch's cache
+    total: int = 0  # that the device has; 0 for main memory
 
     @property
     def residual(self) -> int:
@@ -60,7 +61,7 @@ class DeviceMeter:
         own = None if self._processes is None else self._processes.own_bytes()
         if own is not None and not reserved <= own <= total - free:
             own = None  # another process, whose host id equals this one's id in its container
-        return Held(used=total - free, own=own, live=live, cached=reserved - live)
+        return Held(used=total - free, own=own, live=live, cached=reserved - live, total=total)
 
 
 class _Process(ctypes.Structure):

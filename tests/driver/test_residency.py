@@ -73,14 +73,14 @@ class Device:
 class Ranks(Group):
     def __init__(self, device: Device, role: str) -> None:
         super().__init__()
-        self.device, self.role = device, role
+        self.device, self.role, self.total = device, role, 0
 
     def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
         held, before = self.device.held[self.role], self.device.used
         assert held >= set(kinds)
         held -= set(kinds)
         left = 3 + sum(self.device.SIZES[kind] for kind in held)
-        rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB)
+        rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB, total_bytes=self.total)
         ranks = [rank, evolve(rank, residual_bytes=GIB, used_bytes=GIB)]  # the second on an emptier device
         return Future(self, self.ready, lambda: ranks)
 
@@ -179,6 +179,71 @@ def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
     residency = Residency(plan=plan, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
     residency.enter(SAMPLE)
     assert told(ears) == ["actor rank 1: host memory could not be pinned"]
+
+
+class Sized(Engine):
+    """Tells what it gives back, of two devices."""
+
+    receivers = ("engine-0", "engine-1")
+
+    def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
+        freed = 2 * self.device.engine * GIB
+        super().sleep()
+        return freed
+
+
+def measured(total: int, *, measures: bool = True) -> tuple[Residency, Device, Sized]:
+    """After a step on devices of `total` GiB, with an actor alone."""
+    device = Device()
+    del device.held["critic"]
+    engine, actor = Sized(device), Ranks(device, "actor")
+    actor.total = total * GIB
+    residency = sharing({"actor": actor}, fleet=engine)
+    residency.measures = measures
+    residency.enter(SAMPLE)
+    engine.generate()
+    for stage in (training("actor"), UPDATE, SAMPLE):
+        residency.enter(stage)
+    residency.updated()
+    return residency, device, engine
+
+
+# The actor in training takes 18 GiB of a device, the engine 12.
+@pytest.mark.parametrize(("total", "measures", "stays"), [(38, True, True), (37, True, False), (99, False, False)])
+def test_ranks_and_engines_stay_once_a_step_has_shown_room_for_both(total: int, measures: bool, stays: bool) -> None:
+    residency, device, _ = measured(total, measures=measures)
+    line = residency.settle()
+    assert (f"need 30.0 of {total}.0 GiB" in line) == stays and bool(line) == stays
+    assert residency.slept == (not stays)
+    held = device.engine
+    for stage in (training("actor"), UPDATE, saving("actor")):
+        residency.enter(stage)
+        assert not stays or (device.held["actor"] == ALL and device.engine == held)
+    assert residency.slept == (not stays)
+    assert residency.settle() == "" or not stays
+    residency.enter(REST)  # as before new engines load
+    assert not device.held["actor"] and not device.engine
+    assert residency.slept
+
+
+@pytest.mark.parametrize("changed", ["ranks", "engines"])
+def test_new_ranks_or_engines_take_turns_until_they_are_measured(changed: str) -> None:
+    residency, device, engine = measured(38)
+    assert residency.settle()
+    if changed == "ranks":
+        device.held["actor"] = set(ALL)
+        residency.ranks_changed(["actor"])
+    else:
+        residency.engines_changed()
+    residency.enter(training("actor"))
+    assert device.engine == 0
+    assert residency.settle() == ""
+    for stage in (UPDATE, SAMPLE):
+        residency.enter(stage)
+    engine.generate()
+    residency.enter(training("actor"))
+    residency.enter(SAMPLE)
+    assert residency.settle()
 
 
 def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 def test_the_residual_is_this_processs_and_its_parts_add_up(gpu: Library) -> None:
     held = DeviceMeter(torch.device("cuda", 0)).held([])
-    assert held == Held(used=50 * GIB, own=6 * GIB, live=4 * GIB, cached=GIB)
+    assert held == Held(used=50 * GIB, own=6 * GIB, live=4 * GIB, cached=GIB, total=80 * GIB)
     assert held.residual == 6 * GIB
     assert held.described({MemoryKind.PARAM: 3 * GIB, MemoryKind.GRAD: 0}) == (
         "tensors of param: 3 GiB; other tensors: 1 GiB; torch's cache: 1 GiB; CUDA context, NCCL communicators "
