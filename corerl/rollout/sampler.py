@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -179,8 +180,17 @@ class Sampler:
         if stop:
             stops = Stops(self._tokenizer, stop)
             return [stops.text(tokens.tolist(), special_tokens=self._special_tokens) for tokens in said]
-        # Arrays, although the annotation omits them: for a list, transformers inspects every token.
-        return self._tokenizer.batch_decode(said, skip_special_tokens=not self._special_tokens)  # type: ignore[arg-type]
+        # Those of one length together: of each array transformers looks up the framework, and of a list every token.
+        of_length: defaultdict[int, list[int]] = defaultdict(list)
+        for row, tokens in enumerate(said):
+            of_length[len(tokens)].append(row)
+        texts = [""] * len(said)
+        for rows in of_length.values():
+            together = np.stack([said[row] for row in rows])
+            found = self._tokenizer.batch_decode(together, skip_special_tokens=not self._special_tokens)
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = text
+        return texts
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Encode prompts as ragged tokens [n] and offsets [P + 1]."""

@@ -237,7 +237,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             prompt=texts[group],
             response=rollout.texts[row],
             answer=prompts[group].answer,
-            reward=float(rewards[row]),
+            reward=reward,
         )
-        for row, group in zip(rows.tolist(), groups, strict=True)
+        for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )
