@@ -295,14 +295,15 @@ def test_fewer_samples_than_ranks_are_filled_up_with_the_shortest_sample() -> No
     ]
 
 
-def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty() -> None:
+@pytest.mark.parametrize("times", [1, 1000])
+def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty(times: int) -> None:
     batch = SampleBatch(
-        tokens=np.zeros(5, dtype=np.int64),
-        offsets=np.array([0, 0, 3, 3, 5, 5]),
-        columns={"loss_mask": np.array([True, False, True, False, True])},
+        tokens=np.zeros(5 * times, dtype=np.int64),
+        offsets=np.array([0, 0, 3, 3, 5, 5]) * times,
+        columns={"loss_mask": np.repeat([True, False, True, False, True], times)},
         rows={"group": np.arange(5)},
     )
-    assert count_loss_tokens(batch).tolist() == [0, 2, 0, 1, 0]
+    assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
 
 
 def test_a_batch_of_fewer_groups_than_mini_batches_is_a_step_for_each_group() -> None:
