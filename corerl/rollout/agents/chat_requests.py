@@ -149,19 +149,21 @@ def read_request(body: bytes, sampling: Mapping[str, float]) -> ChatRequest:
 
 
 def _require_fitting(name: str, value: Any, sampling: Mapping[str, float]) -> None:
-    got = f"{shorten(name, SHOWN)}: got {short_repr(value, SHOWN)}"
+    def got() -> str:  # only where it is refused: the messages alone may be long
+        return f"{shorten(name, SHOWN)}: got {short_repr(value, SHOWN)}"
+
     if name in sampling:
         own = sampling[name]
         off = name == "top_k" and own == 0 and _same(value, -1)  # as other servers write that there is none
         if value is not None and not off and not _same(value, own):
             raise Refused(
-                f"{got}, but this run samples with rollout.{name}={own!r}, as its loss assumes; leave it out",
+                f"{got()}, but this run samples with rollout.{name}={own!r}, as its loss assumes; leave it out",
                 code="unsupported_parameter",
             )
     elif name not in FIELDS:
         raise Refused(
-            f"{got}, wanted no such field{did_you_mean(name, [*FIELDS, *sampling])}; leave it out",
+            f"{got()}, wanted no such field{did_you_mean(name, [*FIELDS, *sampling])}; leave it out",
             code="unsupported_parameter",
         )
     elif value is not None and not FIELDS[name].fits(value):
-        raise Refused(f"{got}, wanted {FIELDS[name].wanted}", code=FIELDS[name].code)
+        raise Refused(f"{got()}, wanted {FIELDS[name].wanted}", code=FIELDS[name].code)

@@ -383,16 +383,18 @@ class Renderer:
         ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
         ended = ended or stops.end(said) is not None
-        plain_text, whole = (stops.text(said, special_tokens=special) for special in (False, True))
-        text = whole if self._special_tokens else plain_text
-        if self._calls is not None and asked.tools and asked.most_calls != 0 and ended:
+        content = stops.text(said, special_tokens=False)
+        calling = self._calls if asked.tools and asked.most_calls != 0 and ended else None
+        whole = stops.text(said, special_tokens=True) if self._special_tokens or calling is not None else content
+        text = whole if self._special_tokens else content
+        if calling is not None:
             # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
-            for written in (plain_text, whole):
-                if (read := self._calls.read(written)) is not None:
-                    content, calls = read
+            for written in (content, whole):
+                if (read := calling.read(written)) is not None:
+                    before, calls = read
                     told = as_told(calls[: asked.most_calls], number=len(asked.messages))
-                    return Answer(text=text, content=content, calls=tuple(told))
-        return Answer(text=text, content=plain_text)
+                    return Answer(text=text, content=before, calls=tuple(told))
+        return Answer(text=text, content=content)
 
 
 @functools.cache
