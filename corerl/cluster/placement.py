@@ -216,15 +216,13 @@ class Room(Mapping[str, Sequence[Slot]]):
             self._look()
 
     def left(self, placement: Placement, name: str) -> int:
-        """For how many processes of the group there are bundles that are not lost, of its own or those that it shares,
-        as the placement says, where each slot is that of a process or given up."""
+        """How many bundles there are that are not lost: the group's own or those that it shares, as the placement says,
+        and those that nobody uses."""
         shares = {name} if name in placement.apart else self._slots.keys() - set(placement.apart)
         others = {
             bundle for each in self._slots.keys() - shares for slot in self._slots[each] for bundle in slot.bundles
         }
-        return sum(not bundle.lost and bundle not in others for bundle in self._bundles) // placement.widths.get(
-            name, 1
-        )
+        return sum(not bundle.lost and bundle not in others for bundle in self._bundles)
 
     def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
         """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups

@@ -18,7 +18,7 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.sizes import Sizes
 from corerl.driver.stop import StopRequest
-from corerl.driver.updates import WeightUpdates
+from corerl.driver.updates import WeightUpdates, lacking
 from corerl.errors import CorerlError, UserError, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
@@ -80,8 +80,7 @@ class Restarts:
             except WorkerDied as error:
                 died.append(error)
             except _TooFewDevices as few:
-                died[-1].add_note(f"a machine is gone, and the run cannot do without: {few.message}")
-                raise died[-1] from few
+                raise lacking(died[-1], few) from few
 
     def step_done(self) -> None:
         if self.progress.step > self._furthest:

@@ -143,23 +143,41 @@ class Sizes:
         return lines
 
     def refit_engines(self) -> list[str]:
-        """The same while ranks are there, which stay. Raises WorkerDied if one of them is on a machine that is gone."""
+        """The same while ranks are there, which stay. If one is on a machine that is gone, or they are to make room for
+        engines, the role's are ended, and WorkerDied says so."""
         self.room.settle(within=self.plan.cluster.spare_timeout)
         for name, role in self.roles.items():
             for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
                 if slot.lost or slot.node != node:
                     role.group.processes.kill()
                     raise WorkerDied(f"{name} rank {rank}: its machine is gone")
+        placement = self.plan.processes.placement
+        if self.room.left(placement, ENGINES) < placement.widths.get(ENGINES, 1):
+            self.roles[ACTOR].group.processes.kill()
+            raise WorkerDied(f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left")
         return self.refit()
 
     def _fewer(self, groups: Sequence[str]) -> Plan:
-        """A plan for as many processes of each group as devices are left for. Raises UserError if there is none."""
+        """A plan for as many processes of each group as devices are left for. A group that has none gets some of the
+        group that has most: as many as it had, but half of them at most. Raises UserError if there is none."""
         plan, placement = self.plan, self.plan.processes.placement
-        for name in groups:
-            setting, now = (REPLICAS if name == ENGINES else f"roles.{name}.ranks"), len(self.room[name])
-            left = self.room.left(placement, name)
-            if left < now:
-                plan = _largest(plan, setting, now, left)
+        sizes = {name: len(self.room[name]) for name in groups}
+        bundles: dict[str, int] = {}  # by group; those that share theirs have one entry
+        had: dict[str, int] = {}
+        least: dict[str, int] = {}
+        for name, size in sizes.items():
+            pool, width = name if name in placement.apart else "", placement.widths.get(name, 1)
+            bundles[pool] = self.room.left(placement, name)
+            had[pool], least[pool] = max(had.get(pool, 0), size * width), max(least.get(pool, 0), width)
+        for pool in [pool for pool, count in bundles.items() if count < least[pool]]:
+            giver = max(bundles, key=lambda each: bundles[each])
+            given = min(had[pool], bundles[giver] // 2)
+            bundles[pool] += given
+            bundles[giver] -= given
+        for name, size in sizes.items():
+            left = bundles[name if name in placement.apart else ""] // placement.widths.get(name, 1)
+            if left < size:
+                plan = _largest(plan, REPLICAS if name == ENGINES else f"roles.{name}.ranks", size, left)
         _require_same_surroundings(self.plan.processes, plan.processes)
         return plan
 

@@ -179,13 +179,18 @@ class WeightUpdates:
                 for line in self.refit():
                     self.progress.notice(line)
             except UserError as refused:
-                error = next(iter(failed.values()))
-                error.add_note(f"a machine is gone, and the run cannot do without: {refused.message}")
-                raise error from refused
+                raise lacking(next(iter(failed.values())), refused) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
         self._served -= failed.keys()
         self._meet()  # the old engine is still part of the old group
+
+
+def lacking(error: CorerlError, refused: CorerlError) -> WorkerDied:
+    """The error of a process whose machine is gone, where the rest is not enough for a run."""
+    died = WorkerDied(f"{error.message}; a machine is gone, and not enough is left: {refused.message}")
+    died.details = error.details
+    return died
 
 
 def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:

@@ -114,7 +114,8 @@ class Rooms:
             ]
 
     def left(self, placement: Placement, name: str) -> int:
-        return placement.bundles - len(self.gone)
+        shares = [name] if name in placement.apart else self.slots.keys() - set(placement.apart)
+        return len({slot.bundles[0] for each in shares for slot in self.slots[each] if not slot.lost})
 
     def refit(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
         assert list(staying) == ["engines"]
@@ -407,6 +408,33 @@ def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(t
         case.sizes.refit()
 
 
+@pytest.mark.parametrize(
+    ("replicas", "gone", "lines"),
+    [
+        (4, {0, 1}, ["engines: 4 -> 2"]),
+        (3, {0, 1}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 3 -> 2"]),
+        (2, {2, 3}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]),
+        (2, {0, 2}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]),
+    ],
+)
+def test_a_group_that_has_lost_all_of_its_devices_gets_some_of_the_others(
+    replicas: int, gone: set[int], lines: list[str], tmp_path: Path
+) -> None:
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
+    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
+    case = make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
+    case.room.gone = gone
+    assert case.sizes.refit() == lines
+
+
+def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_be(tmp_path: Path) -> None:
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
+    case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
+    case.room.gone = {0}
+    with pytest.raises(ConfigError, match="^roles.actor.ranks: devices are left for 0 of 1$"):
+        case.sizes.refit()
+
+
 def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_path: Path) -> None:
     case = of_two(tmp_path)
     ends: list[str] = []
@@ -418,6 +446,19 @@ def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_p
     with pytest.raises(WorkerDied, match="^actor rank 1: its machine is gone$"):
         case.sizes.refit_engines()
     assert ends == ["actor"] and case.starts() == {"actor": 2, "critic": 1}
+
+
+def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> None:
+    case = of_two(tmp_path, disaggregated=True)
+    ends: list[str] = []
+    for name, ranks in case.ranks.items():
+        nodes = [slot.node for slot in case.room.slots[name]]
+        ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))  # type: ignore[attr-defined]
+    case.room.gone = {2}
+    assert case.sizes.refit_engines() == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
+    with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
+        case.sizes.refit_engines()
+    assert ends == ["actor"]
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
