@@ -56,7 +56,8 @@ class CudaOnHost:
                     "Event": Stream,
                     "get_rng_state": lambda device="cuda": torch.get_rng_state(),
                     "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-                    "manual_seed": torch.manual_seed,
+                    # torch's own would note where each was called, for three kinds of devices that are not there.
+                    "manual_seed": torch.default_generator.manual_seed,
                 },
             ),
             (torch.cuda.nvtx, {"range_push": lambda message: 0, "range_pop": lambda: 0}),
