@@ -16,7 +16,7 @@ from attrs import frozen
 from ray._private import ray_constants
 
 from tests.forks.client import ROOT, Forked, connect, kill_session
-from tests.forks.server import RAYS, SOCKET, WITH_RAY
+from tests.forks.server import FORK_PYTHON, RAYS, SOCKET, WITH_RAY
 from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")
@@ -69,7 +69,7 @@ def head() -> Iterator[Head]:
     reads, writes = os.pipe()
     told, tells = os.pipe()
     with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
-        own = environment(PYTHONPATH=str(ROOT))
+        own = environment(PYTHONPATH=str(ROOT), **{FORK_PYTHON: "1"})  # Ray's monitor and dashboard
         streams = {"stdin": stdin, "stdout": stdout, "stderr": stdout}
         process = Forked([sys.executable], HEAD, environment=own, directory=ROOT, place=place_of(own), **streams)
         stdout.close()

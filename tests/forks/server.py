@@ -54,6 +54,7 @@ PRELOAD = [
     *("corerl.testing.scenarios.states", "corerl.testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",
     *BACKENDS,
+    "pytest",  # which what ranks do for tests imports
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
 ]
 # A second server has imported Ray, for drivers whose variables of Ray are these.
