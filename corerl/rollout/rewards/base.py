@@ -111,16 +111,15 @@ class Reward:
 
     def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
-        outcome = self.outcome(prompt, response, tokens)
+        (outcome,) = self.outcomes([(prompt, response, tokens)])
         if isinstance(outcome, Failure):
             raise RewardError(outcome.message)
         return outcome.reward
 
     def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
-        """The sample's reward, or why it has none."""
-        heard: list[BaseException] = []
-        with interrupts(heard):
-            outcome: Outcome = self._caught(self._outcome, (prompt, response, tokens), heard)
+        """The sample's reward, or why it has none. For processes that no signal is meant for: it would be the sample's
+        failure."""
+        outcome: Outcome = self._caught(self._outcome, (prompt, response, tokens), ())
         return outcome
 
     def _outcome(self, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
