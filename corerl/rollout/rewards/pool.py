@@ -389,7 +389,7 @@ def _answered(processes: Sequence[_Process], look: float) -> list[_Process]:
 
 
 def _readable(connection: Connection) -> bool:
-    """Whether there is anything to read, asked as often as outcomes come: `Connection.poll` takes several times as long."""
+    """Whether there is anything to read, at each outcome: `Connection.poll` takes several times as long."""
     return any(fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)))
 
 
