@@ -491,6 +491,12 @@ def memory(args: argparse.Namespace, found: Found) -> None:
         saves = Checkpoints(directory, CheckpointConfig(), {"actor": role}, progress)
         kept = stack.enter_context(contextlib.contextmanager(copies_of)(saves))
         trained.steps(2, "warming up")
+        before: list[float] = []
+        for _ in range(args.block):
+            with phase(f"step {trained.done}, before there is any copy", args.limit) as took:
+                trained.step()
+            before.append(took())
+        found.add(Number(what="step, before there is any copy", values=before, unit="s"))
 
         def copy() -> None:
             """As the run's own `_start_copy`."""

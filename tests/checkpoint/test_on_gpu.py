@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 LARGE = (2**14, 2**13)  # 512 MiB: copying takes longer than launching what follows
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Where copies are kept: files on a disk cannot be pinned."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
 def test_a_copy_is_of_the_state_as_kernels_left_it_that_were_not_waited_for_and_as_no_later_one_changes_it(
-    tmp_path: Path,
+    in_memory: Path,
 ) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     held = {
@@ -30,7 +39,7 @@ def test_a_copy_is_of_the_state_as_kernels_left_it_that_were_not_waited_for_and_
     chunks = [Chunk(name, tuple(view.shape), (0,) * view.ndim, tuple(view.shape), view) for name, view in held.items()]
     copies, side = StateCopies(device), torch.cuda.Stream(device)
     for step in range(1, 6):
-        directory = tmp_path / str(step % 2)
+        directory = in_memory / str(step % 2)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for view in held.values():

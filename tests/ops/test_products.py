@@ -12,6 +12,7 @@ from corerl.ops.products import add_product_
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # With it, Triton calls numpy instead of a GPU.
 RUNS_KERNELS = importlib.util.find_spec("triton") and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+pytestmark = [pytest.mark.processes] if DEVICE == "cuda" else []  # Triton's assembler
 needs_kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="wants Triton and a GPU, or TRITON_INTERPRET=1")
 SCALE = 7 / 3
 

@@ -21,7 +21,10 @@ RUNS_KERNELS = importlib.util.find_spec("triton") and (DEVICE == "cuda" or os.en
         "torch",
         pytest.param(
             "kernels",
-            marks=pytest.mark.skipif(not RUNS_KERNELS, reason="wants Triton and a GPU, or TRITON_INTERPRET=1"),
+            marks=[
+                pytest.mark.skipif(not RUNS_KERNELS, reason="wants Triton and a GPU, or TRITON_INTERPRET=1"),
+                pytest.mark.processes,  # Triton's assembler
+            ],
         ),
     ]
 )
