@@ -114,6 +114,7 @@ class Command:
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         self._ray = None if own_ray else shared()
+        self._others = {} if self._ray is None else forked_for(self._ray.session)  # such as its dashboard
         code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
         without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
         # Where the tests' own backends are found, by the workers too; and what the command starts is forked too.
@@ -147,7 +148,8 @@ class Command:
 
         All of them are in its session, or were forked for one that is: none of Ray's processes leaves it.
         """
-        return processes_of(self.process.pid) | (forked_for(self._ray.session) if self._ray else {})
+        of_ray = forked_for(self._ray.session) if self._ray else {}
+        return processes_of(self.process.pid) | {pid: of_ray[pid] for pid in of_ray.keys() - self._others.keys()}
 
     def finish(self, within: float = STARTS_WITHIN) -> int:
         """Wait for the exit status."""
