@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import one_line, short_repr
-from corerl.plan.run_dir import unwritable
+from corerl.plan.writable import unwritable
 
 REQUEST, ANSWER = "scale-request.json", "scale-answer.json"  # in the run's directory
 LOOK_SECONDS = 0.2  # between two looks for an answer

@@ -1,8 +1,7 @@
-"""Look at a run's directory: whether it can be written to, what to resume from, and what must not be lost."""
+"""Look at a run's directory: what to resume from, and what must not be lost."""
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -26,18 +25,6 @@ EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings tha
 ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
 SHOWN_CHANGES = 8  # settings named in one line
 SHOWN_CHARACTERS = 40  # of a setting's value
-
-
-def require_writable(run_dir: Path) -> None:
-    """Raise ConfigError if the directory, or what there is of its path, cannot be written to; makes nothing."""
-    there = next(each for each in (run_dir, *run_dir.parents) if os.path.lexists(each))
-    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
-    if number:
-        raise unwritable(run_dir, OSError(number, f"{there}: {os.strerror(number)}"))
-
-
-def unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); set another directory")
 
 
 def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:

@@ -17,11 +17,11 @@ from corerl.plan.run_dir import (
     lies_in,
     lost_checkpoints,
     require_steps_left,
-    require_writable,
     resume_from,
     would_overwrite,
 )
 from corerl.plan.state import read_run
+from corerl.plan.writable import require_writable
 
 
 @frozen(kw_only=True)

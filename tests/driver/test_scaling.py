@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -52,6 +54,13 @@ def steps(*each: Callable[[], object]) -> Callable[[], bool]:
         return do is not None
 
     return runs
+
+
+@pytest.mark.processes
+def test_a_module_with_a_scaler_imports_no_torch_for_it() -> None:
+    """Rewards may be in it too, and each of their processes imports it."""
+    code = "import sys; from corerl import Sizing; print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: Path) -> None:

@@ -13,28 +13,9 @@ from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.errors import ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan
-from corerl.plan.run_dir import changed_settings, lost_checkpoints, require_writable, resume_from
+from corerl.plan.run_dir import changed_settings, lost_checkpoints, resume_from
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
-
-
-def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    require_writable(tmp_path / "not/there/yet")
-    assert not (tmp_path / "not").exists()
-    for place in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(ConfigError) as caught:
-            make_plan(config_in(place), starting=False)
-        assert caught.value.message == (
-            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
-        )
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
-    with pytest.raises(
-        ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"
-    ):
-        require_writable(tmp_path / "run")
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
