@@ -100,7 +100,7 @@ def test_a_machine_that_dies_costs_steps_and_another_takes_its_place_or_the_grou
     one, other, spare = ({**node, "num_cpus": 1, "resources": {name: 1}} for name in ("one", "other", "spare"))
     soon = {"RAY_health_check_initial_delay_ms": "0", "RAY_health_check_period_ms": "500"}
     with machines({**node, "num_cpus": 0, "include_dashboard": False}, one, other, **soon) as nodes:
-        cluster = [f"cluster.address={nodes.address}", "cluster.spare_timeout=2"]
+        cluster = [f"cluster.address={nodes.address}", f"cluster.spare_timeout={paced(4.0)}"]
         held = f"rollout.postprocess={USER}:held"
         arguments = [
             "train",
