@@ -86,6 +86,12 @@ def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
             Number(what=f"in it: {name}, share", values=share, unit="%"),
         ]
     rest = [whole - part for whole, part in zip(total, inside, strict=True)]
+    # Over all steps: none is told of later ones, where ranks and engines stay in memory.
+    peaks = {
+        name: values
+        for name in sorted({each for step in ended.steps for each in step if each.startswith("memory/")})
+        if (values := [step[name] for step in ended.steps if name in step])
+    }
     differences = [step["rollout/logprob_diff"] for step in steps]
     lengths = [step["rollout/response_length"] for step in steps]
     return Report(
@@ -99,6 +105,10 @@ def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
             Number(what="tokens of a sample", values=lengths, unit="tokens"),
             Number(what="sampled", values=[step["perf/tokens_per_second"] for step in steps], unit="tokens/s"),
             Number(what="mean log-prob difference", values=differences, unit=""),
+            *(
+                Number(what=f"most in use: {name.removeprefix('memory/').removesuffix('_gib')}", values=gib, unit="GiB")
+                for name, gib in peaks.items()
+            ),
         ],
         note=f"`{command}`. Steps {args.warm} to {len(ended.steps) - 1}, with one optimizer step per batch.",
     )
