@@ -73,13 +73,13 @@ from corerl.rollout.sources.recorded import write_rollout
 from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
+from corerl.weights.handover import PART_OF_GPUS
 
 STATE = 12  # bytes of a parameter's master and moments
 OVERLAP = 18  # bytes of a parameter on the device where one rank and one of two are
 ROOM = 6e9  # bytes for contexts, NCCL and what the allocator rounds up
 RESIZE, COPIES = 2.0, 1.02  # targets: of the copies' time; of the step without copies
 LOGPROBS = Output.LOGPROBS
-PART = 2**22  # bytes, as a handover's
 BLOCK = 2**28  # bytes of a copy alone
 POLL_SECONDS = 0.02
 DIFFERENT = "RESULTS DIFFER"
@@ -361,11 +361,11 @@ def copies(nbytes: int, tiny: bool, results: Any) -> None:
     source = torch.ones(block, dtype=torch.uint8, device="cuda:0")
     target = torch.ones(block, dtype=torch.uint8, device="cuda:0")
     pinned = torch.ones(block, dtype=torch.uint8, pin_memory=True)
-    pageable = torch.ones(2 * PART, dtype=torch.uint8)
+    pageable = torch.ones(2 * PART_OF_GPUS, dtype=torch.uint8)
 
     def parts(host: torch.Tensor) -> None:
-        for number, (into, out) in enumerate(zip(target.split(PART), source.split(PART), strict=True)):
-            room = host[number % 2 * PART :][: len(out)]
+        for number, (into, out) in enumerate(zip(target.split(PART_OF_GPUS), source.split(PART_OF_GPUS), strict=True)):
+            room = host[number % 2 * PART_OF_GPUS :][: len(out)]
             room.copy_(out)
             into.copy_(room)
 
@@ -377,8 +377,8 @@ def copies(nbytes: int, tiny: bool, results: Any) -> None:
         "alone": timed(lambda: through(pinned)),
         "out, pinned": timed(lambda: pinned.copy_(source)),
         "in, pinned": timed(lambda: target.copy_(pinned)),
-        "in parts of 4 MiB, pinned": timed(lambda: parts(pinned)),
-        "in parts of 4 MiB, not pinned": timed(lambda: parts(pageable)),
+        "in parts of 32 MiB, pinned": timed(lambda: parts(pinned)),
+        "in parts of 32 MiB, not pinned": timed(lambda: parts(pageable)),
     }
     if torch.cuda.device_count() > 1:
         other = torch.ones(block, dtype=torch.uint8, device="cuda:1")

@@ -49,7 +49,7 @@ from corerl.types import (
     UpdateResult,
     merge_metrics,
 )
-from corerl.weights.handover import Handover
+from corerl.weights.handover import PART, PART_OF_GPUS, Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
@@ -234,6 +234,7 @@ class TrainGroup:
             givers=len(self.processes),
             takers=len(others.processes),
             timeout=config.timeout,
+            part=PART_OF_GPUS if config.device == "cuda" else PART,
         )
         taking = others.init(handover)
         pending = self._start("hand_over", handover, step)

@@ -41,7 +41,9 @@ from corerl.weights.chunks import Box, Chunk, intersect, within
 from corerl.weights.shared import SharedOnHost, opened, pinned
 
 POLL_SECONDS = 0.05  # between two looks whether a handover was called off
-PART = 2**22  # bytes of a transfer at most: what is written is read while it is still in the processor's cache
+# Bytes of a transfer at most. Between CPUs what is written is read while it is still in the processor's cache; between
+# GPUs each transfer costs two messages, as long as copying some megabytes.
+PART, PART_OF_GPUS = 2**22, 2**25
 PARTS = 2  # of a giver's room
 VALUE = 2**22  # bytes of one value in the store
 
@@ -60,6 +62,7 @@ class Handover:
     givers: int
     takers: int
     timeout: float = 600.0  # seconds that one rank waits for another
+    part: int = PART  # bytes of a transfer at most
 
     def open_store(self, *, master: bool) -> dist.Store:
         store = dist.TCPStore(
@@ -205,7 +208,7 @@ def _send(handover: Handover, rank: int, state: Mapping[str, Sequence[Chunk]], n
     joined.append(group)
     sent, signal = 0, torch.zeros(1, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
-        room = stack.enter_context(contextlib.closing(Room()))
+        room = stack.enter_context(contextlib.closing(Room(handover.part)))
         stack.enter_context(pinned(room.bytes, (chunk.view for chunks in owned.values() for chunk in chunks)))
         for kind, chunks in owned.items():
             plan = _plan(store, handover, kind)
@@ -297,9 +300,9 @@ class Room:
     """Host memory in which a giver puts what others on its machine read, in parts: one is filled while another is
     read."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: int = PART) -> None:
         self._name = f"corerl-{secrets.token_hex(8)}"  # by which a taker knows that it has found this one
-        self._shared = SharedOnHost(PARTS * PART, self._name)
+        self._shared = SharedOnHost(PARTS * part, self._name)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -319,7 +322,7 @@ class Room:
 
 
 def part(room: torch.Tensor, number: int, dtype: torch.dtype) -> torch.Tensor:
-    return room.view(PARTS, PART)[number % PARTS].view(dtype)
+    return room.view(PARTS, -1)[number % PARTS].view(dtype)
 
 
 def mapped(place: Mapping[str, Any]) -> torch.Tensor | None:
@@ -356,7 +359,7 @@ def _plan(store: dist.Store, handover: Handover, kind: str) -> _Plan:
     dtype = torch.bool  # the least of all
     for name in {dtype for rows in has for _, _, _, dtype in rows}:
         dtype = torch.promote_types(dtype, getattr(torch, name))
-    return _Plan(list(transfers(has, wants, PART // dtype.itemsize)), dtype)
+    return _Plan(list(transfers(has, wants, handover.part // dtype.itemsize)), dtype)
 
 
 def _require_covered(kind: str, has: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]]) -> None:

@@ -124,10 +124,9 @@ def test_every_rank_gets_its_boxes_of_every_kind_to_the_last_bit(
     before: str, givers: int, after: str, takers: int, machines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where some takers cannot map what givers share, as on another machine; here every second time."""
-    monkeypatch.setattr(handover_module, "PART", 64)  # bytes: so that there are many transfers
     found, numbers = handover_module.mapped, itertools.count()
     monkeypatch.setattr(handover_module, "mapped", lambda place: None if next(numbers) % machines else found(place))
-    handover = handover_of(givers, takers)
+    handover = evolve(handover_of(givers, takers), part=64)  # bytes: so that there are many transfers
     kinds = {"master": whole(1), "exp_avg": whole(2), "snapshot/reference": whole(3)}
     nothing = {name: torch.full(shape, math.nan) for name, shape in SHAPES.items()}
     have = {kind: chunks(LAYOUTS[before](givers), values, torch.float32) for kind, values in kinds.items()}
