@@ -150,7 +150,7 @@ class ClusterConfig:
     )
     offload: Literal["auto", "always", "never"] = option(
         "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda, and only "
-        "until a step has shown that there is room for both",
+        "until two steps have shown that there is room for both",
         default="auto",
     )
     max_residual_gib: float = option(

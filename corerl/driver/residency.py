@@ -3,6 +3,7 @@ room for both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from attrs import define, field
@@ -15,7 +16,8 @@ from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
 
 GIB = 2**30
-ROOM = 0.8  # of a device: what the first step shows to need no more than this fits, though later samples are longer
+ROOM = 0.8  # of a device: what steps show to need no more than this fits, though later samples are longer
+SEEN = 2  # steps of each role: the first may be skipped, before moments exist
 
 
 @define(kw_only=True, eq=False)
@@ -26,7 +28,7 @@ class Residency:
     groups: Mapping[str, TrainGroup] = field(factory=dict)  # by role, those in the plan
     fleet: EngineFleet | None = None
     progress: Progress
-    measures: bool = False  # whether to stop moving once a step has shown that there is room for all
+    measures: bool = False  # whether to stop moving once two steps have shown that there is room for all
 
     _stage: str = ""  # the last one entered
     _engines: EngineMemory = EngineMemory.NOTHING  # they sleep before ranks are built
@@ -35,9 +37,12 @@ class Residency:
     _residual: int = 0  # bytes held by the fullest rank with all its kinds asleep
     _stays: bool = False  # everything is resident
     _slept: bool = True  # the engines, since the last update of their weights
-    _most: dict[str, int] = field(factory=dict)  # bytes in use by role, of the stages in which it is there
-    _engine: int = 0  # bytes that the engines take of a device, more than asleep
-    _total: int = 0  # bytes of a device
+    # What is measured: bytes in use by role, in the fullest stage in which it is there; how often it was measured with
+    # all that it ever holds; bytes of the engines on their fullest device; bytes of the smallest device.
+    _most: dict[str, int] = field(factory=dict)
+    _seen: Counter[str] = field(factory=Counter)
+    _engine: int = 0
+    _total: int = 0
 
     def __attrs_post_init__(self) -> None:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
@@ -67,7 +72,9 @@ class Residency:
         if not self.plan:
             return
         stage = self.plan[name]
-        if self._stays and name != REST:
+        if name == REST:
+            self.take_turns()
+        if self._stays:
             stage = Stage(engines=EngineMemory.ALL, ranks=dict.fromkeys(self.groups, ALL_KINDS))
         engines = self._engines if stage.engines is None else stage.engines
         leaving = {role: held - stage.ranks.get(role, frozenset()) for role, held in self._ranks.items()}
@@ -90,21 +97,25 @@ class Residency:
         """Note that the ranks of these roles were replaced by new ones, which are awake."""
         self._ranks |= dict.fromkeys(self.groups.keys() & set(roles), ALL_KINDS)
         self._stage = ""
-        self._forget()
+        self.take_turns()
 
     def engines_changed(self) -> None:
         """Note that some engines were replaced by new ones, which are awake."""
         self._engines = EngineMemory.ALL
-        self._forget()
+        self.take_turns()
+
+    def take_turns(self) -> None:
+        """Let ranks and engines move again, until it is measured anew that there is room for all."""
+        self._most, self._seen, self._engine, self._total, self._stays = {}, Counter(), 0, 0, False
 
     def updated(self) -> None:
         """Note that the engines' weights were updated."""
         self._slept = False
 
     def settle(self) -> str:
-        """After a step: if it has shown that ranks and engines fit on their devices together, let everything stay from
-        now on. Returns why, in a line; "" if nothing has changed."""
-        known = self._total and self._engine and self._most.keys() == self.groups.keys()
+        """After a step: if ranks and engines were seen to fit on their devices together, let everything stay from now
+        on. Returns why, in a line; "" if nothing has changed."""
+        known = self._total and self._engine and all(self._seen[role] >= SEEN for role in self.groups)
         if not self.measures or self._stays or not known:
             return ""
         # Of each role the fullest stage, so that what is there anyway counts once for each.
@@ -136,24 +147,22 @@ class Residency:
                 if self._stage:
                     self._peaks[self._stage] = max(self._peaks.get(self._stage, 0), slept.used_bytes)
                     self._most[role] = max(self._most.get(role, 0), slept.used_bytes)
-                    self._total = slept.total_bytes
+                    self._total = min(self._total or slept.total_bytes, slept.total_bytes)
                 if not self._ranks[role]:
                     self._residual = max(self._residual, slept.residual_bytes)
                 for note in slept.notes:
                     self.progress.notice(f"{role} rank {rank}: {note}")
+            # One that is trained has its gradients and moments in no stage but that.
+            self._seen[role] += self._stage == training(role) or training(role) not in self.plan
         if self._engines > engines:
             self._lay_down_engines()
 
     def _lay_down_engines(self) -> None:
         if self.fleet is not None:
             freed = self.fleet.sleep()
-            if self.measures and self._stage == SAMPLE:
-                self._engine = max(self._engine, freed // len(self.fleet.receivers))
+            if self.measures and self._stage == SAMPLE:  # their caches are there
+                self._engine = max(self._engine, freed)
         self._engines, self._slept = EngineMemory.NOTHING, True
-
-    def _forget(self) -> None:
-        """What was measured is of other processes."""
-        self._most, self._engine, self._stays = {}, 0, False
 
     def _wake(self, coming: Mapping[str, frozenset[MemoryKind]], *, engines: bool) -> None:
         for role, kinds in coming.items():

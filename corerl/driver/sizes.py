@@ -87,6 +87,7 @@ class Sizes:
             for name in moved:
                 began = time.monotonic()
                 role = self.roles[name]
+                self.residency.take_turns()
                 self.residency.enter(_room_for(self.residency, role))
                 with self.progress.phase("resize"):
                     role.group.move(after.roles[name], slots[name], role.step(self.progress.step))

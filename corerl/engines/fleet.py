@@ -533,10 +533,12 @@ class EngineFleet:
         return {self.names[replica]: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}
 
     def sleep(self) -> int:
-        """Free the weights' memory; returns bytes. Nothing is served until `wake_up` and a weight update."""
+        """Free the engines' memory; returns the bytes that this frees on the fullest of their devices. Nothing is
+        served until `wake_up` and a weight update."""
         with self._changing:
             self._partial.update(range(len(self)))
-        return sum(self._ask_all("sleep").values())
+        freed = self._ask_all("sleep")
+        return max((each // self.assignments[replica].context.bundles for replica, each in freed.items()), default=0)
 
     def wake_up(self) -> int:
         """Reallocate the weights' memory; returns bytes. Idempotent."""

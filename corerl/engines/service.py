@@ -45,8 +45,13 @@ class EngineService:
         require_same(assignment.origins, (Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
         context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
-        engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
-        self.engine = engine_class(assignment.model, options, context)
+        try:
+            engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
+            self.engine = engine_class(assignment.model, options, context)
+        except BaseException:
+            if context.begun is not None:
+                context.begun.stop()
+            raise
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many

@@ -186,12 +186,13 @@ class TransformersEngine(Engine):
     def sleep(self) -> int:
         if self._asleep:
             return 0
+        before = self._reserved
         with self._serving.dropping_weights("its weights were put to sleep"):
             for storage, _ in self._storages:
                 storage.resize_(0)
             self._asleep, self._whole = True, False
             empty_cache(self._device)
-        return self._bytes
+        return max(self._bytes, before - self._reserved)
 
     def wake_up(self) -> int:
         if not self._asleep:
@@ -201,6 +202,11 @@ class TransformersEngine(Engine):
                 storage.resize_(size)
             self._asleep = False
         return self._bytes
+
+    @property
+    def _reserved(self) -> int:
+        """Bytes that torch has of a GPU, with what generating took."""
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     @property
     def _bytes(self) -> int:

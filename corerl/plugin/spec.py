@@ -218,6 +218,7 @@ class EngineSpec:
     adapters: bool = False
     # Called in the engine's process with the options and the EngineContext, before the implementation and what that
     # needs are imported: begins what takes long by itself, such as a server, and returns it for `EngineContext.begun`.
+    # If the engine cannot be made, its `stop()` is called, maybe once more.
     begin: Callable[[Any, Any], Any] = nothing_begun
 
 

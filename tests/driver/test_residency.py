@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,15 +73,16 @@ class Device:
 class Ranks(Group):
     def __init__(self, device: Device, role: str) -> None:
         super().__init__()
-        self.device, self.role, self.total = device, role, 0
+        self.device, self.role, self.totals = device, role, (0, 0)
 
     def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
         held, before = self.device.held[self.role], self.device.used
         assert held >= set(kinds)
         held -= set(kinds)
         left = 3 + sum(self.device.SIZES[kind] for kind in held)
-        rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB, total_bytes=self.total)
-        ranks = [rank, evolve(rank, residual_bytes=GIB, used_bytes=GIB)]  # the second on an emptier device
+        rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB)
+        other = evolve(rank, residual_bytes=GIB, used_bytes=GIB)  # on an emptier device
+        ranks = [evolve(each, total_bytes=total) for each, total in zip((rank, other), self.totals, strict=True)]
         return Future(self, self.ready, lambda: ranks)
 
     def wake_up(self, kinds=()):  # type: ignore[no-untyped-def]
@@ -182,38 +183,47 @@ def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
 
 
 class Sized(Engine):
-    """Tells what it gives back, of two devices."""
-
-    receivers = ("engine-0", "engine-1")
+    """Tells what it gives back."""
 
     def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
-        freed = 2 * self.device.engine * GIB
+        freed = self.device.engine * GIB
         super().sleep()
         return freed
 
 
-def measured(total: int, *, measures: bool = True) -> tuple[Residency, Device, Sized]:
-    """After a step on devices of `total` GiB, with an actor alone."""
+def take_steps(residency: Residency, engine: Sized, *stages: str, count: int = 2) -> None:
+    for _ in range(count):
+        residency.enter(SAMPLE)
+        if engine.device.engine == Device.WEIGHTS:
+            engine.generate()
+        for stage in (*stages, UPDATE, SAMPLE):
+            residency.enter(stage)
+        residency.updated()
+
+
+def measured(
+    *totals: int, roles: Sequence[str] = ("actor",), trained: Sequence[str] = ("actor",), steps: int = 2
+) -> tuple[Residency, Device, Sized]:
+    """After steps in which these roles are trained, on devices of so many GiB."""
     device = Device()
-    del device.held["critic"]
-    engine, actor = Sized(device), Ranks(device, "actor")
-    actor.total = total * GIB
-    residency = sharing({"actor": actor}, fleet=engine)
-    residency.measures = measures
-    residency.enter(SAMPLE)
-    engine.generate()
-    for stage in (training("actor"), UPDATE, SAMPLE):
-        residency.enter(stage)
-    residency.updated()
+    device.held = {role: set(ALL) for role in roles}
+    engine, groups = Sized(device), {role: Ranks(device, role) for role in roles}
+    for group in groups.values():
+        group.totals = tuple(total * GIB for total in totals)
+    residency = sharing(groups, passed=roles, fleet=engine)  # type: ignore[arg-type]
+    residency.measures = True
+    take_steps(residency, engine, FORWARD, *map(training, trained), count=steps)
     return residency, device, engine
 
 
 # The actor in training takes 18 GiB of a device, the engine 12.
-@pytest.mark.parametrize(("total", "measures", "stays"), [(38, True, True), (37, True, False), (99, False, False)])
-def test_ranks_and_engines_stay_once_a_step_has_shown_room_for_both(total: int, measures: bool, stays: bool) -> None:
-    residency, device, _ = measured(total, measures=measures)
+@pytest.mark.parametrize(
+    ("totals", "stays"), [((38, 38), True), ((37, 37), False), ((37, 80), False), ((80, 38), True)]
+)
+def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: tuple[int, int], stays: bool) -> None:
+    residency, device, _ = measured(*totals)
     line = residency.settle()
-    assert (f"need 30.0 of {total}.0 GiB" in line) == stays and bool(line) == stays
+    assert (f"need 30.0 of {min(totals)}.0 GiB" in line) == stays and bool(line) == stays
     assert residency.slept == (not stays)
     held = device.engine
     for stage in (training("actor"), UPDATE, saving("actor")):
@@ -224,25 +234,40 @@ def test_ranks_and_engines_stay_once_a_step_has_shown_room_for_both(total: int, 
     residency.enter(REST)  # as before new engines load
     assert not device.held["actor"] and not device.engine
     assert residency.slept
+    residency.enter(saving("actor"))
+    assert not device.engine
 
 
-@pytest.mark.parametrize("changed", ["ranks", "engines"])
-def test_new_ranks_or_engines_take_turns_until_they_are_measured(changed: str) -> None:
-    residency, device, engine = measured(38)
+def test_nothing_stays_that_is_not_to_be_measured() -> None:
+    residency, _, _ = measured(99, 99)
+    residency.measures = False
+    assert residency.settle() == ""
+
+
+@pytest.mark.parametrize(("trained", "steps"), [(("actor",), 1), ((), 3), (("critic",), 3)])
+def test_nothing_stays_before_each_role_was_trained_twice(trained: tuple[str, ...], steps: int) -> None:
+    """A critic alone is trained at first, or a batch teaches nothing."""
+    residency, _, engine = measured(99, 99, roles=("actor", "critic"), trained=trained, steps=steps)
+    assert residency.settle() == ""
+    take_steps(residency, engine, training("critic"), training("actor"))
+    assert residency.settle()
+
+
+@pytest.mark.parametrize("changed", ["ranks", "engines", "moved"])
+def test_new_ranks_or_engines_and_those_that_are_to_move_take_turns_until_they_are_measured(changed: str) -> None:
+    residency, device, engine = measured(38, 38)
     assert residency.settle()
     if changed == "ranks":
         device.held["actor"] = set(ALL)
         residency.ranks_changed(["actor"])
-    else:
+    elif changed == "engines":
         residency.engines_changed()
+    else:
+        residency.take_turns()
     residency.enter(training("actor"))
-    assert device.engine == 0
+    assert (device.engine, device.held["actor"]) == (0, ALL) and residency.slept
     assert residency.settle() == ""
-    for stage in (UPDATE, SAMPLE):
-        residency.enter(stage)
-    engine.generate()
-    residency.enter(training("actor"))
-    residency.enter(SAMPLE)
+    take_steps(residency, engine, training("actor"))
     assert residency.settle()
 
 

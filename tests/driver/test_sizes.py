@@ -146,6 +146,9 @@ class Memory:
     def __init__(self, log: list[str], groups: Sequence[str] = ()) -> None:
         self.log, self.groups = log, groups
 
+    def take_turns(self) -> None:
+        self.log.append("turns")
+
     def enter(self, stage: str) -> None:
         self.log.append(f"enter {stage}")
 
@@ -255,7 +258,7 @@ def test_ranks_that_are_to_be_others_are_moved_and_all_else_stays(tmp_path: Path
     case = make(tmp_path)
     assert case.sizes.now == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
-    assert case.log == ["complete True", "enter rest", "move actor", "changed actor", "take actor", "take"]
+    assert case.log == ["complete True", "turns", "enter rest", "move actor", "changed actor", "take actor", "take"]
     ((placement, staying),) = case.room.arranged
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (0, 1)}
     assert staying == {"critic": 1, "engines": 2}
@@ -323,9 +326,9 @@ def test_engines_that_end_go_first_and_engines_that_come_are_last(
 def test_a_role_that_shares_devices_is_awake_as_it_is_moved_and_nothing_else(tmp_path: Path) -> None:
     case = make(tmp_path, shared=["actor", "critic"])
     case.change("roles.actor.ranks=2", "roles.critic.ranks=2")
-    assert [line for line in case.log if line.split()[0] in ("enter", "move")] == [
-        *("enter train actor", "move actor"),
-        *("enter train critic", "move critic"),
+    assert [line for line in case.log if line.split()[0] in ("turns", "enter", "move")] == [
+        *("turns", "enter train actor", "move actor"),
+        *("turns", "enter train critic", "move critic"),
     ]
 
 
@@ -497,7 +500,7 @@ def test_ranks_that_cannot_be_moved_leave_all_as_it_was_and_what_was_reserved_is
     before = case.state
     case.ranks["actor"].failure = error
     assert case.fails(type(error), "roles.actor.ranks=2") == error.message
-    assert case.log == ["complete True", "enter rest", "move actor", "take"]  # nothing: to give the rest back
+    assert case.log == ["complete True", "turns", "enter rest", "move actor", "take"]  # nothing: to give the rest back
     assert case.state == before
     case.ranks["actor"].failure = None
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from attrs import evolve
@@ -13,6 +14,7 @@ from corerl.engines import service
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.engines.specs import FAKE
+from corerl.errors import PluginError
 
 CONTEXT = EngineContext(name="engine-1", index=1, device="cpu", precision="float32")
 
@@ -40,6 +42,16 @@ def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypa
         EngineAssignment(engine="fake", origins=(), model=ModelConfig(), options={"vocab_size": 7}, context=CONTEXT)
     )
     assert order == [(7, CONTEXT), "import", evolve(CONTEXT, begun="a server")]
+
+
+def test_what_was_begun_for_an_engine_that_cannot_be_made_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, loaded = mock.Mock(), SimpleNamespace(name="fake", spec=evolve(FAKE, begin=lambda *_: begun))
+    monkeypatch.setattr(service, "load", lambda kind, name: loaded)
+    monkeypatch.setattr(service, "require_same", lambda *_: None)
+    monkeypatch.setattr(service, "load_implementation", mock.Mock(side_effect=PluginError("no such module")))
+    with pytest.raises(PluginError, match="no such module"):
+        EngineService(EngineAssignment(engine="fake", origins=(), model=ModelConfig(), options={}, context=CONTEXT))
+    begun.stop.assert_called_once_with()
 
 
 @pytest.mark.processes
