@@ -122,13 +122,17 @@ class Sizes:
 
         Raises UserError if a group cannot be so small."""
         self.room.settle(within=self.plan.cluster.spare_timeout)
+        return self._refit(staying=[])
+
+    def _refit(self, *, staying: Sequence[str]) -> list[str]:
+        """`staying`: roles whose ranks are alive and are not started anew."""
         engines = [ENGINES] if self.updates is not None else []
         groups = [*self.roles, *engines]
         lines: list[str] = []
         if any(slot.lost for name in groups for slot in self.room[name]):
             plan = self._fewer(groups)
             before, after = self.plan.processes, plan.processes
-            self.room.take(self.room.refit(after.placement, engines))
+            self.room.take(self.room.refit(after.placement, [*staying, *engines]))
             self.plan = plan
             write_config(plan.start.run_dir, plan.record)
             for name, role in before.roles.items():
@@ -156,7 +160,7 @@ class Sizes:
         if self.room.left(placement, ENGINES) < placement.widths.get(ENGINES, 1):
             self.roles[ACTOR].group.processes.kill()
             raise WorkerDied(f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left")
-        return self.refit()
+        return self._refit(staying=[*self.roles])
 
     def _fewer(self, groups: Sequence[str]) -> Plan:
         """A plan for as many processes of each group as devices are left for. A group that has none gets some of the

@@ -12,6 +12,7 @@ import pytest
 from attrs import define, evolve, field
 
 from corerl.calls import Future
+from corerl.cluster import placement
 from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
 from corerl.driver.sizes import Sizes
 from corerl.driver.updates import WeightUpdates
@@ -22,6 +23,7 @@ from corerl.plan.processes import ProcessPlan
 from corerl.plan.roles import RolePlan
 from corerl.types import InitResult, ParallelLayout, Step
 from corerl.weights.transport import Address
+from tests.cluster.test_placement import rooms_of
 from tests.driver.fakes import Group, make_updates, progress
 from tests.driver.saved import config_in, make_config
 
@@ -118,8 +120,11 @@ class Rooms:
         return len({slot.bundles[0] for each in shares for slot in self.slots[each] if not slot.lost})
 
     def refit(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
-        assert list(staying) == ["engines"]
-        return slots_of(placement, moved=len(self.gone))
+        found = slots_of(placement, moved=len(self.gone))
+        for name in staying:
+            old = self.slots[name][: len(found[name])]
+            found[name] = [new if was.lost else was for was, new in zip(old, found[name], strict=True)]
+        return found
 
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
         # Only at the end: others that come may be on what nobody is on yet.
@@ -458,10 +463,40 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
         nodes = [slot.node for slot in case.room.slots[name]]
         ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))  # type: ignore[attr-defined]
     case.room.gone = {2}
+    before = dict(case.room.slots)
+    case.log.clear()
     assert case.sizes.refit_engines() == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
+    assert case.log[:-1] == ["settle within 60"]  # once: it may take as long as that
+    for name in ("actor", "critic"):  # these live
+        assert [slot.devices for slot in case.room.slots[name]] == [slot.devices for slot in before[name]]
     with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
         case.sizes.refit_engines()
     assert ends == ["actor"]
+
+
+def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 4}
+    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
+    cluster = {"device": "cpu", "placement": "disaggregated", "spare_timeout": 0}
+    case = make(tmp_path, roles=roles, rollout=rollout, cluster=cluster)
+    room = rooms_of(monkeypatch, 2)
+    room.take(room.arrange(case.sizes.plan.processes.placement))
+    case.sizes.room = room
+    for ranks in case.ranks.values():
+        nodes = [slot.node for slot in room[ranks.role]]
+        ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
+    # Two of four engines are on a machine that Ray's names, which have no order, put before the one of the ranks.
+    now = dict(enumerate(["node 0", "node 0", "", "", "a node", "a node"]))
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1", "node 2"})
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"bundles_to_node_id": now})
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: {index: Gpu(index, str(index)) for index in now})
+    before = {name: list(slots) for name, slots in room.items()}
+    assert case.sizes.refit_engines() == ["engines: 4 -> 2"]
+    assert {name: list(room[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
+    assert [slot.devices for slot in room["engines"]] == [("4",), ("5",)] and room.reserved == [6]
+    assert case.sizes.refit_engines() == []  # and is nothing of which a machine is gone
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
