@@ -147,6 +147,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # machines, of which Ray may still have to say it
+        self._missed: set[Bundle] = set()  # waited for, in vain
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self._slots[name]
@@ -207,13 +208,20 @@ class Room(Mapping[str, Sequence[Slot]]):
 
     def settle(self, *, within: float) -> None:
         """Find out whether machines are gone, and wait `within` seconds until the cluster has put the bundles that were
-        there on others. Slots are where it has put them, or `lost`."""
+        there on others: once for the same bundles, however often this is called. Slots are where it has put them, or
+        `lost`."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self._look()
         until = time.monotonic() + within
-        while any(slot.lost for slots in self._slots.values() for slot in slots) and time.monotonic() < until:
+        while self._lost - self._missed and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
             self._look()
+        self._missed |= self._lost
+
+    @property
+    def _lost(self) -> set[Bundle]:
+        """Those that processes are on."""
+        return {bundle for slots in self._slots.values() for slot in slots for bundle in slot.bundles if bundle.lost}
 
     def left(self, placement: Placement, name: str) -> int:
         """How many bundles there are that are not lost: the group's own or those that it shares, as the placement says,

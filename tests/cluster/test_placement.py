@@ -407,3 +407,28 @@ def test_a_room_waits_for_machines_that_come_in_time(
     monkeypatch.setattr(placement.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
     room.settle(within=60.0)
     assert [(slot.node, slot.lost) for slot in room["actor"]] == [("node 9", False), ("node 1", False)]
+
+
+def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 1)
+    room.begin({"actor": 3})
+    waited = [0.0]
+    monkeypatch.setattr(placement.time, "monotonic", lambda: waited[-1])
+    monkeypatch.setattr(placement.time, "sleep", lambda seconds: waited.append(waited[-1] + seconds))
+
+    def settled() -> tuple[float, list[bool]]:
+        before = waited[-1]
+        room.settle(within=60.0)
+        return waited[-1] - before, [slot.lost for slot in room["actor"]]
+
+    on(moves, ["", "node 1", "node 2"])
+    assert settled() == (60.0, [True, False, False])
+    assert settled() == (0.0, [True, False, False])
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 1"})
+    assert settled() == (60.0, [True, True, False])
+    on(moves, ["node 9", "", "node 2"])  # later than the run has waited, but it has come
+    assert settled() == (0.0, [False, True, False])
+    on(moves, ["", "", "node 2"])
+    assert settled() == (60.0, [True, True, False])  # the machine that came is gone too
