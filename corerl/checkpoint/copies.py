@@ -23,6 +23,7 @@ from corerl.checkpoint.format import RankIndex, index_file, tensor_file, write_i
 from corerl.checkpoint.sums import threads_here
 from corerl.checkpoint.writer import STORED, BackgroundWriter, boxes_of, plain, with_sums
 from corerl.errors import SaveFailed
+from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
 from corerl.weights.files import free_in
 from corerl.weights.shared import CudaPinning
@@ -73,11 +74,16 @@ class CopyingFromGpu:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        """Raises SaveFailed, with nothing under way, if there is no memory for a tensor in another dtype or order."""
         self._stream = self._stream or torch.cuda.Stream(self._device)
         torch.cuda.synchronize(self._device)  # kernels on any stream may still write what is copied
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                try:
+                    target.copy_(source, non_blocking=True)
+                except torch.OutOfMemoryError as error:
+                    self._stream.synchronize()
+                    raise SaveFailed(f"cannot copy to memory: {message_of(error)}") from error
             # A thread that waits for it sleeps: the rank's own needs the core.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)

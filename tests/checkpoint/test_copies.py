@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file
 
 import corerl
 from corerl.checkpoint.commit import latest, read_state
-from corerl.checkpoint.copies import Pair, StateCopies
+from corerl.checkpoint.copies import CopyingFromGpu, Pair, StateCopies
 from corerl.checkpoint.format import read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import stage, write
@@ -212,6 +212,34 @@ def test_a_full_memory_is_found_before_a_page_is_written_and_nothing_is_left(
     with pytest.raises(SaveFailed, match=r"cannot make .*rank-00000.safetensors: .*No space left .* GiB are needed"):
         copies.begin(tmp_path, 0, filled(1.0), {})
     assert list(tmp_path.iterdir()) == []
+    copies.close()
+
+
+def test_a_gpu_without_room_for_what_is_cast_fails_the_copy_once_what_is_queued_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            log.append("waited")
+
+    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+        log.append("copied" if len(log) < 2 else "refused")
+        if log[-1] == "refused":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    copies = StateCopies(CPU, copying=CopyingFromGpu(CPU))
+    with pytest.raises(SaveFailed, match="^cannot copy to memory: .*CUDA out of memory"):
+        copies.begin(tmp_path, 0, filled(1.0), {})
+    assert log == ["copied", "copied", "refused", "waited"]
     copies.close()
 
 
