@@ -268,9 +268,13 @@ class StateCopies:
         self._read = _nothing
 
     def complete(self, *, wait: bool) -> bool:
-        """Whether the last copy is complete; `wait` blocks until it is. Raises SaveFailed if it failed."""
+        """Whether the last copy is complete; `wait` blocks until it is, and gives back the memory of files that were
+        removed. Raises SaveFailed if it failed."""
         if wait:
-            self._writer.wait()
+            try:
+                self._writer.wait()
+            finally:
+                self._close_removed()
         return self._writer.idle()
 
     def close(self) -> None:
@@ -283,14 +287,17 @@ class StateCopies:
 
     def _map(self, path: Path, nbytes: int) -> torch.Tensor:
         """The bytes of the file at `path`, [nbytes]."""
-        removed = [each for each in self._mapped if each.removed]  # theirs is room for new ones
-        self._mapped = [each for each in self._mapped if each not in removed]
-        self._close(removed)
+        self._close_removed()  # theirs is room for new ones
         for each in self._mapped:
             if each.memory.numel() == nbytes and each.is_at(path):
                 return each.memory
         self._mapped.append(Mapped.open(path, nbytes, self._pinning))
         return self._mapped[-1].memory
+
+    def _close_removed(self) -> None:
+        removed = [each for each in self._mapped if each.removed]
+        self._mapped = [each for each in self._mapped if each not in removed]
+        self._close(removed)
 
     @staticmethod
     def _close(mapped: Iterable[Mapped]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import os
@@ -14,6 +15,7 @@ from attrs import define, field
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import begin, begin_over, commit, put_aside, remove_all_but, retain
+from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
@@ -23,6 +25,10 @@ from corerl.trainer.group import TrainGroup
 from corerl.types import ParallelLayout, Step
 
 MEMORY = Path("/dev/shm")
+ON_OTHERS = (
+    "ranks are on other machines than the driver, and copies have to be complete on one; ranks that die are started "
+    "anew from checkpoints (checkpoint.every)"
+)
 
 
 @define
@@ -136,7 +142,18 @@ class Copies(Checkpoints):
     def due(self, rollout_step: int) -> bool:
         return True
 
+    def give_up(self) -> None:
+        """Make no more of them: give their memory back, the ranks' part too."""
+        self.forget()
+        self._spare = None
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        for role in self.roles.values():
+            with contextlib.suppress(SaveFailed):  # of a copy that nobody wants any more
+                role.group.copied(wait=True).result()  # ranks that wait see that the files are removed
+
     def _begin(self, rollout_step: int) -> Path:
+        if elsewhere(node for role in self.roles.values() for node in role.group.processes.nodes):
+            raise SaveFailed(ON_OTHERS)
         spare, self._spare = self._spare, None
         # What ranks that have died since were writing is not written over: they could still do so.
         remove_all_but(self.run_dir, [self.newest, spare])

@@ -23,7 +23,7 @@ from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver import scaling
-from corerl.driver.checkpoints import Checkpoints, copies_of
+from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
@@ -270,10 +270,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     )
     copies = None
     if plan.checkpoint.memory and trains and elsewhere(slot.node for name in trained for slot in room[name]):
-        progress.notice(
-            "checkpoint.memory: ranks are on other machines than the driver, so no copies in memory are kept, which "
-            "have to be complete on one; ranks that die are started anew from checkpoints (checkpoint.every)"
-        )
+        progress.notice(f"checkpoint.memory: no copies in memory are kept: {ON_OTHERS}")
     elif plan.checkpoint.memory and trains:
         copies = stack.enter_context(contextlib.contextmanager(copies_of)(checkpoints))
     settings = plan.algorithm.settings

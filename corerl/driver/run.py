@@ -20,7 +20,7 @@ from corerl.calls import Future, wait_all
 from corerl.cluster import services
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
-from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.checkpoints import Checkpoints, Copies
 from corerl.driver.early import Early
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
@@ -110,7 +110,7 @@ class Run:
     reward: Scoring
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
-    copies: Checkpoints | None = None  # of every step, in memory
+    copies: Copies | None = None  # of every step, in memory
     restarts: Restarts
     sizes: Sizes
     scaling: Scaling | None  # None: only `corerl scale` asks for other sizes
@@ -572,13 +572,13 @@ class Run:
             if self.copies is not None and self._resumable and not last:
                 self._start_copy(self.copies)
 
-    def _start_copy(self, copies: Checkpoints) -> None:
+    def _start_copy(self, copies: Copies) -> None:
         try:
             self._start_save(copies, background=True)
         except SaveFailed as error:
             self.progress.notice(f"no more copies in memory are kept: {error.message}")
-            copies.forget()
             self.copies = None
+            copies.give_up()
 
     def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
         state = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -126,6 +127,27 @@ def test_memory_of_files_that_were_removed_is_given_back_before_new_ones_are_mad
         for file in (tmp_path / str(step)).iterdir():
             file.unlink()
     assert len(copies._mapped) == 1
+    copies.close()
+
+
+def test_who_waits_for_a_copy_whose_files_were_removed_gets_their_memory_back(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def later(job: Callable[[], object]) -> None:
+        release.wait(60)
+        job()
+
+    copies = StateCopies(CPU, run=later)
+    copies.begin(tmp_path / "1", 0, filled(1.0), {})
+    descriptors = [each.descriptor for each in copies._mapped]
+    shutil.rmtree(tmp_path / "1")
+    assert not copies.complete(wait=False) and len(copies._mapped) == 1  # it is still written to
+    release.set()
+    with pytest.raises(SaveFailed, match="No such file"):  # there is no place for the index
+        copies.complete(wait=True)
+    assert copies._mapped == [] and len(descriptors) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
     copies.close()
 
 

@@ -32,11 +32,16 @@ class Group:
     broken: bool = False
     ended: bool = False
     optimizer_step: int = 0
+    nodes: list[str] = field(factory=lambda: ["", ""])  # as `elsewhere` calls this one where there is no Ray
     saved_at: list[Step] = field(factory=list)
     _path: Path | None = None
 
     @property
     def group(self) -> Group:
+        return self
+
+    @property
+    def processes(self) -> Group:
         return self
 
     def step(self, rollout_step: int) -> Step:
@@ -317,6 +322,42 @@ def test_files_of_ranks_that_a_smaller_group_has_not_are_given_back(tmp_path: Pa
         (directory,) = memory.iterdir()
         left = list((path(directory, 3).with_suffix(".partial") / "actor").iterdir())
         assert [each.name for each in left] == ["rank-00000.safetensors"]
+
+
+def test_copies_that_are_given_up_leave_no_files_and_each_role_is_asked_to_give_its_memory_back(
+    tmp_path: Path, memory: Path
+) -> None:
+    asked: list[tuple[str, bool, list[Path]]] = []
+
+    @define
+    class Asked(Group):
+        name: str = ""
+
+        def copied(self, *, wait: bool = False) -> Future[bool]:
+            asked.append((self.name, wait, list(memory.iterdir())))
+            return super().copied(wait=wait)
+
+    actor, critic = Asked(name="actor"), Asked(name="critic")
+    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
+        copies.start(*at(1), background=False)
+        copies.start(*at(2), background=False)
+        actor._path, actor.broken, critic._path = None, True, None
+        asked.clear()
+        copies.give_up()
+        assert asked == [("actor", True, []), ("critic", True, [])]
+        assert copies.newest is None
+        copies.rescue(ask=False)  # nothing is in flight
+
+
+def test_no_copy_begins_where_a_rank_is_on_another_machine(tmp_path: Path, memory: Path) -> None:
+    actor, critic = Group(), Group()
+    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
+        copies.start(*at(1), background=False)
+        critic.nodes = ["", "another"]
+        actor.saved_at.clear()
+        with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver, and copies have to be"):
+            copies.start(*at(2), background=True)
+        assert actor.saved_at == []
 
 
 def test_a_run_that_is_rewound_forgets_the_save_in_flight(tmp_path: Path) -> None:

@@ -775,8 +775,8 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
         def start(self, step: Any, state: dict[str, Any], **how: Any) -> None:
             raise SaveFailed("no space left in memory")
 
-        def forget(self) -> None:
-            self.newest = None
+        def give_up(self) -> None:
+            self.log.append(("give up", True))
 
     ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
     saved: dict[str, Any] = {"source": Source(), "ears": ears}
@@ -786,7 +786,7 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
     assert copies.log == [("start 2", True)]
     run = make_run(config, checkpoints=Saves(0), copies=(full := Full(0)), rollout_step=2, **saved)
     run.save()
-    assert run.copies is None and full.newest is None
+    assert run.copies is None and full.log == [("give up", True)]
     assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
 
 
