@@ -12,6 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.calls import wait_all
 from corerl.checkpoint.commit import read_state
 from corerl.cluster import services
+from corerl.cluster.nodes import elsewhere
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
@@ -22,6 +23,8 @@ from corerl.driver.updates import WeightUpdates, lacking
 from corerl.errors import CorerlError, UserError, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
+
+COPY = "copy in memory"
 
 
 class _TooFewDevices(CorerlError):
@@ -97,21 +100,32 @@ class Restarts:
             raise error
 
     def _start_anew(self, error: WorkerDied) -> Point:
-        point, done = self._newest(), self.progress.step
-        again = f"step {done} is" if done == point.step + 1 else f"steps {point.step + 1} to {done} are"
-        lost = f"; {again} done again" if done > point.step else ""
-        self.progress.notice(f"{error.message}; all ranks are started anew from {point}{lost}")
+        point = self._newest()
+        self.progress.notice(f"{error.message}; all ranks are started anew from {point}{self._lost(point)}")
         with self.progress.phase("starting the ranks anew"):
+            self._make_way()
+            if point.kind == COPY and self._on_others:  # since ranks have got other places
+                point = self._newest()
+                self.progress.notice(
+                    f"ranks are on other machines than the copy in memory; they start from {point}{self._lost(point)}"
+                )
             version = self._restart_ranks(point.checkpoint)
         self.checkpoints.rewound(point.step if point.checkpoint == self.checkpoints.newest else -1)
         if self.copies is not None:
             self.copies.rewound(-1)
         return evolve(point, version=version)
 
+    def _lost(self, point: Point) -> str:
+        done = self.progress.step
+        again = f"step {done} is" if done == point.step + 1 else f"steps {point.step + 1} to {done} are"
+        return f"; {again} done again" if done > point.step else ""
+
     def _newest(self) -> Point:
-        """The newest complete checkpoint or copy, or the run's start."""
+        """The newest complete checkpoint or copy that all ranks can read, or the run's start."""
         found = Point(checkpoint=self.start.resume, state=self.start.state)
-        saves = {"checkpoint": self.checkpoints, **({"copy in memory": self.copies} if self.copies is not None else {})}
+        saves = {"checkpoint": self.checkpoints}
+        if self.copies is not None and not self._on_others:
+            saves[COPY] = self.copies
         for kind, each in saves.items():
             with contextlib.suppress(CorerlError):  # then an older one is the newest
                 each.rescue(ask=False)
@@ -120,8 +134,14 @@ class Restarts:
                 found = point if found.checkpoint is None or point.step > found.step else found
         return found
 
-    def _restart_ranks(self, checkpoint: Path | None) -> int:
-        """Returns the version of the actor's weights."""
+    @property
+    def _on_others(self) -> bool:
+        """Whether ranks that a checkpoint is for have their places on other machines than this one."""
+        trained = [name for name, role in self.roles.items() if role.loss is not None]
+        return bool(elsewhere(slot.node for name in trained for slot in self.sizes.room[name]))
+
+    def _make_way(self) -> None:
+        """End all ranks, and find places for others."""
         for role in self.roles.values():
             role.group.processes.kill()
         if self.updates is not None:
@@ -132,6 +152,9 @@ class Restarts:
                 self.progress.notice(line)
         except UserError as refused:
             raise _TooFewDevices(refused.message) from refused
+
+    def _restart_ranks(self, checkpoint: Path | None) -> int:
+        """Returns the version of the actor's weights."""
         plans, room = self.sizes.plan.processes.roles, self.sizes.room
         starting = {}
         for name, role in self.roles.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from attrs import define, field
 from corerl.calls import Future
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
+from corerl.cluster.placement import Bundle, Slot
 from corerl.driver.restarts import Point, Restarts
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.types import InitResult, ParallelLayout
@@ -42,8 +43,8 @@ class Role:
     def kill(self) -> None:
         self.log.append("kill")
 
-    def restart(self, resume: str, plan: str, slots: str) -> Future[InitResult]:
-        assert (plan, slots) == ("its plan", "its slots")
+    def restart(self, resume: str, plan: str, slots: Sequence[Slot]) -> Future[InitResult]:
+        assert plan == "its plan" and [each.lost for each in slots] == [False]
         self.log.append(f"restart from {resume!r}")
 
         def wait() -> InitResult:
@@ -92,8 +93,14 @@ class Case:
         assert not fine()
 
 
+def slots_on(node: str) -> list[Slot]:
+    """Of one rank; "" is the driver's machine where there is no Ray."""
+    group: Any = None
+    return [Slot((Bundle(group, 0, node),), 1.0, 0.0)]
+
+
 def sizes(refit: Callable[[], list[str]]) -> Any:
-    plans, room = (defaultdict(lambda of=of: f"its {of}") for of in ("plan", "slots"))
+    plans, room = defaultdict(lambda: "its plan"), defaultdict(lambda: slots_on(""))
     return SimpleNamespace(refit=refit, plan=SimpleNamespace(processes=SimpleNamespace(roles=plans)), room=room)
 
 
@@ -184,6 +191,30 @@ def test_they_begin_with_the_newest_of_checkpoints_and_copies(tmp_path: Path) ->
         assert case.actor.log[2] == f"restart from '{path}/actor'"
         assert (saves.log, copies.log if copies else None) == after
     assert teacher.log[1::4][0] == "restart from ''"  # which no checkpoint has
+
+
+@pytest.mark.parametrize("when", ["before", "as they are started anew"])
+def test_ranks_on_another_machine_begin_with_a_checkpoint_where_a_copy_is_newer(tmp_path: Path, when: str) -> None:
+    old, newer = saved(tmp_path / "disk", 2), saved(tmp_path / "memory", 4)
+    saves, copies = Saves(old), Saves(newer)
+
+    def refit() -> list[str]:
+        parts.room["actor"] = slots_on("another")
+        return []
+
+    parts = sizes(refit)
+    if when == "before":  # a resize has put them there
+        refit()
+    case = make(checkpoints=saves, copies=copies, sizes=parts)
+    case.dies("it")
+    assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
+    assert case.actor.log[2] == f"restart from '{old}/actor'" and saves.log == [2]
+    assert told(case.ears)[-1] == (
+        "it; all ranks are started anew from the checkpoint of step 2; steps 3 to 5 are done again"
+        if when == "before"
+        else "ranks are on other machines than the copy in memory; they start from the checkpoint of step 2; "
+        "steps 3 to 5 are done again"
+    )
 
 
 def test_a_resumed_run_without_a_checkpoint_of_its_own_goes_back_to_where_it_began(tmp_path: Path) -> None:
