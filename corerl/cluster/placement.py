@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import ray
@@ -213,24 +213,29 @@ class Room(Mapping[str, Sequence[Slot]]):
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self._look()
         until = time.monotonic() + within
-        while self._lost - self._missed and time.monotonic() < until:
+        while self._lost() - self._missed and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
             self._look()
-        self._missed |= self._lost
+        self._missed |= self._lost()
 
-    @property
     def _lost(self) -> set[Bundle]:
-        """Those that processes are on."""
-        return {bundle for slots in self._slots.values() for slot in slots for bundle in slot.bundles if bundle.lost}
+        """Those that processes are on, or were."""
+        return {bundle for bundle in self._used(self._slots) if bundle.lost}
 
     def left(self, placement: Placement, name: str) -> int:
-        """How many bundles there are that are not lost: the group's own or those that it shares, as the placement says,
-        and those that nobody uses."""
-        shares = {name} if name in placement.apart else self._slots.keys() - set(placement.apart)
-        others = {
-            bundle for each in self._slots.keys() - shares for slot in self._slots[each] for bundle in slot.bundles
-        }
-        return sum(not bundle.lost and bundle not in others for bundle in self._bundles)
+        """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
+        says."""
+        shares = [name] if name in placement.apart else self._slots.keys() - set(placement.apart)
+        return sum(not bundle.lost for bundle in self._used(shares))
+
+    @property
+    def unused(self) -> int:
+        """How many bundles there are that are not lost and that no process is on."""
+        used = self._used(self._slots)
+        return sum(not bundle.lost and bundle not in used for bundle in self._bundles)
+
+    def _used(self, groups: Iterable[str]) -> set[Bundle]:
+        return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
     def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
         """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups

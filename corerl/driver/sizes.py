@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import time
@@ -120,8 +121,8 @@ class Sizes:
         smaller groups, on the devices that are left. Ranks have ended, and are to be started anew, by the plan and in
         the room as they are then; engines are to be replaced. Returns a line for each group whose size has changed.
 
-        Raises UserError if a group cannot be so small."""
-        self.room.settle(within=self.plan.cluster.spare_timeout)
+        Raises UserError if a group cannot be so small, or if the cluster does not give it its place."""
+        self._settle()
         return self._refit(staying=[])
 
     def _refit(self, *, staying: Sequence[str]) -> list[str]:
@@ -132,7 +133,9 @@ class Sizes:
         if any(slot.lost for name in groups for slot in self.room[name]):
             plan = self._fewer(groups)
             before, after = self.plan.processes, plan.processes
-            self.room.take(self.room.refit(after.placement, [*staying, *engines]))
+            with _refused():
+                slots = self.room.refit(after.placement, [*staying, *engines])
+            self.room.take(slots)
             self.plan = plan
             write_config(plan.start.run_dir, plan.record)
             for name, role in before.roles.items():
@@ -150,21 +153,26 @@ class Sizes:
     def refit_engines(self) -> list[str]:
         """The same while ranks are there, which stay. If one is on a machine that is gone, or they are to make room for
         engines, the role's are ended, and WorkerDied says so."""
-        self.room.settle(within=self.plan.cluster.spare_timeout)
+        self._settle()
         for name, role in self.roles.items():
             for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
                 if slot.lost or slot.node != node:
                     role.group.processes.kill()
                     raise WorkerDied(f"{name} rank {rank}: its machine is gone")
         placement = self.plan.processes.placement
-        if self.room.left(placement, ENGINES) < placement.widths.get(ENGINES, 1):
+        if self.room.left(placement, ENGINES) + self.room.unused < placement.widths.get(ENGINES, 1):
             self.roles[ACTOR].group.processes.kill()
             raise WorkerDied(f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left")
         return self._refit(staying=[*self.roles])
 
+    def _settle(self) -> None:
+        with _refused():
+            self.room.settle(within=self.plan.cluster.spare_timeout)
+
     def _fewer(self, groups: Sequence[str]) -> Plan:
-        """A plan for as many processes of each group as devices are left for. A group that has none gets some of the
-        group that has most: as many as it had, but half of them at most. Raises UserError if there is none."""
+        """A plan for as many processes of each group as devices are left for. Devices that nobody uses go to groups
+        that have lost some, first to those that have none. One that still has none gets some of the group that has
+        most: as many as it had, but half of them at most. Raises UserError if there is none."""
         plan, placement = self.plan, self.plan.processes.placement
         sizes = {name: len(self.room[name]) for name in groups}
         bundles: dict[str, int] = {}  # by group; those that share theirs have one entry
@@ -174,9 +182,15 @@ class Sizes:
             pool, width = name if name in placement.apart else "", placement.widths.get(name, 1)
             bundles[pool] = self.room.left(placement, name)
             had[pool], least[pool] = max(had.get(pool, 0), size * width), max(least.get(pool, 0), width)
+        unused = self.room.unused
+        for wanted in (least, had):
+            for pool, count in bundles.items():
+                given = max(0, min(unused, wanted[pool] - count))
+                bundles[pool] += given
+                unused -= given
         for pool in [pool for pool, count in bundles.items() if count < least[pool]]:
             giver = max(bundles, key=lambda each: bundles[each])
-            given = min(had[pool], bundles[giver] // 2)
+            given = min(had[pool] - bundles[pool], bundles[giver] // 2)
             bundles[pool] += given
             bundles[giver] -= given
         for name, size in sizes.items():
@@ -204,6 +218,17 @@ class Sizes:
                     raise
                 self.progress.notice(f"a copy in memory is lost: {error.message}")
                 save.forget()
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """An error of the cluster is one for which groups have no places, which is told with the death that led to it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
+        raise UserError(error.message) from error
 
 
 def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:

@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve, field
 
 from corerl.calls import Future
-from corerl.cluster import placement
+from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
 from corerl.driver.sizes import Sizes
 from corerl.driver.updates import WeightUpdates
@@ -23,6 +23,7 @@ from corerl.plan.processes import ProcessPlan
 from corerl.plan.roles import RolePlan
 from corerl.types import InitResult, ParallelLayout, Step
 from corerl.weights.transport import Address
+from tests.cluster.test_placement import Rooms as RealRooms
 from tests.cluster.test_placement import rooms_of
 from tests.driver.fakes import Group, make_updates, progress
 from tests.driver.saved import config_in, make_config
@@ -114,6 +115,8 @@ class Rooms:
                 evolve(slot, bundles=tuple(evolve(each, lost=each.index in self.gone) for each in slot.bundles))
                 for slot in slots
             ]
+
+    unused = 0
 
     def left(self, placement: Placement, name: str) -> int:
         shares = [name] if name in placement.apart else self.slots.keys() - set(placement.apart)
@@ -474,29 +477,87 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
     assert ends == ["actor"]
 
 
-def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 4}
-    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
-    cluster = {"device": "cpu", "placement": "disaggregated", "spare_timeout": 0}
-    case = make(tmp_path, roles=roles, rollout=rollout, cluster=cluster)
-    room = rooms_of(monkeypatch, 2)
-    room.take(room.arrange(case.sizes.plan.processes.placement))
+def in_room(
+    case: Case, per_node: int, now: Sequence[str], monkeypatch: pytest.MonkeyPatch, engines: int = 0
+) -> RealRooms:
+    """The case's processes in a real room, where there were more engines once. Then the bundles are on the machines
+    `now`, "" for none, as others are gone."""
+    placement = case.sizes.plan.processes.placement
+    begun = case.sizes.plan.resized([f"rollout.replicas={engines}"]).processes.placement if engines else placement
+    room = rooms_of(monkeypatch, per_node)
+    room.take(room.arrange(begun))
+    room.take({"engines": room["engines"][: len(placement.places["engines"])]})
     case.sizes.room = room
     for ranks in case.ranks.values():
         nodes = [slot.node for slot in room[ranks.role]]
         ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
+    table = dict(enumerate(now))
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
+    monkeypatch.setattr(of_cluster, "placement_group_table", lambda group: {"bundles_to_node_id": table})
+    monkeypatch.setattr(of_cluster, "gpus_of_bundles", lambda _, at: {index: Gpu(index, str(index)) for index in at})
+    return room
+
+
+def of_engines(tmp_path: Path, ranks: int, replicas: int) -> Case:
+    """A run of ranks and engines apart, which waits for no spare machine."""
+    roles = {"actor": {"ranks": ranks}, "critic": {"ranks": 1}}
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
+    cluster = {"device": "cpu", "placement": "disaggregated", "spare_timeout": 0}
+    return make(tmp_path, roles=roles, rollout=rollout, cluster=cluster)
+
+
+def indices(slots: Sequence[Slot]) -> list[int]:
+    return [slot.bundles[0].index for slot in slots]
+
+
+def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 2, 4)
     # Two of four engines are on a machine that Ray's names, which have no order, put before the one of the ranks.
-    now = dict(enumerate(["node 0", "node 0", "", "", "a node", "a node"]))
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1", "node 2"})
-    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"bundles_to_node_id": now})
-    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: {index: Gpu(index, str(index)) for index in now})
+    room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
     before = {name: list(slots) for name, slots in room.items()}
     assert case.sizes.refit_engines() == ["engines: 4 -> 2"]
     assert {name: list(room[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
-    assert [slot.devices for slot in room["engines"]] == [("4",), ("5",)] and room.reserved == [6]
+    assert indices(room["engines"]) == [4, 5] and room.reserved == [6]
     assert case.sizes.refit_engines() == []  # and is nothing of which a machine is gone
+
+
+def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 4, 2)
+    now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
+    room = in_room(case, 3, now, monkeypatch, engines=4)
+    assert case.sizes.refit() == ["engines: 2 -> 1"]
+    used = indices(room["actor"]) + indices(room["engines"])
+    assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
+
+
+def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "", "", "node 2", "node 2"], monkeypatch, engines=4)
+    assert case.sizes.refit_engines() == []
+    assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
+
+
+@pytest.mark.parametrize("verb", ["settle", "refit"])
+def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_two(tmp_path)
+    before = case.sizes.plan
+    case.room.gone = {0}
+
+    def fail(*_: object, **__: object) -> None:
+        raise CorerlError("cannot tell which GPU")
+
+    monkeypatch.setattr(case.room, verb, fail)
+    with pytest.raises(UserError, match="^cannot tell which GPU$"):
+        case.sizes.refit()
+    assert case.sizes.plan is before
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
