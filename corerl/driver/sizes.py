@@ -134,8 +134,8 @@ class Sizes:
             plan = self._fewer(groups)
             before, after = self.plan.processes, plan.processes
             with _refused():
-                slots = self.room.refit(after.placement, [*staying, *engines])
-            self.room.take(slots)
+                found = self.room.refit(after.placement, [*staying, *engines])
+            self.room.take(found)
             self.plan = plan
             write_config(plan.start.run_dir, plan.record)
             for name, role in before.roles.items():
