@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     written = generate(args.name, directory)
     print(f"wrote the backend {args.name!r} to {directory}: {len(written)} files (README.md comes first); now:")
     where = directory if directory.is_absolute() else f"./{directory}"  # pip takes a bare word for a package name
-    print(f"  pip install -e {shlex.quote(str(where))}")
+    print(f"  pip install -e {shlex.quote(f'{where}[test]')}")
     print(f"  corerl verify {args.name}")
     print(f"  corerl train {shlex.quote(str(directory / 'quickstart.toml'))}")
     return 0

@@ -127,7 +127,7 @@ def test_the_next_commands_are_told(
     assert err == ""
     assert out.splitlines() == [
         f"wrote the backend 'two-words' to two-words: {count} files (README.md comes first); now:",
-        "  pip install -e ./two-words",
+        "  pip install -e './two-words[test]'",
         "  corerl verify two-words",
         "  corerl train two-words/quickstart.toml",
     ]

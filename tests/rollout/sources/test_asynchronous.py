@@ -442,7 +442,7 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
             episode.chat(messages)
         except RuntimeError as error:
             told.append(str(error))
-        return 5.0
+        return -5.0  # which no answer is worth
 
     source = asynchronous(engines, episodes=episodes(engines, waits), steps=6, max_staleness=1)
     trained, stale_samples = [], 0
@@ -451,7 +451,7 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
         stale_samples += scored.counts["stale_samples"]
         if stale_samples:  # the engines have had version 2 for a while
             stale.set()
-        assert 5.0 not in scored.rewards
+        assert -5.0 not in scored.rewards
     # On a machine with other work another prompt's episodes may grow too old as well; a prompt's do so together.
     assert stale_samples >= SAMPLES and stale_samples % SAMPLES == 0
     assert len({index for index, _ in trained}) == len(trained) == 6 * PROMPTS
