@@ -29,7 +29,7 @@ from tests.room import with_room
 pytest_plugins = ["corerl.testing.plugin"]
 server.fork_fork_servers()
 
-pytest.register_assert_rewrite("tests.bare_loop")
+pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}

@@ -1,9 +1,10 @@
 """How slow this machine is, and how much memory it has to spare: deadlines grow with the one, tests wait for the
-other."""
+other. And how a process on it ends itself."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 PACE = "CORERL_TEST_PACE"
 USUAL = 0.1  # seconds that starting a process and a little Python take at most, on two cores that are not busy
 LONGEST_WAIT = 120.0  # seconds
+FOREVER = 600.0  # seconds; longer than any test waits
 
 
 def measure() -> float:
@@ -39,3 +41,10 @@ def available() -> float:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(kib) / 2**20
+
+
+def die_of(number: signal.Signals) -> None:
+    """Send this process a signal that kills or freezes it, and never return: the main thread takes the signal, and this
+    one would go on until that happens."""
+    os.kill(os.getpid(), number)
+    time.sleep(FOREVER)

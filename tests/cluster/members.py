@@ -15,9 +15,9 @@ from typing import Any
 import ray
 
 from corerl.errors import WrongState
+from tests.machine import FOREVER, die_of
 
 WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
-FOREVER = 600.0  # seconds; longer than any test waits
 
 
 def listening() -> list[tuple[str, int]]:
@@ -112,7 +112,7 @@ class Member:
     def die(self, index: int) -> None:
         """Member `index` is killed in the middle of it, the others wait for what never comes."""
         if self.index == index:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_of(signal.SIGKILL)
         time.sleep(FOREVER)
 
     def refuse(self, index: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import time
@@ -17,6 +16,7 @@ from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateRes
 from corerl.weights.handover import Handover
 from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend
+from tests.machine import die_of
 
 LARGE = 64 * 1024  # bytes: more than Ray's log of a process, less than a rank's part of a checkpoint
 
@@ -67,9 +67,9 @@ class FaultyBackend(FsdpBackend):
             case "raise":
                 raise ValueError("a fault\nthat was asked for")
             case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+                die_of(signal.SIGKILL)
             case "freeze":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                die_of(signal.SIGSTOP)
             case "wait":
                 while not (Path(self.context.run_dir) / "go").exists():
                     time.sleep(0.01)

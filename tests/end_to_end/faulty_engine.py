@@ -3,7 +3,6 @@ it samples, then in the middle of an update, and so on in turns; or in its first
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -17,8 +16,8 @@ from corerl.engines.base import EngineContext, GenerateRequest, Generation, Told
 from corerl.engines.specs import TRANSFORMERS, TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.weights.manifest import Bucket
+from tests.machine import FOREVER, die_of
 
-FOREVER = 600.0
 NAME = "tests.end_to_end.faulty_engine:SPEC"
 
 
@@ -39,7 +38,7 @@ class FaultyEngine(TransformersEngine):
                 started.with_name("hung").touch()
                 time.sleep(FOREVER)
             started.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_of(signal.SIGKILL)
         super().__init__(model, options, context)
         self.index = context.index
         self.requests = 0
@@ -60,7 +59,7 @@ class FaultyEngine(TransformersEngine):
         deaths = len(list(marks.glob("death-*")))
         if self.index == 1 and deaths < self._options.deaths and deaths % 2 == turn:
             (marks / f"death-{deaths}").touch()
-            os.kill(os.getpid(), signal.SIGKILL if self._options.how == "kill" else signal.SIGSTOP)
+            die_of(signal.SIGKILL if self._options.how == "kill" else signal.SIGSTOP)
 
 
 SPEC = evolve(TRANSFORMERS, implementation="tests.end_to_end.faulty_engine:FaultyEngine", config=FaultyConfig)

@@ -335,7 +335,7 @@ def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_u
         assert received.bytes == 0
         with pytest.raises(EngineFailed, match=text):
             served.generate(request(2))
-    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
 
@@ -414,7 +414,7 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     assert served.wake_up() == size and served.wake_up() == 0
     with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         served.generate(request(2))
-    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
 

@@ -83,6 +83,16 @@ def two_turns(episode: Episode) -> float | None:
     return float(call["content"]) if call["content"].isdigit() else None
 
 
+class BreaksOnceAsked(Engines):
+    """A replica that fails when the samples of two steps have asked for something."""
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        with self.changing:
+            self.changing.notify_all()
+            assert self.changing.wait_for(lambda: len(self.keys) == 2 * PROMPTS * SAMPLES, LIMIT)
+        raise EngineFailed("engine-0 is broken")
+
+
 Sampling = Callable[..., Sampler]
 
 
@@ -545,8 +555,8 @@ def test_a_turn_goes_where_the_episode_was_read_before_and_that_is_forgotten_wit
     source.close()
 
 
-def test_functions_that_wait_for_an_answer_are_released_at_the_end(engines: Engines, episodes: Sampling) -> None:
-    told = []
+def test_functions_that_wait_for_an_answer_are_released_at_the_end(use: Use[Engines], episodes: Sampling) -> None:
+    engines, told = use(BreaksOnceAsked()), []
 
     def asks(episode: Episode) -> None:
         try:
@@ -555,7 +565,6 @@ def test_functions_that_wait_for_an_answer_are_released_at_the_end(engines: Engi
             told.append(str(error))
 
     source = asynchronous(engines, episodes=episodes(engines, asks))
-    engines.failure = EngineFailed("engine-0 is broken")
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
         engines.next(source)
     source.close()
