@@ -208,15 +208,22 @@ class Room(Mapping[str, Sequence[Slot]]):
 
     def settle(self, *, within: float) -> None:
         """Find out whether machines are gone, and wait `within` seconds until the cluster has put the bundles that were
-        there on others: once for the same bundles, however often this is called. Slots are where it has put them, or
-        `lost`."""
+        there on others, or so many of them that unused ones can take the place of the rest: once for the same bundles,
+        however often this is called. Slots are where it has put them, or `lost`."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self._look()
         until = time.monotonic() + within
-        while self._lost() - self._missed and time.monotonic() < until:
+        while self._misses() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
             self._look()
         self._missed |= self._lost()
+
+    def _misses(self) -> bool:
+        """Whether a bundle is lost that was not waited for yet, and not all that are lost can be replaced by others."""
+        lost = self._lost()
+        # Unused ones may be on several machines, where a process of several bundles cannot be.
+        wide = any(slot.lost and len(slot.bundles) > 1 for slots in self._slots.values() for slot in slots)
+        return bool(lost - self._missed) and (wide or len(lost) > self.unused)
 
     def _lost(self) -> set[Bundle]:
         """Those that processes are on, or were."""

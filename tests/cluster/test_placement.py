@@ -432,3 +432,61 @@ def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
     assert settled() == (0.0, [False, True, False])
     on(moves, ["", "", "node 2"])
     assert settled() == (60.0, [True, True, False])  # the machine that came is gone too
+
+
+def waiting(
+    room: Room, moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch, later: Mapping[float, Sequence[str]]
+) -> float:
+    """The seconds that a room waits at most a minute, while the cluster puts its bundles on the nodes of `later`, by
+    second."""
+    waited = [0.0]
+
+    def sleep(seconds: float) -> None:
+        waited.append(waited[-1] + seconds)
+        on(moves, later.get(waited[-1], []))
+
+    monkeypatch.setattr(placement.time, "monotonic", lambda: waited[-1])
+    monkeypatch.setattr(placement.time, "sleep", sleep)
+    room.settle(within=60.0)
+    return waited[-1]
+
+
+def test_a_room_waits_for_no_bundle_whose_place_an_unused_one_can_take(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 2)
+    room.begin({"actor": 5})
+    room.take({"actor": room["actor"][:3]})  # on nodes 0 and 1; two bundles are unused, on nodes 1 and 2
+    on(moves, ["", "", "node 1", "node 1", "node 2"])
+    assert waiting(room, moves, monkeypatch, {}) == 0.0
+    assert [slot.lost for slot in room["actor"]] == [True, True, False] and room.unused == 2
+    found = room.refit(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
+    assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
+        *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
+    ]
+    assert room.reserved == [5]
+
+
+def test_a_room_waits_for_as_many_bundles_as_there_are_no_unused_ones_for(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 3)
+    room.begin({"actor": 4})
+    room.take({"actor": room["actor"][:3]})  # on node 0; one bundle is unused, on node 1
+    on(moves, ["", "", "", "node 1"])
+    later = {4.0: ["node 8", "", "", "node 1"], 9.0: ["node 8", "", "node 9", "node 1"]}
+    assert waiting(room, moves, monkeypatch, later) == 9.0
+    assert [(slot.node, slot.lost) for slot in room["actor"]] == [
+        *(("node 8", False), ("node 0", True), ("node 9", False))
+    ]
+
+
+def test_unused_bundles_are_no_reason_not_to_wait_for_those_that_one_process_needs_side_by_side(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 2)
+    room.begin({"actor": 4, "engines": 1}, own_devices=["actor"], widths={"engines": 2})
+    room.take({"actor": room["actor"][1:3]})  # the engine is on node 0, a bundle of nodes 1 and 2 each is unused
+    on(moves, ["", "", "node 1", "node 1", "node 2", "node 2"])
+    assert waiting(room, moves, monkeypatch, {7.0: ["node 9", "node 9"]}) == 7.0
+    assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 9", False)]
