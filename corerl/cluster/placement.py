@@ -166,6 +166,8 @@ class Room(Mapping[str, Sequence[Slot]]):
 
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
+        if self._bundles:
+            self._look()  # machines may be gone on which no process was, and others may have come
         return self._arranged(placement, {name: list(self._slots[name][:count]) for name, count in staying.items()})
 
     def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
@@ -173,8 +175,6 @@ class Room(Mapping[str, Sequence[Slot]]):
         at = _kept_at(placement, kept)
         held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
         open_ = [index for index in range(placement.bundles) if index not in at]
-        if any(bundle.lost for bundle in self._bundles):  # other machines may have come since
-            self._look()
         free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
         if missing := len(open_) - len(free):
             free += self._reserve(placement.bundle, missing) if missing > 0 else []
@@ -241,6 +241,15 @@ class Room(Mapping[str, Sequence[Slot]]):
         used = self._used(self._slots)
         return sum(not bundle.lost and bundle not in used for bundle in self._bundles)
 
+    def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
+        """How many bundles there are, as far as Ray knows by now; on how many of them no process is; and how many more
+        the cluster may have free: fewer, if several machines have parts of one."""
+        there = {(group, index) for group in self._groups for index in self._nodes(group)}
+        used = {(each.group, each.index) for each in self._used(self._slots)}
+        free = ray.available_resources()
+        more = min(int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount)
+        return len(there), len(there - used), more
+
     def _used(self, groups: Iterable[str]) -> set[Bundle]:
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
@@ -259,12 +268,8 @@ class Room(Mapping[str, Sequence[Slot]]):
     def _look(self) -> None:
         """Look where bundles are by now."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
-        for group in dict.fromkeys(bundle.group for bundle in self._bundles):
-            there = {
-                index: node
-                for index, node in placement_group_table(group)["bundles_to_node_id"].items()
-                if node and node not in self._gone
-            }
+        for group in self._groups:
+            there = self._nodes(group)
             own = {bundle.index: bundle for bundle in self._bundles if bundle.group == group}
             moved = {index: node for index, node in there.items() if own[index].node != node}
             numbers = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else {}
@@ -284,10 +289,20 @@ class Room(Mapping[str, Sequence[Slot]]):
 
         self._slots = {name: [seen(slot) for slot in slots] for name, slots in self._slots.items()}
 
+    @property
+    def _groups(self) -> list[PlacementGroup]:
+        """Of bundles that were reserved together."""
+        return list(dict.fromkeys(bundle.group for bundle in self._bundles))
+
+    def _nodes(self, group: PlacementGroup) -> dict[int, str]:
+        """Where each bundle is by now, by its index, without those that are on no machine."""
+        at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        return {index: node for index, node in at.items() if node and node not in self._gone}
+
     def release(self) -> None:
         """Give all bundles back, unless Ray has died."""
         if services.gcs_lives():  # else this would wait until Ray ends this process
-            for group in dict.fromkeys(bundle.group for bundle in self._bundles):
+            for group in self._groups:
                 remove_placement_group(group)
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:

@@ -384,18 +384,19 @@ class Run:
             changed, failed = self._resize(request.overrides)
             answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
         if self.scaling is not None:
+            devices = self.sizes.devices
             try:
-                wanted = self.scaling.wanted(self.progress.step, self.sizes.now)
+                wanted = self.scaling.wanted(self.progress.step, self.sizes.now, devices)
             except CorerlError as error:
                 self.progress.notice(f"{error.message}; it is not asked again")
                 self.scaling = None
                 return
             if wanted and self._resize(wanted)[1]:
-                self.scaling.refused(wanted)
+                self.scaling.refused(wanted, devices)
 
     def _resize(self, overrides: Sequence[str]) -> tuple[list[str], str]:
         """Returns a line for each group that has changed, and what went wrong."""
-        before, changed = self.sizes.now, []
+        changed = []
         try:
             for line in self.sizes.change(overrides):
                 changed.append(line)
@@ -405,8 +406,6 @@ class Run:
             told = "; ".join(error.message.splitlines())
             self.progress.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
             failed = error.message
-        if self.sizes.now != before and self.scaling is not None:
-            self.scaling.changed(before)
         if changed or failed:  # engines may be new, or asleep
             self.push_weights()
         return changed, failed
@@ -478,7 +477,7 @@ class Run:
         engines = self.updates.fleet.names if self.updates is not None else ()
         metrics |= idle_seconds(self.progress.spans.take(), self._step_started, now, engines=engines)
         if self.scaling is not None:
-            self.scaling.step_done(metrics)
+            self.scaling.step_done(metrics, self.sizes.now)
         self._warn(scored, batch)
         self._warn_of_compilations(scored.step, results)
         self._step_started = now

@@ -140,11 +140,21 @@ class Spent:
 
 
 @frozen(kw_only=True)
+class Devices:
+    """How many devices there are for a run's processes, without those of machines that are gone."""
+
+    reserved: int  # by the run
+    unused: int  # of these, by any of its processes
+    free: int  # at most so many more has the cluster for it
+
+
+@frozen(kw_only=True)
 class Sizing:
     """What a scaler is asked with, between two steps."""
 
     step: int  # rollout steps done
     sizes: Mapping[str, int]  # setting, such as roles.actor.ranks or rollout.replicas -> its value
+    devices: Devices
     spent: Spent  # since the sizes are these
     earlier: Sequence[tuple[Mapping[str, int], Spent]]  # other sizes that the run had before, the latest last
 
@@ -158,13 +168,17 @@ class Scaling:
 
     name: str  # as cluster.scaler
     scaler: Scaler
+    _at: Mapping[str, int] = field(factory=dict)  # the present sizes
     _totals: dict[str, float] = field(factory=dict)
     _steps: int = 0
     _changing: bool = False  # the sizes have changed since the last step: the next one has the seconds of that
     _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
-    _refused: set[frozenset[str]] = field(factory=set)  # overrides that could not be had at the present sizes
+    # Overrides that could not be had at the present sizes, and how many more devices there were then.
+    _refused: dict[frozenset[str], int] = field(factory=dict)
 
-    def step_done(self, metrics: Mapping[str, float]) -> None:
+    def step_done(self, metrics: Mapping[str, float], sizes: Mapping[str, int]) -> None:
+        """Note what a step took, at whose end the sizes are these."""
+        self._see(sizes)
         changing, self._changing = self._changing, False
         if changing:
             return
@@ -173,14 +187,17 @@ class Scaling:
             if name == "time/step" or name.startswith("idle/"):
                 self._totals[name] = self._totals.get(name, 0.0) + value
 
-    def wanted(self, step: int, sizes: Mapping[str, int]) -> list[str]:
+    def wanted(self, step: int, sizes: Mapping[str, int], devices: Devices) -> list[str]:
         """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
+        self._see(sizes)
+        asked = Sizing(step=step, sizes=sizes, devices=devices, spent=self._spent, earlier=tuple(self._earlier))
         try:
-            found = self.scaler(Sizing(step=step, sizes=sizes, spent=self._spent, earlier=tuple(self._earlier)))
+            found = self.scaler(asked)
         except Exception as error:
             raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
         wanted = [f"{name}={value}" for name, value in self._sizes(found, sizes).items() if sizes[name] != value]
-        return [] if frozenset(wanted) in self._refused else wanted
+        known = self._refused.get(frozenset(wanted))
+        return wanted if known is None or devices.unused + devices.free > known else []
 
     def _sizes(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
         """What the function returned. Raises CorerlError unless it is other values of these sizes."""
@@ -198,16 +215,19 @@ class Scaling:
     def _returned(self, found: object, expected: str) -> CorerlError:
         return CorerlError(f"cluster.scaler: {self.name} returned {short_repr(found)}, expected {expected}")
 
-    def refused(self, wanted: Sequence[str]) -> None:
-        """Note that these could not be had: they are not wanted again until the sizes are others."""
-        self._refused.add(frozenset(wanted))
+    def refused(self, wanted: Sequence[str], devices: Devices) -> None:
+        """Note that these could not be had: they are not wanted again until the sizes are others, or there are more
+        devices."""
+        self._refused[frozenset(wanted)] = devices.unused + devices.free
         self._changing = True
 
-    def changed(self, before: Mapping[str, int]) -> None:
-        """Begin anew, as the sizes are others now."""
-        self._refused.clear()
-        self._earlier.append((dict(before), self._spent))
-        self._totals, self._steps, self._changing = {}, 0, True
+    def _see(self, sizes: Mapping[str, int]) -> None:
+        """Begin anew if the sizes are others now, whether somebody wanted that or a machine is gone."""
+        if self._at and self._at != sizes:
+            self._earlier.append((self._at, self._spent))
+            self._refused.clear()
+            self._totals, self._steps, self._changing = {}, 0, True
+        self._at = dict(sizes)
 
     @property
     def _spent(self) -> Spent:
@@ -224,14 +244,16 @@ def balance(sizing: Sizing) -> Mapping[str, int]:
     spent = sizing.spent
     if spent.steps < SETTLED:
         return {}
-    difference = spent.idle.get("idle/ranks/total", 0.0) - spent.idle.get("idle/engines/total", 0.0)
-    if sizing.earlier and all(sizes != sizing.sizes for sizes, _ in sizing.earlier):
-        sizes, before = sizing.earlier[-1]
+    # Of more devices, or fewer, steps say nothing of how to divide these: some may have been of a machine that is gone.
+    earlier = [each for each in sizing.earlier if sum(each[0].values()) == sum(sizing.sizes.values())]
+    if earlier and all(sizes != sizing.sizes for sizes, _ in earlier):
+        sizes, before = earlier[-1]
         if before.steps >= SETTLED and before.seconds < spent.seconds:
             return sizes  # but once: steps may become longer at any sizes
+    difference = spent.idle.get("idle/ranks/total", 0.0) - spent.idle.get("idle/engines/total", 0.0)
     if abs(difference) < WORTH * spent.seconds:
         return {}
     move = -1 if difference > 0 else 1
     wanted = {"roles.actor.ranks": ranks + move, "rollout.replicas": replicas - move}
-    tried = any({name: sizes.get(name) for name in wanted} == wanted for sizes, _ in sizing.earlier)
+    tried = any({name: sizes.get(name) for name in wanted} == wanted for sizes, _ in earlier)
     return {} if min(wanted.values()) < 1 or tried else wanted

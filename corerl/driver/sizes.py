@@ -16,6 +16,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
+from corerl.driver.scaling import Devices
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
@@ -49,10 +50,16 @@ class Sizes:
     @property
     def now(self) -> dict[str, int]:
         """Ranks by role, and replicas, under the names of their settings."""
-        sizes = {f"roles.{name}.ranks": len(role.group.layouts) for name, role in self.roles.items()}
-        if self.updates is not None:
-            sizes[REPLICAS] = len(self.updates.fleet)
+        processes = self.plan.processes
+        sizes = {f"roles.{name}.ranks": len(role.assignments) for name, role in processes.roles.items()}
+        if processes.engine is not None:
+            sizes[REPLICAS] = len(processes.engine.assignments)
         return sizes
+
+    @property
+    def devices(self) -> Devices:
+        reserved, unused, free = self.room.count(self.plan.processes.placement.bundle)
+        return Devices(reserved=reserved, unused=unused, free=free)
 
     def change(self, overrides: Sequence[str]) -> Iterator[str]:
         """Change the groups as the overrides of the config say; yields a line for each that has changed. Engines that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -140,6 +141,8 @@ def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node(
 class Rooms(Room):
     """Room in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
 
+    moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
+
     def __init__(self, per_node: int) -> None:
         super().__init__(timeout=1.0)
         self.per_node = per_node
@@ -153,6 +156,12 @@ class Rooms(Room):
         self.reserved.append(count)
         self._bundles += new
         return new
+
+    def table(self, group: str) -> dict[str, Any]:
+        """As Ray tells of a reservation."""
+        at = {each.index: each.node for each in self._bundles if each.group == group}  # type: ignore[comparison-overlap]
+        moved = {index: node for (of, index), node in self.moves.items() if of == group}
+        return {"bundles_to_node_id": at | moved}
 
     def begin(self, groups: Mapping[str, int], **how: Any) -> None:
         self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
@@ -171,6 +180,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
     room = Rooms(per_node)
+    monkeypatch.setattr(placement, "placement_group_table", room.table)
     monkeypatch.setattr(placement, "remove_placement_group", room.given_back.append)
     return room
 
@@ -327,11 +337,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
     """Bundle -> the machine that the cluster has put it on, "" for none, of those of "node 0", which is gone; each of
     its GPUs has the number 7 then."""
     moved: dict[tuple[str, int], str] = {}
-
-    def table(group: str) -> dict[str, Any]:
-        return {"bundles_to_node_id": {index: node for (own, index), node in moved.items() if own == group}}
-
-    monkeypatch.setattr(placement, "placement_group_table", table)
+    monkeypatch.setattr(Rooms, "moves", moved)
     monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: dict.fromkeys(nodes, Gpu(7, "7")))
     monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 0"})
     return moved
@@ -490,3 +496,33 @@ def test_unused_bundles_are_no_reason_not_to_wait_for_those_that_one_process_nee
     on(moves, ["", "", "node 1", "node 1", "node 2", "node 2"])
     assert waiting(room, moves, monkeypatch, {7.0: ["node 9", "node 9"]}) == 7.0
     assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 9", False)]
+
+
+def test_newcomers_are_on_no_machine_that_is_gone_though_no_process_was_there(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = rooms_of(monkeypatch, 1)
+    room.begin({"actor": 3})
+    room.take({"actor": room["actor"][:1]})
+    on(moves, ["node 0", "", "node 2"])
+    assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 1})["actor"]] == ["node 0", "node 2", "node 3"]
+    assert room.reserved == [3, 1]
+
+
+def test_bundles_are_counted_as_ray_knows_of_them_and_the_cluster_has_as_many_more_as_the_scarcest_allows(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"CPU": 9.0, "GPU": 3.0, "memory": 5.0}
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: free)
+    room = rooms_of(monkeypatch, 2)
+    room.begin({"actor": 6, "engines": 3})
+    assert room.count({"CPU": 2.0, "GPU": 1.0}) == (6, 0, 3)
+    assert room.count({"CPU": 4.0, "GPU": 1.0}) == (6, 0, 2)
+    assert room.count({"CPU": 1.0, "h200": 1.0}) == (6, 0, 0)
+    room.take({"actor": room["actor"][:3]})  # bundles 0 to 2, and engines on 0, 2 and 4
+    on(moves, ["node 0", "", "node 1", "", "node 2", ""])
+    assert room.count({"GPU": 1.0}) == (3, 0, 3)
+    on(moves, ["node 0", "", "node 1", "node 7", "node 2", "node 8"])  # the cluster has other machines now
+    assert room.count({"GPU": 1.0}) == (5, 2, 3)
+    room.take(room.moved({"actor": 5, "engines": 3}, {"actor": 1, "engines": 3}))
+    assert room.count({"GPU": 1.0}) == (5, 0, 3)

@@ -815,6 +815,7 @@ class Changing:
         self.now = {"roles.actor.ranks": 2, "rollout.replicas": 2}
         self.error = error
         self.asked: list[list[str]] = []
+        self.devices = scaling.Devices(reserved=4, unused=0, free=0)
 
     def change(self, overrides: Sequence[str]) -> Iterator[str]:
         self.asked.append(list(overrides))
@@ -876,6 +877,7 @@ def test_a_scaler_is_asked_after_each_step_but_the_last_and_no_more_once_it_has_
     seen: list[int] = []
 
     def decide(sizing: scaling.Sizing) -> Any:
+        assert sizing.devices is sizes.devices
         seen.append(sizing.step)
         return wanted.pop(0)
 

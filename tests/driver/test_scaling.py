@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.driver import scaling
 from corerl.driver.scaling import (
@@ -20,6 +21,7 @@ from corerl.driver.scaling import (
     REQUEST,
     SETTLED,
     Answer,
+    Devices,
     Request,
     Scaling,
     Sizing,
@@ -32,6 +34,7 @@ from corerl.driver.scaling import (
 )
 from corerl.errors import ConfigError, CorerlError
 
+NONE_MORE = Devices(reserved=4, unused=0, free=0)
 DONE = Answer(changed=("actor: 1 rank -> 2 ranks", "engines: 2 -> 1"))
 
 
@@ -179,14 +182,21 @@ def test_only_a_file_of_the_runs_user_is_a_request(tmp_path: Path, monkeypatch: 
         asked(tmp_path)
 
 
-def test_what_was_refused_is_not_wanted_again_until_the_sizes_are_others() -> None:
+def test_what_was_refused_is_not_wanted_again_until_the_sizes_are_others_or_there_are_more_devices() -> None:
     scaling = Scaling(name="more", scaler=lambda sizing: {"rollout.replicas": 3})
-    sizes = {"roles.actor.ranks": 1, "rollout.replicas": 2}
-    assert scaling.wanted(1, sizes) == ["rollout.replicas=3"]
-    scaling.refused(["rollout.replicas=3"])
-    assert scaling.wanted(2, sizes) == []
-    scaling.changed(sizes)
-    assert scaling.wanted(3, {**sizes, "roles.actor.ranks": 2}) == ["rollout.replicas=3"]
+    sizes, more = {"roles.actor.ranks": 1, "rollout.replicas": 2}, ["rollout.replicas=3"]
+    one, unused = evolve(NONE_MORE, free=1), evolve(NONE_MORE, unused=2)
+    assert scaling.wanted(1, sizes, NONE_MORE) == more
+    scaling.refused(more, NONE_MORE)
+    assert scaling.wanted(2, sizes, NONE_MORE) == []
+    assert scaling.wanted(3, sizes, one) == more
+    scaling.refused(more, one)
+    assert scaling.wanted(4, sizes, NONE_MORE) == scaling.wanted(5, sizes, one) == []
+    assert scaling.wanted(6, sizes, unused) == more
+    scaling.refused(more, unused)
+    assert scaling.wanted(7, sizes, unused) == []
+    assert scaling.wanted(8, {**sizes, "roles.actor.ranks": 2}, unused) == more
+    assert scaling.wanted(9, sizes, unused) == more
 
 
 def test_a_request_is_never_read_half_written(tmp_path: Path) -> None:
@@ -219,51 +229,74 @@ SIZES = {"roles.actor.ranks": 2, "rollout.replicas": 2}
 def scaling_by(function: Callable[[Sizing], Any]) -> Scaling:
     """One that has a step behind it."""
     made = Scaling(name="mine:decide", scaler=function)
-    made.step_done({"time/step": 1.0})
+    made.step_done({"time/step": 1.0}, SIZES)
     return made
+
+
+def wanted(function: Callable[[Sizing], Any], sizes: Mapping[str, int] = SIZES) -> list[str]:
+    return scaling_by(function).wanted(1, sizes, NONE_MORE)
 
 
 def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before() -> None:
     got: list[Sizing] = []
     made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
+
+    def told(step: int, sizes: Mapping[str, int]) -> Sizing:
+        assert made.wanted(step, sizes, NONE_MORE) == []
+        assert (got[-1].step, got[-1].sizes, got[-1].devices) == (step, sizes, NONE_MORE)
+        return got.pop()
+
     nothing = Spent(steps=0, seconds=0.0, idle={})
-    assert made.wanted(0, SIZES) == []
-    assert got.pop() == Sizing(step=0, sizes=SIZES, spent=nothing, earlier=())
+    found = told(0, SIZES)
+    assert (found.spent, found.earlier) == (nothing, ())
     others = {"roles.actor.ranks": 3, "rollout.replicas": 1}
     for seconds, idle in ((2.0, 0.5), (4.0, 1.0)):
-        made.step_done(
-            {"time/step": seconds, "idle/ranks/total": idle, "idle/ranks/samples": 0.25, "time/train": 9.0, "reward": 1}
-        )
-    assert made.wanted(2, SIZES) == []
+        metrics = {"time/step": seconds, "idle/ranks/total": idle, "idle/ranks/samples": 0.25}
+        made.step_done({**metrics, "time/train": 9.0, "reward": 1}, SIZES)
+    found = told(2, SIZES)
     first = Spent(steps=2, seconds=3.0, idle={"idle/ranks/total": 0.75, "idle/ranks/samples": 0.25})
-    assert got.pop() == Sizing(step=2, sizes=SIZES, spent=first, earlier=())
-    made.changed(SIZES)
-    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0})  # with the seconds of the change
-    assert made.wanted(3, others) == []
-    assert got.pop() == Sizing(step=3, sizes=others, spent=nothing, earlier=((SIZES, first),))
-    made.step_done({"time/step": 1.0, "idle/engines/total": 0.5})
-    assert made.wanted(4, others) == []
+    assert (found.spent, found.earlier) == (first, ())
+    found = told(2, others)  # somebody else has changed them since
+    assert (found.spent, found.earlier) == (nothing, ((SIZES, first),))
+    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0}, others)  # with the seconds of the change
+    assert told(3, others).spent == nothing
+    made.step_done({"time/step": 1.0, "idle/engines/total": 0.5}, others)
+    found = told(4, others)
     second = Spent(steps=1, seconds=1.0, idle={"idle/engines/total": 0.5})
-    assert got.pop() == Sizing(step=4, sizes=others, spent=second, earlier=((SIZES, first),))
-    made.changed(others)
-    made.changed(SIZES)  # at once again
+    assert (found.spent, found.earlier) == (second, ((SIZES, first),))
+    told(4, SIZES)
+    told(4, others)  # at once again
     for _ in range(2):
-        made.step_done({"time/step": 8.0})
-    made.wanted(6, others)
-    assert got.pop() == Sizing(
-        step=6,
-        sizes=others,
-        spent=Spent(steps=1, seconds=8.0, idle={}),
-        earlier=((SIZES, first), (others, second), (SIZES, nothing)),
-    )
+        made.step_done({"time/step": 8.0}, others)
+    found = told(6, others)
+    assert found.spent == Spent(steps=1, seconds=8.0, idle={})
+    assert found.earlier == ((SIZES, first), (others, second), (SIZES, nothing))
+
+
+def test_a_step_in_which_a_machine_was_lost_is_one_of_no_sizes_and_the_smaller_ones_begin_after_it() -> None:
+    got: list[Sizing] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
+    smaller, left = {**SIZES, "rollout.replicas": 1}, evolve(NONE_MORE, reserved=3)
+    made.step_done({"time/step": 2.0}, SIZES)
+    made.wanted(1, SIZES, NONE_MORE)
+    made.step_done({"time/step": 70.0}, smaller)
+    made.wanted(2, smaller, left)
+    made.step_done({"time/step": 3.0}, smaller)
+    made.wanted(3, smaller, left)
+    before = Spent(steps=1, seconds=2.0, idle={})
+    assert [(each.sizes, each.devices.reserved, each.spent.seconds, each.earlier) for each in got] == [
+        (SIZES, 4, 2.0, ()),
+        (smaller, 3, 0.0, ((SIZES, before),)),
+        (smaller, 3, 3.0, ((SIZES, before),)),
+    ]
 
 
 def test_sizes_that_are_others_become_overrides() -> None:
-    assert scaling_by(lambda _: {"rollout.replicas": 3}).wanted(1, SIZES) == ["rollout.replicas=3"]
+    assert wanted(lambda _: {"rollout.replicas": 3}) == ["rollout.replicas=3"]
     both = {"roles.actor.ranks": 1, "rollout.replicas": np.int64(3)}
-    assert scaling_by(lambda _: both).wanted(1, SIZES) == ["roles.actor.ranks=1", "rollout.replicas=3"]
-    assert scaling_by(lambda _: {"roles.actor.ranks": 2, "rollout.replicas": 2}).wanted(1, SIZES) == []
-    assert scaling_by(lambda _: {}).wanted(1, SIZES) == []
+    assert wanted(lambda _: both) == ["roles.actor.ranks=1", "rollout.replicas=3"]
+    assert wanted(lambda _: {"roles.actor.ranks": 2, "rollout.replicas": 2}) == []
+    assert wanted(lambda _: {}) == []
 
 
 A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
@@ -292,7 +325,7 @@ A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
 )
 def test_what_is_no_sizes_is_one_line(returned: Any, said: str) -> None:
     with pytest.raises(CorerlError) as caught:
-        scaling_by(lambda _: returned).wanted(1, SIZES)
+        wanted(lambda _: returned)
     assert caught.value.message == f"cluster.scaler: mine:decide returned {said}"
 
 
@@ -301,10 +334,10 @@ def test_an_error_of_the_function_is_one_line() -> None:
         raise ValueError("no idea\nof what to do")
 
     with pytest.raises(CorerlError) as caught:
-        scaling_by(fails).wanted(1, SIZES)
+        wanted(fails)
     assert caught.value.message == "cluster.scaler: mine:decide failed: ValueError: no idea"
     with pytest.raises(CorerlError) as caught:
-        scaling_by(balance).wanted(1, {"roles.actor.ranks": 2})  # nothing samples
+        wanted(balance, {"roles.actor.ranks": 2})  # nothing samples
     assert caught.value.message == "cluster.scaler: mine:decide failed: KeyError: 'rollout.replicas'"
 
 
@@ -323,9 +356,8 @@ def balanced(
     sizes: tuple[int, int], now: Spent, *earlier: tuple[tuple[int, int], Spent]
 ) -> tuple[int, int] | dict[str, int]:
     """(ranks, replicas) that `balance` wants, or {}."""
-    found = balance(
-        Sizing(step=9, sizes=of(*sizes), spent=now, earlier=[(of(*before), then) for before, then in earlier])
-    )
+    before = [(of(*then), spent) for then, spent in earlier]
+    found = balance(Sizing(step=9, sizes=of(*sizes), devices=NONE_MORE, spent=now, earlier=before))
     return (found["roles.actor.ranks"], found["rollout.replicas"]) if found else {}
 
 
@@ -339,7 +371,7 @@ def test_nothing_moves_for_a_small_difference_or_after_few_steps() -> None:
     assert balanced((2, 2), spent(ranks=2.5, engines=4.0)) == {}
     assert balanced((2, 2), spent(ranks=5.0, engines=2.5)) == (1, 3)
     assert balanced((2, 2), spent(ranks=9.0, steps=SETTLED - 1)) == {}
-    assert balance(Sizing(step=9, sizes=of(2, 2), spent=Spent(steps=9, seconds=10.0, idle={}), earlier=())) == {}
+    assert balanced((2, 2), Spent(steps=9, seconds=10.0, idle={})) == {}
 
 
 def test_no_side_loses_its_last_device() -> None:
@@ -362,6 +394,17 @@ def test_no_sizes_are_tried_twice_though_steps_become_longer_at_any() -> None:
     assert balanced((3, 1), spent(20.0, ranks=15.0), *before) == {}
 
 
+def test_it_never_goes_back_to_devices_that_are_gone_and_judges_those_that_are_left_anew() -> None:
+    with_all = ((4, 4), spent(8.0, ranks=6.0)), ((3, 5), spent(7.0, ranks=5.0))
+    assert balanced((3, 2), spent(20.0, ranks=1.0), *with_all) == {}
+    assert balanced((3, 2), spent(20.0, ranks=15.0), *with_all) == (2, 3)
+    tried = (*with_all, ((3, 2), spent(20.0, ranks=15.0)))
+    assert balanced((2, 3), spent(22.0, ranks=15.0), *tried) == (3, 2)  # as that has made steps longer
+    assert balanced((2, 3), spent(18.0, ranks=15.0), *tried) == (1, 4)
+    further = (*tried, ((2, 3), spent(18.0, ranks=15.0)), ((1, 4), spent(19.0)))
+    assert balanced((2, 3), spent(18.0, ranks=15.0), *further) == {}
+
+
 def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int, int]]]:
     """(name, seconds by (ranks, replicas, step), the sizes that 8 devices end with, from 4 and 4)."""
     work, samples = 12.0, 36.0
@@ -371,18 +414,37 @@ def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int
 
 @pytest.mark.parametrize(("seconds", "ends"), [course[1:] for course in courses()], ids=[c[0] for c in courses()])
 def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tuple[int, int]) -> None:
-    sizes, made = of(4, 4), Scaling(name="balance", scaler=balance)
-    visited = [(4, 4)]
+    visited = course(of(4, 4), seconds, {})
+    assert visited[-1] == ends and len(visited) <= 5
+
+
+@pytest.mark.parametrize("lost_at", [2, 7, 15, 31, 60])
+def test_a_run_that_loses_a_machine_comes_to_rest_on_the_devices_that_are_left(lost_at: int) -> None:
+    """Of 8 devices 2 are gone, whoever had them."""
+    for fewer in (of(2, 4), of(4, 2), of(3, 3), of(1, 5)):
+        visited = course(of(4, 4), lambda ranks, replicas, step: max(12.0 / ranks, 36.0 / replicas), {lost_at: fewer})
+        ranks, replicas = fewer.values()
+        after = visited[visited.index((ranks, replicas)) :]
+        assert {sum(each) for each in after} == {6} and len(after) <= 5
+        assert after[-1] == (2, 4)  # 9 s a step, which is the least
+
+
+def course(
+    sizes: dict[str, int], seconds: Callable[[int, int, int], float], lost: Mapping[int, dict[str, int]]
+) -> list[tuple[int, int]]:
+    """(ranks, replicas) of a run that `balance` decides for, one after the other; before some steps it has lost others
+    than that."""
+    made = Scaling(name="balance", scaler=balance)
+    visited = [(sizes["roles.actor.ranks"], sizes["rollout.replicas"])]
     for step in range(100):
-        ranks, replicas = sizes.values()
-        wanted = made.wanted(step, sizes)
-        if wanted:
-            made.changed(sizes)
-            sizes = sizes | {key: int(value) for key, value in (each.split("=") for each in wanted)}
-            visited.append((sizes["roles.actor.ranks"], sizes["rollout.replicas"]))
+        wanted = made.wanted(step, sizes, NONE_MORE)
+        before = sizes
+        sizes = sizes | {key: int(value) for key, value in (each.split("=") for each in wanted)}
+        sizes = lost.get(step, sizes)
+        ranks, replicas = sizes["roles.actor.ranks"], sizes["rollout.replicas"]
+        if sizes != before:
+            visited.append((ranks, replicas))
         took = seconds(ranks, replicas, step)
-        made.step_done(
-            {"time/step": took, "idle/ranks/total": took - 12.0 / ranks, "idle/engines/total": took - 36.0 / replicas}
-        )
-    assert tuple(sizes.values()) == ends, visited
-    assert len(visited) <= 5
+        idle = {"idle/ranks/total": took - 12.0 / ranks, "idle/engines/total": took - 36.0 / replicas}
+        made.step_done({"time/step": took, **idle}, sizes)
+    return visited

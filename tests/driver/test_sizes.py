@@ -14,6 +14,7 @@ from attrs import define, evolve, field
 from corerl.calls import Future
 from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
+from corerl.driver.scaling import Devices
 from corerl.driver.sizes import Sizes
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
@@ -491,9 +492,8 @@ def in_room(
     for ranks in case.ranks.values():
         nodes = [slot.node for slot in room[ranks.role]]
         ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
-    table = dict(enumerate(now))
+    room.moves = {("reservation 0", index): node for index, node in enumerate(now)}
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
-    monkeypatch.setattr(of_cluster, "placement_group_table", lambda group: {"bundles_to_node_id": table})
     monkeypatch.setattr(of_cluster, "gpus_of_bundles", lambda _, at: {index: Gpu(index, str(index)) for index in at})
     return room
 
@@ -532,6 +532,24 @@ def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
     assert case.sizes.refit() == ["engines: 2 -> 1"]
     used = indices(room["actor"]) + indices(room["engines"])
     assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
+
+
+def test_sizes_and_devices_are_those_that_are_left_also_before_ranks_have_started_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_cluster.ray, "available_resources", lambda: {"CPU": 2.0})
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
+    assert case.sizes.devices == Devices(reserved=6, unused=2, free=2)
+    assert case.sizes.now == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    room.moves = {("reservation 0", index): "" for index in range(2, 6)}
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - {"node 0"})
+    assert case.sizes.devices == Devices(reserved=2, unused=0, free=2)
+    assert case.sizes.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.sizes.now == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
+    assert case.sizes.devices == Devices(reserved=2, unused=0, free=2)
+    assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
+    assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
 
 
 def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
