@@ -25,9 +25,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
+    from corerl.plan.names import wrong_names
     from corerl.plan.user_code import code_of
 
-    config = load_config(args.file, args.overrides)
+    config = load_config(args.file, args.overrides, more=wrong_names)
     code = code_of(config)
     tried = beside(code.modules, code.plugins)
     if args.action == "show":

@@ -40,13 +40,16 @@ def run(args: argparse.Namespace) -> int:
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
+    from corerl.plan.names import wrong_names
     from corerl.plan.user_code import code_of
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
     # A missing `step-...` is a checkpoint that retention has removed, not a config file.
     directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
-    config = None if directory else load_config(what, given)  # first: shows its errors without importing torch
+    config = (
+        None if directory else load_config(what, given, more=wrong_names)
+    )  # first: shows its errors without importing torch
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary

@@ -15,17 +15,18 @@ from types import FrameType
 from typing import Any
 
 from corerl.errors import ConfigError
-from corerl.messages import did_you_mean, one_line
+from corerl.messages import did_you_mean, listed, one_line
 
+SHOWN = 5  # functions of a module that has not the one that is asked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
     """The function that `name` refers to. If there is none, raises ConfigError with a message that begins with
     `setting`."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'")
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'{meant(name)}")
     heard: list[BaseException] = []
     try:
         with interrupts(heard):
@@ -33,19 +34,42 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     except BaseException as error:  # importing a user's module may raise anything
         if heard:
             raise
-        hidden = _hidden(module_name) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}{hidden}") from error
+        hint = meant(name) or (_missing(module_name, error) if isinstance(error, ModuleNotFoundError) else "")
+        raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}{hint}") from error
     try:
         function = getattr(module, attribute, None)
     except Exception as error:  # of the module's own `__getattr__`
         raise ConfigError(f"{setting}: {name!r}: module {module_name!r} raised {one_line(error)}") from error
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]
+        own = [each for each in functions if inspect.isfunction(vars(module)[each]) and not each.startswith("_")]
         raise ConfigError(
             f"{setting}: {name!r}: module {module_name!r} has no function {attribute!r}"
-            + (_hidden(module_name) or did_you_mean(attribute, functions))
+            + (
+                _hidden(module_name)
+                or did_you_mean(attribute, functions)
+                or f"; it has {listed(own, SHOWN)}" * bool(own)
+            )
         )
     return function
+
+
+def meant(name: str) -> str:
+    """The end of a message about a setting that should be 'module:function': what was meant by the path of a file, or by
+    dots alone; otherwise ""."""
+    module, colon, function = name.partition(":")
+    directory = ""
+    if module.endswith(".py") or os.sep in module:
+        path = os.path.relpath(module).removesuffix(".py")
+        if path.startswith(os.pardir):
+            directory, path = os.path.split(os.path.abspath(path))
+        module = path.replace(os.sep, ".")
+    elif not colon:
+        module, _, function = name.rpartition(".")
+    if not module or f"{module}:{function}" == name:
+        return ""
+    where = f", with PYTHONPATH={directory}" if directory else ""
+    return f"; did you mean '{module}:{function or 'FUNCTION'}'{where}?"
 
 
 @contextmanager
@@ -77,6 +101,15 @@ def interrupts(heard: list[BaseException]) -> Iterator[None]:
                 signal.signal(number, handler)
         if heard:
             raise heard[0]
+
+
+def _missing(module_name: str, error: ModuleNotFoundError) -> str:
+    """What to do about a module that is not found; "" if it is found, but imports another one that is not."""
+    name = module_name.partition(".")[0]
+    if error.name != name:
+        return _hidden(module_name)
+    here = [path.stem for path in Path().glob("*.py")]
+    return did_you_mean(name, here) or f"; there is no {name}.py in {os.getcwd()}, and no such module is installed"
 
 
 def _hidden(module_name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import tomli_w
 from attrs import evolve
 
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, Problem, is_setting, structure, try_structure
+from corerl.config.structuring import Keys, Problem, fitting, is_setting, structure, try_structure
 from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
@@ -29,14 +29,19 @@ CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 DEEPEST = 32  # levels of tables and arrays
+More = Callable[[Config], Iterable[str]]  # further problems of a config that has some, a line for each
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+def nothing_more(config: Config) -> Iterable[str]:
+    return ()
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, more: More = nothing_more) -> Config:
     """Read a TOML file, apply overrides `a.b.c=VALUE` in order, and check every key and value.
 
     VALUE is TOML; anything that is not valid TOML is taken as a string. An override replaces the whole value at its
     path.
-    Raises ConfigError with one line for each problem.
+    Raises ConfigError with one line for each problem, followed by what `more` tells of the settings that fit.
     """
     lines: list[str] = []
     data: dict[str, Any] = {}
@@ -56,29 +61,31 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         lines.append(f"{path}: is nested more deeply than can be read; at most {DEEPEST} levels are allowed")
     except ValueError:  # of int(), which Python guards against numbers that take for ever
         lines.append(f"{path}: has a number of more digits than can be read; integers have at most 64 bits")
-    return _config(data, overrides, lines)
+    return _config(data, overrides, lines, more)
 
 
-def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def config_of(data: Mapping[str, Any], overrides: Sequence[str] = (), *, more: More = nothing_more) -> Config:
     """Like `load_config`, from plain data such as a checkpoint's; `data` is not changed."""
-    return _config(copy.deepcopy(dict(data)), overrides, [])
+    return _config(copy.deepcopy(dict(data)), overrides, [], more)
 
 
-def as_config(source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Config:
+def as_config(
+    source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = (), *, more: More = nothing_more
+) -> Config:
     """A config, from one, from plain data or from the path of a TOML file, with overrides. Raises ConfigError as
     `load_config` does, also for what is none of these."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: got the text {short_repr(overrides)}, wanted a list of texts")
     if isinstance(source, (str, Path)):
-        return load_config(source, overrides)
+        return load_config(source, overrides, more=more)
     if isinstance(source, Config):
-        return config_of(to_plain(source), overrides) if overrides else source
+        return config_of(to_plain(source), overrides, more=more) if overrides else source
     if not isinstance(source, Mapping):
         raise ConfigError(f"got a {type(source).__name__}, wanted a corerl.Config, a mapping, or a TOML file's path")
-    return config_of(source, overrides)
+    return config_of(source, overrides, more=more)
 
 
-def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) -> Config:
+def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str], more: More) -> Config:
     """Build the Config. `lines` are the problems so far; if there are any, `data` could not be read."""
     readable = not lines
     applied: list[tuple[Keys, str]] = []
@@ -94,6 +101,8 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
         lines += [_concealed(problem, data).line() + _blame(problem.keys, applied) for problem in problems]
         if config is not None and not lines:
             return config
+        if (rest := fitting(data, Config)) is not None:
+            lines += more(rest)
     raise ConfigError("\n".join(lines))
 
 

@@ -20,12 +20,13 @@ from cattrs import Converter
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, override
 
-from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
+from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
+FITTINGS = 4  # what is wrong is removed, what is then missing is made empty, and then validators of tables speak
 
 
 class _Wrong(ValueError):
@@ -70,6 +71,34 @@ def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list
         return _converter().structure(data, cls), []
     except _ERRORS as error:
         return None, list(_walk(error, ()))
+
+
+def fitting(data: Mapping[str, Any], cls: type[T]) -> T | None:
+    """The instance of what fits of plain data: what is wrong has its default, and required text is empty. None if there
+    is none."""
+    rest = to_plain(data)
+    for _ in range(FITTINGS):
+        value, problems = try_structure(rest, cls)
+        if value is not None:
+            return value
+        for problem in problems:
+            _leave_out(problem.keys, rest)
+    return None
+
+
+def _leave_out(keys: Keys, data: dict[str, Any]) -> None:
+    """Remove a setting, or make it empty text if it is missing."""
+    while keys and isinstance(keys[-1], int):  # a whole array, whose other items would have other numbers
+        keys = keys[:-1]
+    if not keys:
+        return
+    table: Any = data
+    for key in keys[:-1]:
+        table = table.setdefault(key, {}) if isinstance(table, dict) else table[key]
+    if keys[-1] in table:
+        del table[keys[-1]]
+    else:
+        table[keys[-1]] = ""
 
 
 def is_setting(keys: Keys, cls: type) -> bool:

@@ -9,6 +9,7 @@ from corerl.config.schema import Config
 from corerl.doctor import installation
 from corerl.doctor.child import look, look_each
 from corerl.errors import ConfigError
+from corerl.plan.names import wrong_names
 from corerl.plan.resolve import selected
 from corerl.plugin.registry import Entry, Kind, is_named
 from corerl.plugin.spec import Finding, Level
@@ -27,7 +28,7 @@ def examine(
     config: Config | None = None
     if file:
         try:
-            config = load_config(file, overrides)
+            config = load_config(file, overrides, more=wrong_names)
         except ConfigError as error:
             for line in error.message.splitlines():
                 yield Finding(level=Level.ERROR, what=line, why="the run would not start", mend=f"edit {file}")

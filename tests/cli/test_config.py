@@ -50,6 +50,28 @@ def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFix
     )
 
 
+def test_wrong_names_are_told_beside_keys_and_values_that_cannot_be_read(
+    sound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unread = ["run.stepps=3", "rollout.prompts=ten", "reward.weights=3"]
+    names = ["backend.name=plian", "rollout.engine=fke", "algorithm.name=grp", "extensions=[{name='jsonnl'}]"]
+    assert main(["config", "check", sound, *unread, *names, "reward.name=exakt-match"]) == 2
+    out, checked = capsys.readouterr()
+    lines = [line.removeprefix("corerl: error: ") for line in checked.splitlines()]
+    assert out == "" and [line.partition("; installed: ")[0].partition(";")[0] for line in lines] == [
+        "run.stepps: unknown key",
+        "reward.weights: expected table, got integer 3 (override reward.weights=3)",
+        "rollout.prompts: expected integer, got string 'ten' (override rollout.prompts=ten)",
+        "backend.name: unknown backend 'plian'",
+        "rollout.engine: unknown engine 'fke'",
+        "algorithm.name: unknown algorithm 'grp'",
+        "extensions[0].name: unknown extension 'jsonnl'",
+        "reward.name: unknown reward 'exakt-match'",
+    ]
+    assert main(["train", sound, *unread, *names, "reward.name=exakt-match"]) == 2
+    assert capsys.readouterr() == ("", checked)
+
+
 def test_check_reports_contradictions_and_plugin_tables_together(
     sound: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

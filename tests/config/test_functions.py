@@ -19,13 +19,8 @@ def test_a_function_is_found_by_module_and_name() -> None:
     ("name", "message"),
     [
         ("sqrt", "a.b: got 'sqrt', wanted 'module:function'"),
-        (
-            "no_such_module:f",
-            (
-                "a.b: 'no_such_module:f': cannot import 'no_such_module': ModuleNotFoundError: No module named "
-                "'no_such_module'"
-            ),
-        ),
+        ("math.sqrt", "a.b: got 'math.sqrt', wanted 'module:function'; did you mean 'math:sqrt'?"),
+        ("math:", "a.b: got 'math:', wanted 'module:function'"),
         ("math:sqr", "a.b: 'math:sqr': module 'math' has no function 'sqr'; did you mean 'sqrt'?"),
         ("math:pi", "a.b: 'math:pi': module 'math' has no function 'pi'"),
     ],
@@ -34,6 +29,46 @@ def test_what_is_not_there_is_told_with_the_setting(name: str, message: str) -> 
     with pytest.raises(ConfigError) as caught:
         imported(name, setting="a.b")
     assert caught.value.message == message
+
+
+def test_a_module_that_is_not_there_is_told_with_the_nearest_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = "a.b: 'no_such_module:f': cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_m"
+    with pytest.raises(ConfigError) as caught:
+        imported("no_such_module:f", setting="a.b")
+    assert caught.value.message == (
+        f"{failed}odule'; there is no no_such_module.py in {tmp_path}, and no such module is installed"
+    )
+    (tmp_path / "no_such_modules.py").touch()
+    with pytest.raises(ConfigError) as caught:
+        imported("no_such_module:f", setting="a.b")
+    assert caught.value.message == f"{failed}odule'; did you mean 'no_such_modules'?"
+
+
+def test_a_function_that_is_not_there_is_answered_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "has_two.py").write_text("import os\ndef fair(): ...\ndef foul(): ...\ndef _own(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="^a.b: 'has_two:score': module .* no function 'score'; it has fair, foul$"):
+        imported("has_two:score", setting="a.b")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("rewards.py:correct", "; did you mean 'rewards:correct'?"),
+        ("./sub/rewards.py:correct", "; did you mean 'sub.rewards:correct'?"),
+        ("sub/rewards:correct", "; did you mean 'sub.rewards:correct'?"),
+        ("/far/away/rewards.py:correct", "; did you mean 'rewards:correct', with PYTHONPATH=/far/away?"),
+    ],
+)
+def test_the_path_of_a_file_is_answered_with_its_module(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        imported(name, setting="a.b")
+    assert caught.value.message.startswith(f"a.b: {name!r}: cannot import ") and caught.value.message.endswith(hint)
 
 
 def test_a_module_that_fails_when_it_is_asked_for_a_function_is_told(

@@ -36,6 +36,26 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     return caught.value.message.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("text", "backend", "extensions"),
+    [
+        ("run.steps = 'a'\n[backend]\nname = 'b'\n[[extensions]]\nname = 'c'\nx = 1\n", "b", ["c"]),
+        ("[[extensions]]\nname = 'c'\n[[extensions]]\noptions = 3\n", "", ["c", ""]),
+        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", ["console", "jsonl", "tensorboard", "curves"]),
+    ],
+    ids=["values", "missing", "tables"],
+)
+def test_more_is_told_of_what_fits_where_something_does_not(
+    tmp_path: Path, text: str, backend: str, extensions: list[str]
+) -> None:
+    rest: list[Config] = []
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), more=lambda config: rest.append(config) or ["more"])  # type: ignore[func-returns-value]
+    assert caught.value.message.splitlines() == [*problems_of(tmp_path / "run.toml"), "more"]
+    (config,) = rest
+    assert (config.backend.name, [each.name for each in config.extensions]) == (backend, extensions)
+
+
 def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, SMALLEST)) == Config(backend=BackendChoice(name="plain"))
 

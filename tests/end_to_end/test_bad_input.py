@@ -91,8 +91,8 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
         ),
         (
             "reward.name=exakt-match",
-            "reward.name: unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position",
-            "; write your own as 'module:function'",
+            "reward.name: unknown reward 'exakt-match'; built in: exact-match, position",
+            "; did you mean 'exact-match'?",
         ),
         (
             "weights.transport=pigeon",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
-from corerl.config.functions import imported, signature_of
+from corerl.config.functions import imported, meant, signature_of
 from corerl.errors import ConfigError, RewardError
-from corerl.messages import nearest
+from corerl.messages import did_you_mean
 from corerl.rollout.rewards.base import Reward, Term, WeightedSum, takes_tokens
 
 if TYPE_CHECKING:
@@ -75,17 +75,20 @@ def resolve_reward(
 ) -> Reward:
     """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
     does not fit."""
-    function = BUILT_IN.get(name)
-    if function is None:
-        if ":" not in name:
-            near = nearest(name, BUILT_IN)
-            raise ConfigError(
-                f"{table}.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
-                f"built in: {', '.join(sorted(BUILT_IN))}; write your own as 'module:function'"
-            )
-        function = imported(name, setting=f"{table}.name")
+    require_known(name, table=table)
+    function = BUILT_IN.get(name) or imported(name, setting=f"{table}.name")
     _require_callable(name, function, options, table)
     return Reward(name=name, function=function, options=options, weights=weights or {})
+
+
+def require_known(name: str, *, table: str = "reward") -> None:
+    """Raise ConfigError if a reward's name is neither a built-in one nor, by its form, a function's."""
+    if name not in BUILT_IN and ":" not in name:
+        own = "write your own as 'module:function', where module.py is in the working directory or installed"
+        raise ConfigError(
+            f"{table}.name: unknown reward {name!r}; built in: {', '.join(sorted(BUILT_IN))}"
+            + (did_you_mean(name, BUILT_IN) or f"; {own}{meant(name)}")
+        )
 
 
 def require_any_thread(reward: Reward, prompt: Prompt) -> None:

@@ -37,6 +37,22 @@ def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:
         resolve_reward("position-match", {})(Prompt(index=0, text="hello", answer=""), "x")
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("exact_match", "; built in: exact-match, position-match; did you mean 'exact-match'?"),
+        ("rewards.correct", "installed; did you mean 'rewards:correct'?"),
+        ("rewards.py", "installed; did you mean 'rewards:FUNCTION'?"),
+        ("correct", "; write your own as 'module:function', where module.py is in the working directory or installed"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_is_wanted(name: str, end: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_reward(name, {})
+    assert caught.value.message.startswith(f"reward.name: unknown reward {name!r}; ")
+    assert caught.value.message.endswith(end)
+
+
 def test_unknown_names_imports_that_fail_and_options_that_do_not_fit_are_config_errors(mine: ModuleType) -> None:
     mine.number = 3  # type: ignore[attr-defined]
     for name, options, text in [
@@ -80,7 +96,7 @@ def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(
 
 def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: ModuleType) -> None:
     mine.odd = lambda prompt, response: "x"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach', did you mean"):
+    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built in"):
         reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))
     twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
     with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
