@@ -1,58 +1,74 @@
-"""How long devices did nothing in a rollout step, and what for."""
+"""When devices did nothing in a rollout step, and what for."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from corerl.observability.timing import Span
+from corerl.plugin.events import Idle
 
+RANKS = "ranks"
 SCORING = "scoring"  # the span in which rewards are computed
 # Phases of the driver in which ranks work, and those in which engines get their weights or change their memory.
 OF_RANKS = frozenset({"compare", "forward", "train", "update_weights", "sleep", "wake_up", "save"})
 OF_WEIGHTS = frozenset({"update_weights", "hold", "sleep", "wake_up", "replace"})
 
 
-def idle_seconds(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence[str]) -> dict[str, float]:
-    """Seconds between `began` and `ended` in which devices did nothing, by cause; means over the engines, of which each
-    has spans under its name, and of the ranks, which work together.
+def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence[str]) -> list[Idle]:
+    """When the ranks, which work together, and each engine did nothing between `began` and `ended`, by the clock of
+    `spans`, among which each engine has some of its name.
 
-    idle/ranks/total       without a verb, of which they waited for
-    idle/ranks/samples       engines
-    idle/ranks/rewards       rewards, while no engine sampled
-    idle/ranks/driver        anything else
-
-    idle/engines/total     without a request, and no update of weights, of which they waited for
-    idle/engines/longest     the samples of another engine
-    idle/engines/rewards     rewards, while no engine sampled
-    idle/engines/training    ranks
-    idle/engines/driver      anything else
+    Ranks do nothing without a verb, and wait for
+        samples   of engines
+        rewards   while no engine samples
+        driver    for anything else
+    An engine does nothing without a request, and no update of weights, and waits for
+        longest   samples of another engine
+        rewards   while no engine samples
+        training  of ranks
+        driver    for anything else
     """
-    found = defaultdict(float, dict.fromkeys(("idle/ranks/total", *(["idle/engines/total"] if engines else [])), 0.0))
-    changes: list[tuple[float, int, str]] = []
+    changes = [(began, 0, ""), (ended, 0, "")]
     for span in spans:
         low, high = max(span.began, began), min(span.ended, ended)
         if low < high:
             changes += [(low, 1, span.name), (high, -1, span.name)]
+    found: list[Idle] = []
     active: Counter[str] = Counter()
-    at = began
-    for when, change, name in [*sorted(changes), (ended, 0, "")]:
-        _account(found, {each for each, count in active.items() if count}, when - at, engines)
-        active[name] += change
-        at = when
-    return dict(found)
+    waiting: dict[str, tuple[str, float]] = {}  # who -> for what, and since when
+    for at, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        for _, change, name in together:
+            active[name] += change
+        causes = _causes({each for each, count in active.items() if count}, engines) if at < ended else {}
+        for who in (RANKS, *engines):
+            cause, since = waiting.get(who, ("", at))
+            if cause != causes.get(who, ""):
+                if cause:
+                    found.append(Idle(who=who, waits_for=cause, started=since, ended=at))
+                waiting[who] = causes.get(who, ""), at
+    return found
 
 
-def _account(found: dict[str, float], active: set[str], seconds: float, engines: Sequence[str]) -> None:
-    if not seconds:
-        return
+def idle_seconds(found: Iterable[Idle], *, engines: int) -> dict[str, float]:
+    """Seconds of a step by cause, and in all: as idle/ranks/..., and as idle/engines/..., means over the engines."""
+    seconds = defaultdict(float, {"idle/ranks/total": 0.0, **({"idle/engines/total": 0.0} if engines else {})})
+    for each in found:
+        kind, share = (RANKS, 1.0) if each.who == RANKS else ("engines", 1.0 / engines)
+        for name in ("total", each.waits_for):
+            seconds[f"idle/{kind}/{name}"] += share * (each.ended - each.started)
+    return dict(seconds)
+
+
+def _causes(active: set[str], engines: Sequence[str]) -> Mapping[str, str]:
+    """What each who does nothing waits for, while these spans are open."""
     busy = active.intersection(engines)
     shared = "rewards" if SCORING in active else "driver"
+    causes = {}
     if not active & OF_RANKS:
-        found["idle/ranks/total"] += seconds
-        found[f"idle/ranks/{'samples' if busy else shared}"] += seconds
-    if engines and not active & OF_WEIGHTS and len(busy) < len(engines):
-        of_engines = seconds * (len(engines) - len(busy)) / len(engines)
-        found["idle/engines/total"] += of_engines
+        causes[RANKS] = "samples" if busy else shared
+    if not active & OF_WEIGHTS:
         cause = "longest" if busy else "training" if active & OF_RANKS else shared
-        found[f"idle/engines/{cause}"] += of_engines
+        causes |= {each: cause for each in engines if each not in busy}
+    return causes

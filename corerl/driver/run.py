@@ -24,7 +24,7 @@ from corerl.driver.checkpoints import Checkpoints, Copies
 from corerl.driver.early import Early
 from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
-from corerl.driver.idle import idle_seconds
+from corerl.driver.idle import idle, idle_seconds
 from corerl.driver.metrics import (
     compilations,
     first_step_mismatch,
@@ -475,14 +475,22 @@ class Run:
         metrics |= compilations(results)
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         engines = self.updates.fleet.names if self.updates is not None else ()
-        metrics |= idle_seconds(self.progress.spans.take(), self._step_started, now, engines=engines)
+        waits = idle(self.progress.spans.take(), self._step_started, now, engines=engines)
+        metrics |= idle_seconds(waits, engines=len(engines))
         if self.scaling is not None:
             self.scaling.step_done(metrics, self.sizes.now)
         self._warn(scored, batch)
         self._warn_of_compilations(scored.step, results)
         self._step_started = now
+        epoch = time.time() - time.perf_counter()
         self.progress.tell(
-            StepFinished(step=scored.step, metrics=metrics, shown=scored.shown(), samples=scored.samples())
+            StepFinished(
+                step=scored.step,
+                metrics=metrics,
+                shown=scored.shown(),
+                samples=scored.samples(),
+                idle=[evolve(each, started=epoch + each.started, ended=epoch + each.ended) for each in waits],
+            )
         )
 
     def _warn(self, scored: Scored, batch: TrainBatch | None) -> None:

@@ -59,6 +59,10 @@ class History:
         values = self._values.get(name)
         return values[-1] if values else None
 
+    def sum(self, name: str) -> float:
+        """Of all values that are numbers; 0.0 if the metric was never recorded."""
+        return math.fsum(value for value in self.series(name)[1] if not math.isnan(value))
+
     def ends(self, names: Iterable[str]) -> tuple[list[str], dict[str, list[float | None]]]:
         """The headings of a summary, that of the names included, and how each recorded metric in `names` began and
         ended: its mean over the first and over the last steps, a quarter of all at most, since single steps are noisy.

@@ -191,6 +191,8 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
             values.add_row(label, *(number(value, metric) for value in ends[metric]))
     if values.row_count:
         parts.append(values)
+    if waits := list(state.waits()):
+        parts += [Text("\n".join(waits)), Text()]
     if event.before and event.before == event.after:
         parts += [_answers(event.after, ""), Text()]
     elif event.before and event.after:

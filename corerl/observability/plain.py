@@ -123,6 +123,9 @@ def summary(state: RunState, event: RunFinished) -> Iterator[str]:
         for label, metric in NUMBERS.items():
             if metric in ends:
                 yield f"{label:22}" + "".join(f"{number(value, metric):>10}" for value in ends[metric])
+    if waits := list(state.waits()):
+        yield ""
+        yield from waits
     if event.before and event.before == event.after:
         yield ""
         yield f"{'prompt':18}  {'expected':12}  {'answer':>13}  {'reward':>7}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
@@ -35,6 +35,11 @@ NUMBERS: Mapping[str, str] = {
     "tokens/s": "perf/tokens_per_second",
     "ranks idle, s/step": "idle/ranks/total",
     "engines idle, s/step": "idle/engines/total",
+}
+# who -> what it waited for, in the words of the summary -> the last part of the metric
+WAITS: Mapping[str, Mapping[str, str]] = {
+    "ranks": {"samples": "samples", "rewards": "rewards", "driver": "driver"},
+    "engines": {"other engines": "longest", "rewards": "rewards", "ranks": "training", "driver": "driver"},
 }
 
 
@@ -103,6 +108,16 @@ class RunState:
         """How the run ended, and after how long."""
         steps = "" if self.scores else f"{event.steps_done} of {self.steps} steps, "
         return f"{event.reason} after {steps}{duration(event.seconds)}"
+
+    def waits(self) -> Iterator[str]:
+        """What ranks and engines waited for in all steps, the longest first."""
+        whole = self.history.sum("time/step")
+        for who, causes in WAITS.items():
+            seconds = {words: self.history.sum(f"idle/{who}/{cause}") for words, cause in causes.items()}
+            shares = {words: round(100 * each / whole) for words, each in seconds.items()} if whole else {}
+            longest = sorted(shares.items(), key=lambda share: -share[1])
+            if told := ", ".join(f"{words} {share}" for words, share in longest if share):
+                yield f"{who} waited for, % of time: {told}"
 
     def seconds_left(self) -> float | None:
         """Seconds left at the latest steps' pace, evaluations and saves included; None before the first step."""

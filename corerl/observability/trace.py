@@ -21,13 +21,15 @@ from corerl.plugin.hookspecs import hookimpl
 
 TRACE_FILE = "trace.json"
 DRIVER = "driver"
+IDLE = "idle"
 CALLS_KEPT = 1000  # latest calls that are remembered as drawn
 
 Record: TypeAlias = dict[str, Any]
 
 
 class Trace:
-    """Draws the driver's phases and calls, each process's work, and an arrow from each call to each process.
+    """Draws the driver's phases and calls, what ranks and engines waited for, each process's work, and an arrow from
+    each call to each process.
 
     An existing trace.json, such as a resumed run's, is kept as trace-1.json, and so on.
     """
@@ -38,7 +40,7 @@ class Trace:
         self._file: IO[str] | None = None
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}  # (process, track) -> pid, tid
         self._pids: dict[str, int] = {}
-        self._kinds = [DRIVER]  # kinds of processes, such as 'actor rank ', in order of appearance
+        self._kinds = [DRIVER, IDLE]  # kinds of processes, such as 'actor rank ', in order of appearance
         self._phase = ""  # the open phase
         self._asked: dict[tuple[str, float], None] = {}  # calls already drawn on the driver's row
         self._arrows = 0
@@ -52,7 +54,12 @@ class Trace:
                 self._put(
                     self._record(DRIVER, "phases", "B", self._clock(), name=event.name, args={"step": event.step})
                 )
-            case StepFinished() | Evaluated() | RunFinished():
+            case StepFinished():
+                self._end_phase()
+                for each in event.idle:
+                    waited = Span(name=each.waits_for, started=each.started, ended=each.ended)
+                    self._put(self._slice(IDLE, each.who, waited, "idle"))
+            case Evaluated() | RunFinished():
                 self._end_phase()
             case Notice():
                 text = printable(event.text)

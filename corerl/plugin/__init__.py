@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated
     from corerl.plugin.events import Event as Event
+    from corerl.plugin.events import Idle as Idle
     from corerl.plugin.events import Notice as Notice
     from corerl.plugin.events import PhaseProgress as PhaseProgress
     from corerl.plugin.events import PhaseStarted as PhaseStarted

@@ -65,6 +65,16 @@ class PhaseProgress:
 
 
 @frozen(kw_only=True)
+class Idle:
+    """A time in which the ranks, or an engine, did nothing."""
+
+    who: str  # "ranks", or the engine's name
+    waits_for: str  # samples, rewards or driver; of an engine also longest, the samples of another one, or training
+    started: float  # by time.time() of the driver
+    ended: float
+
+
+@frozen(kw_only=True)
 class StepFinished:
     """One rollout step is done. `metrics` are final numbers under names such as `train/loss`, `time/rollout`."""
 
@@ -72,6 +82,7 @@ class StepFinished:
     metrics: Mapping[str, float]
     shown: Sequence[SampleShown] = field(factory=tuple)  # a few of the samples
     samples: Sequence[SampleShown] = field(factory=tuple)  # all, those of one prompt adjacent
+    idle: Sequence[Idle] = field(factory=tuple)  # since the last step's end
 
 
 @frozen(kw_only=True)

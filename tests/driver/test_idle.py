@@ -4,10 +4,15 @@ import threading
 
 import pytest
 
-from corerl.driver.idle import SCORING, idle_seconds
+from corerl.driver.idle import SCORING, idle, idle_seconds
 from corerl.observability.timing import Span, Spans
+from corerl.plugin.events import Idle
 
 ENGINES = ("engine-0", "engine-1")
+
+
+def waited(who: str, waits_for: str, started: float, ended: float) -> Idle:
+    return Idle(who=who, waits_for=waits_for, started=started, ended=ended)
 
 
 def test_a_synchronous_step_second_by_second() -> None:
@@ -18,8 +23,20 @@ def test_a_synchronous_step_second_by_second() -> None:
         Span("train", 6.5, 9.0),  # after half a second of the driver's
         Span("update_weights", 9.0, 10.0),
     ]
-    found = idle_seconds(spans, 0.0, 10.0, engines=ENGINES)
-    assert found == pytest.approx(
+    found = idle(spans, 0.0, 10.0, engines=ENGINES)
+    assert sorted(found, key=lambda each: (each.who, each.started)) == [
+        waited("engine-0", "rewards", 4.0, 6.0),
+        waited("engine-0", "driver", 6.0, 6.5),
+        waited("engine-0", "training", 6.5, 9.0),
+        waited("engine-1", "longest", 3.0, 4.0),
+        waited("engine-1", "rewards", 4.0, 6.0),
+        waited("engine-1", "driver", 6.0, 6.5),
+        waited("engine-1", "training", 6.5, 9.0),
+        waited("ranks", "samples", 0.0, 4.0),
+        waited("ranks", "rewards", 4.0, 6.0),
+        waited("ranks", "driver", 6.0, 6.5),
+    ]
+    assert idle_seconds(found, engines=2) == pytest.approx(
         {
             "idle/ranks/total": 6.5,
             "idle/ranks/samples": 4.0,
@@ -40,13 +57,22 @@ def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
         *(Span("engine-0", -3.0, 9.0), Span("engine-1", 1.0, 4.0), Span("engine-1", 3.0, 8.0)),
         Span("train", 0.0, 12.0),
     ]
-    assert idle_seconds(spans, 0.0, 10.0, engines=ENGINES) == pytest.approx(
+    found = idle(spans, 0.0, 10.0, engines=ENGINES)
+    assert sorted(found, key=lambda each: each.started) == [
+        waited("engine-1", "longest", 0.0, 1.0),
+        waited("engine-1", "longest", 8.0, 9.0),
+        waited("engine-0", "training", 9.0, 10.0),
+        waited("engine-1", "training", 9.0, 10.0),
+    ]
+    assert idle_seconds(found, engines=2) == pytest.approx(
         {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
     )
 
 
 def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
-    assert idle_seconds([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=()) == {
+    found = idle([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=())
+    assert found == [waited("ranks", "driver", 0.0, 1.0), waited("ranks", "driver", 3.0, 4.0)]
+    assert idle_seconds(found, engines=0) == {
         "idle/ranks/total": 2.0,
         "idle/ranks/driver": 2.0,
     }

@@ -37,7 +37,7 @@ def holder(inner: Slice, among: list[Slice]) -> Slice:
 
 def test_every_process_is_drawn_and_every_arrow_has_both_ends(events: Events) -> None:
     check(events)
-    assert {each.process for each in slices(events)} == {"driver", "actor rank 0", "engine-0", "engine-1"}
+    assert {each.process for each in slices(events)} == {"driver", "idle", "actor rank 0", "engine-0", "engine-1"}
     assert len(arrows(events)) == sum(event.get("cat") == "call" for event in events)
 
 
@@ -86,3 +86,19 @@ def test_what_engines_draw_lies_in_rollout_phases_but_for_what_is_compared_befor
             "compare",
             *["rollout"] * (len(drawn) - 1),
         ]
+
+
+def test_nobody_is_idle_while_it_works_and_ranks_wait_for_the_samples_that_engines_draw(events: Events) -> None:
+    works = {
+        "ranks": of(events, "actor rank 0", "calls", "train"),
+        **{engine: of(events, engine, "calls", "generate") for engine in ("engine-0", "engine-1")},
+    }
+    idle = [each for each in slices(events) if each.process == "idle"]
+    assert {each.track for each in idle} == set(works)
+    for track, work in works.items():
+        for wait in (each for each in idle if each.track == track):
+            # Times of two clocks.
+            assert not any(wait.begin + 1000 < each.end and each.begin < wait.end - 1000 for each in work), wait
+    for drawn in works["engine-0"][1:]:  # behind what is compared before the first step
+        middle = (drawn.begin + drawn.end) // 2
+        assert [each.name for each in idle if each.track == "ranks" and each.begin <= middle < each.end] == ["samples"]

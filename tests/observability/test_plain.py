@@ -148,6 +148,19 @@ def test_a_run_that_ended_after_its_first_step_says_so() -> None:
     ]
 
 
+def test_what_ranks_and_engines_waited_for_is_told_in_percent_of_all_steps() -> None:
+    """Of 16 s: a cause that is not in a step's metrics took no time in it, and what is below half a percent is left
+    out."""
+    first = {"time/step": 10.0, "idle/ranks/total": 4.0, "idle/ranks/samples": 3.2, "idle/ranks/driver": 0.8}
+    second = {"time/step": 6.0, "idle/ranks/total": 4.0, "idle/ranks/samples": 3.96, "idle/ranks/rewards": 0.04}
+    first |= {"idle/engines/total": 8.0, "idle/engines/training": 1.6, "idle/engines/longest": 6.4}
+    told = finished(StepFinished(step=0, metrics=first), StepFinished(step=1, metrics=second))
+    assert told[told.index("") + 1 : told.index("") + 3] == [
+        "ranks waited for, % of time: samples 45, driver 5",
+        "engines waited for, % of time: other engines 40, ranks 10",
+    ]
+
+
 def test_a_single_evaluation_is_shown_as_such() -> None:
     assert finished(evaluated(2)) == [
         "held-out reward            0.500",

@@ -10,7 +10,7 @@ import pytest
 
 from corerl.observability.specs import TraceOptions
 from corerl.observability.trace import Trace
-from corerl.plugin.events import CallFinished, Notice, PhaseStarted, RunFinished, Span
+from corerl.plugin.events import CallFinished, Idle, Notice, PhaseStarted, RunFinished, Span, StepFinished
 from tests.observability.run import Clock, started, whole
 from tests.observability.traces import Slice, arrows, check, names, read, slices
 
@@ -98,6 +98,24 @@ def test_each_process_has_a_row_with_its_calls_and_what_it_did_in_them(
     assert details == {"train": {"call": call}, "receive": {"call": "receive", "error": r"it is\nfull"}}
     (notice,) = [event for event in events if event["ph"] == "i"]
     assert (notice["name"], notice["ts"], notice["s"]) == ("watch out", us(7.0), "t")
+
+
+def test_what_ranks_and_engines_wait_for_is_drawn_below_the_driver(trace: Trace, tmp_path: Path) -> None:
+    trace.observe(worked("engine-0", "generate", 0.0, 0.0, 4.0))
+    waits = [("ranks", "samples", 0.0, 4.0), ("ranks", "driver", 4.0, 4.5), ("engine-0", "training", 4.5, 9.0)]
+    idle = [Idle(who=who, waits_for=cause, started=at(began), ended=at(ended)) for who, cause, began, ended in waits]
+    trace.observe(StepFinished(step=0, metrics={}, idle=idle))
+    trace.observe(StepFinished(step=1, metrics={}))
+    trace.shutdown("finished")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check(events)
+    drawn = [each for each in slices(events) if each.process == "idle"]
+    assert drawn == [
+        Slice("idle", who, cause, round(at(began) * 1e6), round(at(ended) * 1e6)) for who, cause, began, ended in waits
+    ]
+    sort = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    order = sorted(sort, key=sort.__getitem__)
+    assert [names(events)[pid, None] for pid in order] == ["driver", "idle", "engine-0"]
 
 
 def test_rows_stand_in_the_order_of_roles_and_ranks_however_their_answers_came(
