@@ -55,7 +55,7 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
 
 
 def meant(name: str) -> str:
-    """The end of a message about a setting that should be 'module:function': what was meant by the path of a file, or by
+    """The end of a message about a setting that is no 'module:function': what was meant by the path of a file, or by
     dots alone; otherwise ""."""
     module, colon, function = name.partition(":")
     directory = ""

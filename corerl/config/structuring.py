@@ -30,7 +30,9 @@ FITTINGS = 4  # what is wrong is removed, what is then missing is made empty, an
 
 
 class _Wrong(ValueError):
-    """A value that does not fit; the message goes after its path."""
+    """A value that does not fit; the message goes after its path. `within` as in Problem."""
+
+    within: str = ""
 
 
 _ERRORS = (ClassValidationError, IterableValidationError, _Wrong)
@@ -40,6 +42,7 @@ _ERRORS = (ClassValidationError, IterableValidationError, _Wrong)
 class Problem:
     keys: Keys
     text: str
+    within: str = ""  # the setting inside `keys` that the value seems to be for
 
     def line(self, prefix: str = "") -> str:
         """The problem with its dotted path, below `prefix`."""
@@ -50,7 +53,7 @@ class Problem:
             else:
                 name = shorten(key, LONGEST)
                 path += ("." if path else "") + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
-        text = shorten_inside(self.text, LONGEST_LINE)
+        text = shorten_inside(self.text, LONGEST_LINE) + f"; did you mean {path}.{self.within}?" * bool(self.within)
         return f"{path}: {text}" if path else text
 
 
@@ -160,13 +163,17 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 def _class_hook(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
     fields = {name: override(struct_hook=_field_hook(field, converter)) for name, field in class_fields(cls).items()}
+    # A table's first setting is its main one, such as the name of what its others are for.
+    main, main_kinds = next(((name, _arms(field.type)) for name, field in class_fields(cls).items()), ("", ()))
     build = make_dict_structure_fn(
         cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **cast(Any, fields)
     )
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise _Wrong(_mismatch(value, cls))
+            wrong = _Wrong(_mismatch(value, cls))
+            wrong.within = main if type(value) in main_kinds else ""
+            raise wrong
         return build(value, cls)
 
     return hook
@@ -277,7 +284,7 @@ def _walk(error: BaseException, keys: Keys) -> Iterator[Problem]:
         for part in bare:
             yield from _walk(part, keys)
     else:
-        yield Problem(keys, _text(error))
+        yield Problem(keys, _text(error), within=error.within if isinstance(error, _Wrong) else "")
 
 
 def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:

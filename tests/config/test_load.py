@@ -37,6 +37,24 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("backend=fsdp", "backend: expected table, got string 'fsdp'; did you mean backend.name?"),
+        ("model=models/mine", "model: expected table, got string 'models/mine'; did you mean model.path?"),
+        ("roles.actor=2", "roles.actor: expected table, got integer 2; did you mean roles.actor.ranks?"),
+        ("lora=16", "lora: expected table, got integer 16; did you mean lora.rank?"),
+        ('extensions=["jsonl"]', "extensions[0]: expected table, got string 'jsonl'; did you mean extensions[0].name?"),
+        ("backend=2", "backend: expected table, got integer 2"),
+        ("train=2.5", "train: expected table, got number 2.5"),
+    ],
+)
+def test_a_value_in_the_place_of_a_table_is_answered_with_the_tables_first_setting(
+    tmp_path: Path, override: str, line: str
+) -> None:
+    assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override})"]
+
+
+@pytest.mark.parametrize(
     ("text", "backend", "extensions"),
     [
         ("run.steps = 'a'\n[backend]\nname = 'b'\n[[extensions]]\nname = 'c'\nx = 1\n", "b", ["c"]),

@@ -103,7 +103,8 @@ def test_an_empty_table_gives_the_defaults() -> None:
         ({"counts": []}, "x.y.counts: expected table, got an array"),
         ({"low": 4, "high": 4}, "x.y: high=4 must be above low=4"),
         ({"degreee": 2}, "x.y.degreee: unknown key; did you mean 'degree'?"),
-        (3, "x.y: expected table, got integer 3"),
+        (3, "x.y: expected table, got integer 3; did you mean x.y.degree?"),
+        (3.5, "x.y: expected table, got number 3.5"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_path(data: Any, line: str) -> None:
