@@ -148,6 +148,8 @@ class Room(Mapping[str, Sequence[Slot]]):
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # machines, of which Ray may still have to say it
         self._missed: set[Bundle] = set()  # waited for, in vain
+        # Why the GPU of a bundle that has come to another machine, under the third of these, could not be told.
+        self._silent: dict[tuple[PlacementGroup, int, str], str] = {}
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self._slots[name]
@@ -209,7 +211,8 @@ class Room(Mapping[str, Sequence[Slot]]):
     def settle(self, *, within: float) -> None:
         """Find out whether machines are gone, and wait `within` seconds until the cluster has put the bundles that were
         there on others, or so many of them that unused ones can take the place of the rest: once for the same bundles,
-        however often this is called. Slots are where it has put them, or `lost`."""
+        however often this is called. Slots are where it has put them, or `lost`, as those are whose GPU does not
+        answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self._look()
         until = time.monotonic() + within
@@ -228,6 +231,12 @@ class Room(Mapping[str, Sequence[Slot]]):
     def _lost(self) -> set[Bundle]:
         """Those that processes are on, or were."""
         return {bundle for bundle in self._used(self._slots) if bundle.lost}
+
+    @property
+    def silent(self) -> list[str]:
+        """Of lost bundles that processes were on: why the GPUs that they have on other machines cannot be told."""
+        lost = {(bundle.group, bundle.index) for bundle in self._lost()}
+        return [why for (group, index, _), why in self._silent.items() if (group, index) in lost]
 
     def left(self, placement: Placement, name: str) -> int:
         """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
@@ -272,12 +281,13 @@ class Room(Mapping[str, Sequence[Slot]]):
             there = self._nodes(group)
             own = {bundle.index: bundle for bundle in self._bundles if bundle.group == group}
             moved = {index: node for index, node in there.items() if own[index].node != node}
-            numbers = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else {}
+            numbers, silent = gpus_of_bundles(group, moved) if any(own[index].gpu for index in moved) else ({}, {})
+            self._silent |= {(group, index, moved[index]): why for index, why in silent.items()}
             for index, bundle in own.items():
-                if index in moved:
+                if index in moved and index not in silent:
                     at[group, index] = Bundle(group, index, moved[index], numbers.get(index))
                 else:
-                    at[group, index] = evolve(bundle, lost=index not in there)
+                    at[group, index] = evolve(bundle, lost=index not in there or index in silent)
         self._bundles = [at[bundle.group, bundle.index] for bundle in self._bundles]
         neighbors = Counter(bundle.node for bundle in self._bundles)
 
@@ -295,9 +305,13 @@ class Room(Mapping[str, Sequence[Slot]]):
         return list(dict.fromkeys(bundle.group for bundle in self._bundles))
 
     def _nodes(self, group: PlacementGroup) -> dict[int, str]:
-        """Where each bundle is by now, by its index, without those that are on no machine."""
+        """Where each bundle is by now, by its index, without those that are on no machine, or whose GPU is silent."""
         at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        return {index: node for index, node in at.items() if node and node not in self._gone}
+        return {
+            index: node
+            for index, node in at.items()
+            if node and node not in self._gone and (group, index, node) not in self._silent
+        }
 
     def release(self) -> None:
         """Give all bundles back, unless Ray has died."""
@@ -311,7 +325,9 @@ class Room(Mapping[str, Sequence[Slot]]):
             if not group.wait(timeout_seconds=self._timeout):
                 raise _no_room(dict(bundle), count)
             at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            numbers = gpus_of_bundles(group, at) if bundle.get("GPU") else {}
+            numbers, silent = gpus_of_bundles(group, at) if bundle.get("GPU") else ({}, {})
+            if silent:
+                raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine, and start again")
         except BaseException:
             if services.gcs_lives():
                 remove_placement_group(group)
@@ -392,23 +408,23 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[in
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle].place if gpus else 0, bundle))
 
 
-def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, Gpu]:
-    """Bundle -> its GPU, as seen by a probe process on the bundle; `nodes` has each bundle's node.
-    Raises CorerlError if a probe fails, or does not answer in time."""
+def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
+    """Bundle -> its GPU, as seen by a probe process on the bundle, and bundle -> why its GPU cannot be told, if a probe
+    fails or does not answer in time; `nodes` has each bundle's node."""
     probes = {
         index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes
     }
     found: dict[int, Gpu] = {}
+    silent: dict[int, str] = {}
+    until = time.monotonic() + PROBED_WITHIN
     for index, probe in probes.items():
         try:
-            found[index] = ray.get(probe, timeout=PROBED_WITHIN)
+            found[index] = ray.get(probe, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
             why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else cause(error)
-            raise CorerlError(
-                f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}; see Ray's logs on that "
-                "machine, and start again"
-            ) from error
-    return found
+            silent[index] = f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}"
+            ray.cancel(probe, force=True)
+    return found, silent
 
 
 @ray.remote

@@ -19,16 +19,12 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.sizes import Sizes
 from corerl.driver.stop import StopRequest
-from corerl.driver.updates import WeightUpdates, lacking
-from corerl.errors import CorerlError, UserError, WorkerDied
+from corerl.driver.updates import NoPlaces, WeightUpdates
+from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
 
 COPY = "copy in memory"
-
-
-class _TooFewDevices(CorerlError):
-    """Are left."""
 
 
 @frozen(kw_only=True)
@@ -82,8 +78,8 @@ class Restarts:
                 return rewind(self._start_anew(died[-1]))
             except WorkerDied as error:
                 died.append(error)
-            except _TooFewDevices as few:
-                raise lacking(died[-1], few) from few
+            except NoPlaces as refused:
+                raise refused.told_with(died[-1]) from refused
 
     def step_done(self) -> None:
         if self.progress.step > self._furthest:
@@ -147,11 +143,8 @@ class Restarts:
         if self.updates is not None:
             self.updates.given_up()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
-        try:
-            for line in self.sizes.refit():
-                self.progress.notice(line)
-        except UserError as refused:
-            raise _TooFewDevices(refused.message) from refused
+        for line in self.sizes.refit():
+            self.progress.notice(line)
 
     def _restart_ranks(self, checkpoint: Path | None) -> int:
         """Returns the version of the actor's weights."""

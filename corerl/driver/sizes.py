@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import time
@@ -17,7 +16,7 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.scaling import Devices
-from corerl.driver.updates import WeightUpdates
+from corerl.driver.updates import NoPlaces, WeightUpdates
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.messages import one_line
@@ -126,41 +125,15 @@ class Sizes:
     def refit(self) -> list[str]:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks have ended, and are to be started anew, by the plan and in
-        the room as they are then; engines are to be replaced. Returns a line for each group whose size has changed.
-
-        Raises UserError if a group cannot be so small, or if the cluster does not give it its place."""
-        self._settle()
+        the room as they are then; engines are to be replaced. Returns a line for each group whose size has changed, and
+        for each device that did not answer. Raises NoPlaces if a group cannot be so small, or has no place."""
+        self.room.settle(within=self.plan.cluster.spare_timeout)
         return self._refit(staying=[])
-
-    def _refit(self, *, staying: Sequence[str]) -> list[str]:
-        """`staying`: roles whose ranks are alive and are not started anew."""
-        engines = [ENGINES] if self.updates is not None else []
-        groups = [*self.roles, *engines]
-        lines: list[str] = []
-        if any(slot.lost for name in groups for slot in self.room[name]):
-            plan = self._fewer(groups)
-            before, after = self.plan.processes, plan.processes
-            with _refused():
-                found = self.room.refit(after.placement, [*staying, *engines])
-            self.room.take(found)
-            self.plan = plan
-            write_config(plan.start.run_dir, plan.record)
-            for name, role in before.roles.items():
-                if len(role.assignments) != len(after.roles[name].assignments):
-                    lines.append(f"{name}: {_shape(role)} -> {_shape(after.roles[name])}")
-            if len(_engines(before)) != len(_engines(after)):
-                lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
-        if self.updates is not None and (engine := self.plan.processes.engine) is not None:
-            slots = self.room[ENGINES]
-            self.updates.fleet.reseat(with_devices(engine, slots), slots)
-            if lines:
-                self.updates.meets_at(functools.partial(self.address_of, _seen(self.plan.processes, self.room)))
-        return lines
 
     def refit_engines(self) -> list[str]:
         """The same while ranks are there, which stay. If one is on a machine that is gone, or they are to make room for
         engines, the role's are ended, and WorkerDied says so."""
-        self._settle()
+        self.room.settle(within=self.plan.cluster.spare_timeout)
         for name, role in self.roles.items():
             for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
                 if slot.lost or slot.node != node:
@@ -172,9 +145,35 @@ class Sizes:
             raise WorkerDied(f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left")
         return self._refit(staying=[*self.roles])
 
-    def _settle(self) -> None:
-        with _refused():
-            self.room.settle(within=self.plan.cluster.spare_timeout)
+    def _refit(self, *, staying: Sequence[str]) -> list[str]:
+        """`staying`: roles whose ranks are alive and are not started anew."""
+        engines = [ENGINES] if self.updates is not None else []
+        groups = [*self.roles, *engines]
+        lost = any(slot.lost for name in groups for slot in self.room[name])
+        lines: list[str] = []
+        if lost:
+            lines += self.room.silent
+            try:
+                plan = self._fewer(groups)
+                found = self.room.refit(plan.processes.placement, [*staying, *engines])
+                seen = _seen(plan.processes, found)
+            except CorerlError as error:
+                raise NoPlaces("; ".join([error.message, *lines])) from error
+            before, after = self.plan.processes, plan.processes
+            self.room.take(found)
+            self.plan = plan
+            write_config(plan.start.run_dir, plan.record)
+            for name, role in before.roles.items():
+                if len(role.assignments) != len(after.roles[name].assignments):
+                    lines.append(f"{name}: {_shape(role)} -> {_shape(after.roles[name])}")
+            if len(_engines(before)) != len(_engines(after)):
+                lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
+        if self.updates is not None and (engine := self.plan.processes.engine) is not None:
+            slots = self.room[ENGINES]
+            self.updates.fleet.reseat(with_devices(engine, slots), slots)
+            if lost:  # an engine may be beside another rank now, also where it is one of as many
+                self.updates.meets_at(functools.partial(self.address_of, seen))
+        return lines
 
     def _fewer(self, groups: Sequence[str]) -> Plan:
         """A plan for as many processes of each group as devices are left for. Devices that nobody uses go to groups
@@ -225,17 +224,6 @@ class Sizes:
                     raise
                 self.progress.notice(f"a copy in memory is lost: {error.message}")
                 save.forget()
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """An error of the cluster is one for which groups have no places, which is told with the death that led to it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
-        raise UserError(error.message) from error
 
 
 def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:

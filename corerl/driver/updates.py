@@ -14,7 +14,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, UserError, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
@@ -25,6 +25,16 @@ from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
 ANSWER_SECONDS = 60.0  # for an engine to answer after the senders are done
+
+
+class NoPlaces(CorerlError):
+    """Processes of a machine that is gone have no other places; the message says why."""
+
+    def told_with(self, death: CorerlError) -> WorkerDied:
+        """The error of the process whose death led to that."""
+        died = WorkerDied(f"{death.message}; a machine is gone, and its processes have no other places: {self.message}")
+        died.details = death.details
+        return died
 
 
 @frozen(kw_only=True)
@@ -50,7 +60,8 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
-    refit: Callable[[], Sequence[str]] = tuple  # finds places for engines whose machine is gone; a line for each change
+    # Finds places for engines whose machine is gone; a line for each change. Raises NoPlaces.
+    refit: Callable[[], Sequence[str]] = tuple
     adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
@@ -178,19 +189,12 @@ class WeightUpdates:
             try:
                 for line in self.refit():
                     self.progress.notice(line)
-            except UserError as refused:
-                raise lacking(next(iter(failed.values())), refused) from refused
+            except NoPlaces as refused:
+                raise refused.told_with(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
         self._served -= failed.keys()
         self._meet()  # the old engine is still part of the old group
-
-
-def lacking(error: CorerlError, refused: CorerlError) -> WorkerDied:
-    """The error of a process whose machine is gone, where the rest is not enough for a run."""
-    died = WorkerDied(f"{error.message}; a machine is gone, and not enough is left: {refused.message}")
-    died.details = error.details
-    return died
 
 
 def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,27 +112,68 @@ def test_gpus_that_have_names_instead_of_numbers_are_in_the_order_in_which_the_m
         (WorkerCrashedError(), "The worker died unexpectedly while executing this task. Check python-core-worker-"),
     ],
 )
-def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node(
+def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node_beside_those_that_are_told(
     error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cancelled: list[str] = []
+
     class Probe:
-        def options(self, **_: Any) -> Probe:
+        def options(self, *, scheduling_strategy: Any, **_: Any) -> Probe:
+            self.index = scheduling_strategy.placement_group_bundle_index
             return self
 
         def remote(self) -> str:
-            return "asked"
+            return f"asked bundle {self.index}"
 
-    def get(asked: str, timeout: float) -> int:
-        assert (asked, timeout) == ("asked", 120.0)
-        raise error
+    def get(asked: str, timeout: float) -> Gpu:
+        assert timeout == 120.0
+        if asked == "asked bundle 3":
+            raise error
+        return Gpu(6, "6")
 
     monkeypatch.setattr(placement, "_gpu_of_bundle", Probe())
+    monkeypatch.setattr(placement.time, "monotonic", lambda: 7.0)
     monkeypatch.setattr(placement.ray, "get", get)
+    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: cancelled.append(asked))
     nowhere: Any = None
-    with pytest.raises(CorerlError) as caught:
-        gpus_of_bundles(nowhere, {3: "node-7"})
-    assert caught.value.message.startswith(f"cannot tell which GPU bundle 3 has on node node-7: {why}")
-    assert "\n" not in caught.value.message
+    found, silent = gpus_of_bundles(nowhere, {3: "node-7", 4: "node-8"})
+    assert found == {4: Gpu(6, "6")} and silent.keys() == {3}
+    assert silent[3].startswith(f"cannot tell which GPU bundle 3 has on node node-7: {why}")
+    assert "\n" not in silent[3]
+    assert cancelled == ["asked bundle 3"]
+
+
+def test_all_gpus_together_have_the_time_that_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    given: list[float] = []
+
+    def get(asked: object, timeout: float) -> Gpu:
+        given.append(timeout)
+        now.append(now[-1] + min(timeout, 90.0))
+        raise GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    probe = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=object))
+    monkeypatch.setattr(placement, "_gpu_of_bundle", probe)
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(placement.ray, "get", get)
+    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: None)
+    nowhere: Any = None
+    _, silent = gpus_of_bundles(nowhere, dict.fromkeys(range(3), "node-7"))
+    assert len(silent) == 3 and given == [120.0, 30.0, 0.0]
+
+
+def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[object] = []
+    group = SimpleNamespace(wait=lambda timeout_seconds: True)
+    monkeypatch.setattr(placement, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": {0: "a", 1: "b"}})
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: ({0: Gpu(0, "0")}, {1: "cannot tell which"}))
+    monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
+    with pytest.raises(CorerlError, match="^cannot tell which; see Ray's logs on that machine, and start again$"):
+        Room(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
+    assert given_back == [group]
 
 
 # ---- groups that change size -----------------------------------------------------------------------------------------
@@ -338,7 +379,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
     its GPUs has the number 7 then."""
     moved: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(Rooms, "moves", moved)
-    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: dict.fromkeys(nodes, Gpu(7, "7")))
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: (dict.fromkeys(nodes, Gpu(7, "7")), {}))
     monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 0"})
     return moved
 
@@ -526,3 +567,33 @@ def test_bundles_are_counted_as_ray_knows_of_them_and_the_cluster_has_as_many_mo
     assert room.count({"GPU": 1.0}) == (5, 2, 3)
     room.take(room.moved({"actor": 5, "engines": 3}, {"actor": 1, "engines": 3}))
     assert room.count({"GPU": 1.0}) == (5, 0, 3)
+
+
+def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_comes_to_a_third_one(
+    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[Mapping[int, str]] = []
+
+    def gpus_of(_: object, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
+        probed.append(dict(nodes))
+        silent = [index for index, node in nodes.items() if node == "node 8"]
+        return {index: Gpu(7, "7") for index in nodes if index not in silent}, dict.fromkeys(silent, "no answer")
+
+    monkeypatch.setattr(placement, "gpus_of_bundles", gpus_of)
+    monkeypatch.setattr(placement.ray, "available_resources", dict)
+    room = rooms_of(monkeypatch, 2)
+    room.begin({"actor": 3})
+    on(moves, ["node 8", "node 9", "node 1"])
+    assert waiting(room, moves, monkeypatch, {}) == 60.0
+    assert [(slot.node, slot.lost) for slot in room["actor"]] == [
+        *(("node 0", True), ("node 9", False), ("node 1", False))
+    ]
+    assert room.silent == ["no answer"] and room.count({"GPU": 1.0}) == (2, 0, 0)
+    room.take(room.refit(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
+    assert room.silent == [] and room.unused == 0
+    assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
+    assert room.reserved == [3, 1]  # as the silent one is not used
+    assert probed == [{0: "node 8", 1: "node 9"}]  # not twice, which may take long
+    on(moves, ["node 5", "node 9", "node 1"])
+    room.settle(within=0.0)
+    assert probed[1:] == [{0: "node 5"}] and room.count({"GPU": 1.0}) == (4, 2, 0)

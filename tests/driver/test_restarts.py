@@ -16,7 +16,8 @@ from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.cluster.placement import Bundle, Slot
 from corerl.driver.restarts import Point, Restarts
-from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
+from corerl.driver.updates import NoPlaces
+from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.types import InitResult, ParallelLayout
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
@@ -149,13 +150,13 @@ def test_what_became_smaller_is_told_and_where_nothing_can_the_death_is_the_erro
     assert told(case.ears)[1:] == ["actor: 2 ranks -> 1 rank"] and len(case.points) == 1
 
     def refuse() -> list[str]:
-        raise ConfigError("roles.actor.ranks: devices are left for 0 of 2")
+        raise NoPlaces("roles.actor.ranks: devices are left for 0 of 2")
 
     case = make(sizes=sizes(refuse))
     with pytest.raises(WorkerDied) as caught:
         case.dies("one")
     assert caught.value.message == (
-        "one; a machine is gone, and not enough is left: roles.actor.ranks: devices are left for 0 of 2"
+        "one; a machine is gone, and its processes have no other places: roles.actor.ranks: devices are left for 0 of 2"
     )
     assert case.points == [] and "restart from ''" not in case.actor.log
 

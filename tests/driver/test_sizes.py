@@ -16,7 +16,7 @@ from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
 from corerl.driver.scaling import Devices
 from corerl.driver.sizes import Sizes
-from corerl.driver.updates import WeightUpdates
+from corerl.driver.updates import NoPlaces, WeightUpdates
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
@@ -106,6 +106,8 @@ class Rooms:
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
         return self.slots[name]
+
+    silent: Sequence[str] = ()
 
     def settle(self, *, within: float) -> None:
         self.log.append(f"settle within {within:g}")
@@ -410,13 +412,11 @@ def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(t
     case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
     before = case.sizes.plan
     case.room.gone = {1}
-    with pytest.raises(
-        ConfigError, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "
-    ):
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "):
         case.sizes.refit()
     assert case.sizes.plan is before
     case.room.gone = {0, 1}
-    with pytest.raises(ConfigError, match="^roles.actor.ranks: devices are left for 0 of 2$"):
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 2$"):
         case.sizes.refit()
 
 
@@ -443,7 +443,7 @@ def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_b
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
     case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
     case.room.gone = {0}
-    with pytest.raises(ConfigError, match="^roles.actor.ranks: devices are left for 0 of 1$"):
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 1$"):
         case.sizes.refit()
 
 
@@ -494,7 +494,9 @@ def in_room(
         ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
     room.moves = {("reservation 0", index): node for index, node in enumerate(now)}
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
-    monkeypatch.setattr(of_cluster, "gpus_of_bundles", lambda _, at: {index: Gpu(index, str(index)) for index in at})
+    monkeypatch.setattr(
+        of_cluster, "gpus_of_bundles", lambda _, at: ({index: Gpu(index, str(index)) for index in at}, {})
+    )
     return room
 
 
@@ -561,21 +563,43 @@ def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
     assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
 
 
-@pytest.mark.parametrize("verb", ["settle", "refit"])
 def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = of_two(tmp_path)
     before = case.sizes.plan
     case.room.gone = {0}
 
     def fail(*_: object, **__: object) -> None:
-        raise CorerlError("cannot tell which GPU")
+        raise CorerlError("the cluster has no room")
 
-    monkeypatch.setattr(case.room, verb, fail)
-    with pytest.raises(UserError, match="^cannot tell which GPU$"):
+    monkeypatch.setattr(case.room, "refit", fail)
+    with pytest.raises(NoPlaces, match="^the cluster has no room$"):
         case.sizes.refit()
     assert case.sizes.plan is before
+
+
+def test_a_gpu_that_does_not_answer_is_told_with_the_groups_that_get_smaller_or_have_no_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence = "cannot tell which GPU bundle 3 has on node 8: no answer within 120 s"
+
+    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
+        return {}, dict.fromkeys(at, silence)
+
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
+    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    assert case.sizes.refit_engines() == [silence, "engines: 2 -> 1"]
+    assert indices(room["engines"]) == [2] and case.sizes.refit_engines() == []
+    (tmp_path / "without").mkdir()
+    case = of_engines(tmp_path / "without", 1, 1)
+    in_room(case, 2, ["node 8", ""], monkeypatch)
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes)
+    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    with pytest.raises(NoPlaces) as caught:
+        case.sizes.refit()
+    assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
@@ -709,6 +733,19 @@ def test_each_engine_is_sent_to_by_the_rank_on_its_device_wherever_it_stays(tmp_
     case.sizes.room.arrange = arrange  # type: ignore[method-assign]  # as Room does it
     case.change("rollout.replicas=4")
     assert case.updates.address.senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
+
+
+def test_where_unused_devices_take_the_place_of_others_each_engine_is_sent_to_by_the_rank_that_is_beside_it_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = wide(tmp_path, "ipc", ranks=2)
+    room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
+    assert case.updates.address.senders == (0, 1)
+    assert case.sizes.refit() == []  # as large as before
+    case.updates.renewed(case.updates.source)  # when ranks have started
+    ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
+    assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
+    assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
 
 
 def test_engines_that_would_have_no_rank_beside_them_are_refused_if_they_need_one(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from corerl.calls import Future
-from corerl.driver.updates import WeightUpdates
+from corerl.driver.updates import NoPlaces, WeightUpdates
 from corerl.engines.base import Received
-from corerl.errors import ConfigError, WeightUpdateError, WorkerDied
+from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
@@ -144,13 +144,14 @@ def test_where_no_engine_is_left_its_death_is_the_error_and_says_why() -> None:
     updates, *_ = evicting({"engine-1": DEAD})
 
     def refit() -> list[str]:
-        raise ConfigError("rollout.replicas: devices are left for 0 of 2")
+        raise NoPlaces("rollout.replicas: devices are left for 0 of 2")
 
     updates.refit = refit
     with pytest.raises(WorkerDied) as caught:
         updates.push()
     assert caught.value.message == (
-        "its process died; a machine is gone, and not enough is left: rollout.replicas: devices are left for 0 of 2"
+        "its process died; a machine is gone, and its processes have no other places: "
+        "rollout.replicas: devices are left for 0 of 2"
     )
 
 
