@@ -17,16 +17,16 @@ import json
 import os
 import pickle
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from attrs import asdict, frozen
 
@@ -34,8 +34,7 @@ from corerl.errors import ModelError
 from corerl.messages import LONGEST_LINE, one_line, printable
 
 WAITING = 120.0  # seconds, by the clock, for an answer: the process may get little of a busy machine
-HEAD = struct.Struct("!cQ")  # what follows: its kind, and how many bytes
-CHAT, READY, TEXT, FAILED, COSTLY = b"?", b"!", b"+", b"-", b"$"
+READY, TEXT, FAILED, COSTLY = b"!", b"+", b"-", b"$"  # kinds of messages of the process: the first byte of each
 # Sets this process's own sys.path, before the first import.
 START = """
 import json, sys
@@ -129,16 +128,19 @@ class _Running:
     def __init__(self, limits: Limits) -> None:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), json.dumps(asdict(limits))]
         self._most = 4 * max(limits.characters, LONGEST_LINE)  # bytes of an answer
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            process_group=0,  # a Ctrl-C is for this process
-        )
+        self._connection, theirs = Pipe()
         try:
-            if self._read()[0] != READY:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,  # a Ctrl-C is for this process
+            )
+        finally:
+            theirs.close()
+        try:
+            if self._hear()[0] != READY:
                 raise _Ended
         except BaseException as error:
             status = self.end()
@@ -151,29 +153,24 @@ class _Running:
 
     def answer(self, asked: bytes) -> tuple[bytes, str]:
         """The kind of the answer, and what it says. Raises _Ended."""
-        assert self._process.stdin is not None
         try:
-            _write(self._process.stdin, CHAT, asked)
-        except BrokenPipeError as error:  # it was killed while it had nothing to do
+            self._connection.send_bytes(asked)
+        except OSError as error:  # it was killed while it had nothing to do
             raise _Ended from error
-        return self._read()
+        return self._hear()
 
-    def _read(self) -> tuple[bytes, str]:
-        pipe = self._process.stdout
-        assert pipe is not None
-        ready = select.poll()
-        ready.register(pipe, select.POLLIN)
-        if not ready.poll(1000 * WAITING):
-            raise _Ended
-        found = _next(pipe, self._most)
-        if found is None:
-            raise _Ended
-        kind, said = found
-        return kind, said.decode("utf-8", "replace")
+    def _hear(self) -> tuple[bytes, str]:
+        try:
+            if not self._connection.poll(WAITING):
+                raise _Ended
+            said = self._connection.recv_bytes(self._most)  # of bytes only: a template may have taken the process over
+        except (EOFError, OSError) as error:
+            raise _Ended from error
+        return said[:1], said[1:].decode("utf-8", "replace")
 
     def end(self) -> int:
         """End the process, unless it has ended; returns its status."""
-        self._close()
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(1.0)
         self._process.kill()
@@ -184,40 +181,8 @@ class _Running:
 
     def leave(self) -> None:
         """In a fork of the process that has started it, let it be that one's alone."""
-        self._close()
+        self._connection.close()
         self._process.returncode = 0  # nobody here waits for it
-
-    def _close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def _write(pipe: IO[bytes], kind: bytes, content: bytes) -> None:
-    left = memoryview(HEAD.pack(kind, len(content)) + content)
-    while left:
-        left = left[pipe.write(left) :]
-
-
-def _next(pipe: IO[bytes], most: int) -> tuple[bytes, bytes] | None:
-    """What comes next; None if nothing more does, or what a process that a template has taken over may say."""
-    head = _exactly(pipe, HEAD.size)
-    if head is None:
-        return None
-    kind, size = HEAD.unpack(head)
-    content = _exactly(pipe, size) if size <= most else None
-    return None if content is None else (kind, content)
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes | None:
-    parts, left = [], size
-    while left:
-        part = pipe.read(left)
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 SHARED = TemplateProcess(Limits())
@@ -228,18 +193,18 @@ atexit.register(SHARED.close)
 
 
 def serve(limits: Limits) -> None:
-    """Answer each chat that standard input has, until it ends."""
+    """Answer each chat that comes through standard input, a socket, until its other end is closed."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    with open(0, "rb", buffering=0) as asks, open(os.dup(1), "wb", buffering=0) as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
-        import_module("transformers.utils.chat_template_utils")
-        _limit_memory(limits.memory)
-        _write(answers, READY, b"")
-        while (found := _next(asks, sys.maxsize)) is not None:
+    import_module("transformers.utils.chat_template_utils")
+    _limit_memory(limits.memory)
+    with contextlib.suppress(EOFError, ConnectionError), Connection(0) as connection:
+        connection.send_bytes(READY)
+        while True:
+            asked = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-            kind, said = attempt(found[1], limits)
+            kind, said = attempt(asked, limits)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            _write(answers, kind, said.encode())
+            connection.send_bytes(kind + said.encode())
 
 
 def _limit_memory(more: int) -> None:
