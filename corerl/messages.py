@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from corerl.errors import CorerlError
@@ -39,6 +40,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: a suggestion if a known one is similar, otherwise ""."""
     near = nearest(name, known)
     return f"; did you mean {near!r}?" if near else ""
+
+
+def did_you_mean_path(path: str | os.PathLike[str]) -> str:
+    """`did_you_mean` for a path that does not exist: with the name most similar to the first that is missing in it."""
+    missing = Path(path)
+    while not os.path.isdir(missing.parent):
+        if missing.parent == missing:
+            return ""
+        missing = missing.parent
+    try:
+        near = nearest(missing.name, os.listdir(missing.parent))
+    except OSError:  # a directory that may not be read
+        return ""
+    if not near or near == missing.name:
+        return ""
+    meant = missing.with_name(near)
+    whole = meant / Path(path).relative_to(missing)
+    return f"; did you mean {str(whole if whole.exists() else meant)!r}?"
 
 
 def message_of(error: BaseException) -> str:

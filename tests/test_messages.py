@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from corerl.errors import SaveFailed
 from corerl.messages import (
     did_you_mean,
+    did_you_mean_path,
     first_line,
     last_line,
     message_of,
@@ -27,6 +29,18 @@ def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
     assert (nearest("cliped", known), did_you_mean("cliped", known)) == ("clipped", "; did you mean 'clipped'?")
     assert (nearest("grpo", known), did_you_mean("grpo", known)) == ("", "")
     assert nearest("a", iter(["ab", "a"])) == "a"
+
+
+def test_a_path_that_is_like_one_that_exists_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
+    for asked, meant in [
+        ("runs/frist", "runs/first"),
+        ("rnus/first/checkpoints", "runs/first/checkpoints"),
+        ("runs/frist/checkpoints/step-00000004", "runs/first"),
+    ]:
+        assert did_you_mean_path(tmp_path / asked) == f"; did you mean '{tmp_path / meant}'?"
+    for asked in ("runs/another", "runs/first", "a/b\0c", "x" * 5000):
+        assert did_you_mean_path(str(tmp_path / asked)) == ""
 
 
 def test_what_others_call_it_is_asked_for_before_what_is_spelled_alike() -> None:

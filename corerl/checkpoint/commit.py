@@ -35,7 +35,7 @@ from corerl.checkpoint.format import (
 )
 from corerl.checkpoint.reader import written_ranks
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
-from corerl.messages import short_repr
+from corerl.messages import did_you_mean_path, short_repr
 from corerl.weights.chunks import Box, holes
 
 LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
@@ -161,10 +161,13 @@ def _described(directory: Path) -> dict[str, Any]:
         )
     if not os.path.isdir(directory):
         others = _committed_in(directory.parent) if NAME.fullmatch(directory.name) else []
-        advice = (
-            f"{KEPT}; use one that still exists, such as {others[0]}" if others else f"use a directory such as {ONE}"
-        )
-        raise CheckpointError(f"no checkpoint at {directory}: {advice}")
+        if others:
+            raise CheckpointError(
+                f"no checkpoint at {directory}: {KEPT}; use one that still exists, such as {others[0]}"
+            )
+        fault = "is no directory" if os.path.exists(directory) else "does not exist"
+        hint = did_you_mean_path(directory) or f"; use a directory such as {ONE}"
+        raise CheckpointError(f"no checkpoint at {directory}, which {fault}{hint}")
     if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
         raise CheckpointError(other)
     where = directory / DRIVER_FILE

@@ -45,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
-    # A missing `step-...` is a checkpoint that retention has removed, not a config file.
-    directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
+    # What is missing is a config file only by its name; else a run's directory that is misspelt, or a checkpoint that
+    # retention has removed.
+    directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
     config = (
         None if directory else load_config(what, given, more=wrong_names)
     )  # first: shows its errors without importing torch

@@ -21,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import functools
+    import os
     import sys
     from pathlib import Path
 
@@ -28,11 +29,16 @@ def run(args: argparse.Namespace) -> int:
     from corerl.driver.run_dir import is_occupied
     from corerl.driver.scaling import ask
     from corerl.errors import ConfigError
+    from corerl.messages import did_you_mean_path
     from corerl.plan.sizes import with_other_sizes
 
     run_dir = Path(args.what)
     if not args.overrides:
         raise ConfigError("no sizes are given; name some, such as roles.actor.ranks=4 or rollout.replicas=2")
+    if not os.path.isdir(run_dir):
+        raise ConfigError(f"no run at {run_dir}, which does not exist{did_you_mean_path(run_dir)}")
+    if not os.path.exists(run_dir / CONFIG_FILE):
+        raise ConfigError(f"{run_dir} is not a run's directory: it has no {CONFIG_FILE}")
     config = with_other_sizes(load_config(run_dir / CONFIG_FILE), args.overrides)  # the rest is checked by the run
     if not config.run.trains:
         raise ConfigError(f"run.mode: {config.run.mode!r}, but only a run that trains changes its sizes; start another")

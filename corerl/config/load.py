@@ -17,7 +17,7 @@ from corerl.config.structuring import Keys, Problem, fitting, is_setting, struct
 from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
-from corerl.messages import LONGEST, short_repr, shorten
+from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 from corerl.regular import require_regular
 
 __all__ = ["as_config", "config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
@@ -50,7 +50,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, more: More =
             require_regular(path)
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
-        lines.append(f"{path}: no such file; pass the path of a TOML file")
+        lines.append(f"{path}: no such file; pass the path of a TOML file{did_you_mean_path(path)}")
     except OSError as error:
         lines.append(f"{path}: cannot be read ({error.strerror}); pass the path of a TOML file")
     except UnicodeDecodeError as error:

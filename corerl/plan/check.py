@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from corerl.config.schema import MOST_SAMPLES, AlgorithmConfig, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
+from corerl.messages import did_you_mean, did_you_mean_path
 
 UNSET = AlgorithmConfig()
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
@@ -174,7 +175,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
         yield (
             f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
-            "remove it to use the initial weights"
+            f"remove it to use the initial weights{did_you_mean_path(algorithm.reference)}"
         )
     every = algorithm.reference_every
     if every and config.checkpoint.every % every:
@@ -269,9 +270,14 @@ def _files(config: Config) -> Iterator[str]:
     own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
     for table, model in {"model": config.model, **own}.items():
         if model.path and not os.path.isdir(model.path):
-            yield f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
+            yield (
+                f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
+                f"{did_you_mean_path(model.path)}"
+            )
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):
         beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
         kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
-        yield f"checkpoint.resume: no directory {resume!r}{kept}; set 'never', 'auto', or a checkpoint's directory"
+        near = did_you_mean(resume, ("never", "auto")) or did_you_mean_path(resume)
+        advice = f"set 'never', 'auto', or a checkpoint's directory{near}"
+        yield f"checkpoint.resume: no directory {resume!r}{kept}; {advice}"

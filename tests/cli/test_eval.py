@@ -98,6 +98,19 @@ def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_w
     assert [each.checkpoint.resume for each in evaluated] == [str(checkpoint)] * 2 * whole
 
 
+def test_a_run_that_does_not_exist_is_not_taken_for_a_file(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = checkpoint.parent.parent
+    missing = run_dir.with_name("rnu")
+    assert main(["eval", str(missing)]) == 2
+    assert capsys.readouterr().err == (
+        f"corerl: error: no checkpoint at {missing}, which does not exist; did you mean '{run_dir}'?\n"
+    )
+    assert main(["eval", f"{missing}.toml"]) == 2
+    assert capsys.readouterr().err == f"corerl: error: {missing}.toml: no such file; pass the path of a TOML file\n"
+
+
 def test_a_checkpoint_that_is_gone_is_not_taken_for_a_file(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,6 @@ def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys
     taken, nothing, no_run = err.splitlines()
     assert out == ""
     assert taken == f"corerl: error: {tmp_path}/taken already exists; remove it, or choose another directory"
-    assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing: use a directory such as ")
+    assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing, which does not exist; use a ")
     assert no_run.startswith(f"corerl: error: {tmp_path}/taken is not a checkpoint; use a directory such as ")
     assert not (tmp_path / "model").exists()

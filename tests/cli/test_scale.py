@@ -117,7 +117,11 @@ def test_a_directory_without_a_run_is_one_line(run_dir: Path, capsys: pytest.Cap
     assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
     assert main(["scale", str(run_dir / "nowhere"), "rollout.replicas=2"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"corerl: error: {run_dir}/nowhere/config.toml: no such file")
+    assert out == "" and err.startswith(f"corerl: error: no run at {run_dir}/nowhere, which does not exist\n")
+    (run_dir.parent / "empty").mkdir()
+    assert main(["scale", str(run_dir.parent / "empty"), "rollout.replicas=2"]) == 2
+    line = f"{run_dir.parent}/empty is not a run's directory: it has no config.toml"
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
     assert err.count("\n") == 1 and not (run_dir / "nowhere").exists()
 
 

@@ -310,6 +310,8 @@ def test_what_a_terminal_would_obey_is_escaped_in_a_config_that_is_written_down(
 
 def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
     assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; pass the path of a TOML file"]
+    (tmp_path / "now.toml").touch()
+    assert problems_of(tmp_path / "no.toml")[0].endswith(f"; did you mean '{tmp_path}/now.toml'?")
     assert problems_of(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory); pass the path of a TOML file"]
     (broken,) = problems_of(write(tmp_path, "[run]\nsteps 3\n"))
     assert broken.startswith(f"{tmp_path}/run.toml: is not valid TOML: ") and "line 2" in broken

@@ -192,7 +192,10 @@ def test_all_contradictions_are_found_together() -> None:
         *contradictions(evolve(VALID, rollout=RolloutConfig(max_staleness=2))),
         *contradictions(evolve(VALID, model=ModelConfig())),
         "extensions: 'jsonl' is listed 2 times; keep one",
-        "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's directory",
+        (
+            "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's directory; did you mean "
+            "'never'?"
+        ),
     ]
 
 
