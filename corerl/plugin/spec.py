@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
@@ -144,6 +144,14 @@ def no_findings() -> Iterable[Finding]:
     return ()
 
 
+class Begun(Protocol):
+    """What an engine's process has begun before the engine is imported, such as its server."""
+
+    def stop(self) -> None:
+        """End it: the engine cannot be made. May be called twice, by the engine and by its process."""
+        ...
+
+
 def nothing_begun(options: Any, context: Any) -> None:
     return None
 
@@ -218,8 +226,7 @@ class EngineSpec:
     adapters: bool = False
     # Called in the engine's process with the options and the EngineContext, before the implementation and what that
     # needs are imported: begins what takes long by itself, such as a server, and returns it for `EngineContext.begun`.
-    # If the engine cannot be made, its `stop()` is called, maybe once more.
-    begin: Callable[[Any, Any], Any] = nothing_begun
+    begin: Callable[[Any, Any], Begun | None] = nothing_begun
 
 
 @frozen(kw_only=True)

@@ -15,16 +15,18 @@ from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.engines.specs import FAKE
 from corerl.errors import PluginError
+from corerl.plugin.spec import Begun
 
 CONTEXT = EngineContext(name="engine-1", index=1, device="cpu", precision="float32")
 
 
 def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
+    server = mock.Mock()
 
-    def begin(options: Any, context: EngineContext) -> str:
+    def begin(options: Any, context: EngineContext) -> Begun:
         order.append((options.vocab_size, context))
-        return "a server"
+        return server
 
     class Engine:
         def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None:
@@ -41,7 +43,8 @@ def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypa
     EngineService(
         EngineAssignment(engine="fake", origins=(), model=ModelConfig(), options={"vocab_size": 7}, context=CONTEXT)
     )
-    assert order == [(7, CONTEXT), "import", evolve(CONTEXT, begun="a server")]
+    assert order == [(7, CONTEXT), "import", evolve(CONTEXT, begun=server)]
+    server.stop.assert_not_called()
 
 
 def test_what_was_begun_for_an_engine_that_cannot_be_made_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

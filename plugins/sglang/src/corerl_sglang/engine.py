@@ -8,7 +8,7 @@ import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import evolve
@@ -56,7 +56,7 @@ class SglangEngine(Engine):
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
         self._whole = False  # the server holds all weights, so that adapters may arrive alone
-        self._server: Server = context.begun or begin(options, context)
+        self._server = cast(Server | None, context.begun) or begin(options, context)
         self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
             undo.callback(self._server.stop)
