@@ -42,6 +42,7 @@ from corerl.driver.sampling import (
 )
 from corerl.driver.sizes import Sizes, with_devices
 from corerl.driver.snapshots import Snapshots
+from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
@@ -322,7 +323,11 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),
-        unseen=unseen_tokens(rollout) if plan.run.samples else {},
+        notices=StepNotices(
+            algorithm=plan.algorithm,
+            samples=plan.run.samples,
+            unseen=unseen_tokens(rollout) if plan.run.samples else {},
+        ),
     )
     if fleet is not None:
         progress.begin("sending the first weights")

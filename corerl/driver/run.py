@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from attrs import Factory, asdict, define, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
@@ -22,7 +21,6 @@ from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints, Copies
 from corerl.driver.early import Early
-from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.gate import Gate
 from corerl.driver.idle import idle, idle_seconds
 from corerl.driver.metrics import (
@@ -43,6 +41,7 @@ from corerl.driver.run_dir import require_there
 from corerl.driver.scaling import Answer, Scaling, answer, asked
 from corerl.driver.sizes import Sizes
 from corerl.driver.snapshots import Snapshots
+from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
@@ -51,13 +50,7 @@ from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
-from corerl.plugin.events import (
-    Evaluated,
-    RunFinished,
-    RunRewound,
-    SampleShown,
-    StepFinished,
-)
+from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import evaluate
 from corerl.rollout.postprocess import postprocessed
@@ -69,8 +62,6 @@ from corerl.trainer.shared import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
-
-LONG = 1.0  # seconds of a compilation that are worth a line
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
@@ -98,6 +89,7 @@ class Run:
 
     plan: Plan
     progress: Progress
+    notices: StepNotices
     stop: StopRequest
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
@@ -118,17 +110,10 @@ class Run:
     source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
 
-    unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[SampleShown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[SampleShown, ...] = ()
-    _equal: EqualRewards = Factory(
-        lambda self: EqualRewards(
-            self.plan.algorithm.settings, compares=self.plan.algorithm.compares, samples=self.plan.run.samples
-        ),
-        takes_self=True,
-    )
     _evaluation: dict[str, float] = field(factory=dict)
     _early: Early | None = None  # what has begun of the step that is sampled, if its prompts arrive one by one
 
@@ -479,8 +464,8 @@ class Run:
         metrics |= idle_seconds(waits, engines=len(engines))
         if self.scaling is not None:
             self.scaling.step_done(metrics, self.sizes.now)
-        self._warn(scored, batch)
-        self._warn_of_compilations(scored.step, results)
+        for line in self.notices.of(scored, batch, results):
+            self.progress.notice(line)
         self._step_started = now
         epoch = time.time() - time.perf_counter()
         self.progress.tell(
@@ -492,49 +477,6 @@ class Run:
                 idle=[evolve(each, started=epoch + each.started, ended=epoch + each.ended) for each in waits],
             )
         )
-
-    def _warn(self, scored: Scored, batch: TrainBatch | None) -> None:
-        """Warn about whatever makes a step teach less than it could."""
-        self._warn_of_unseen(scored.rollout.batch)
-        if scored.first_failure:
-            failed = sum(scored.failures.values())
-            self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
-        episodes, _ = scored.rollout.batch.episodes
-        notice = self._equal.update(scored.rewards[episodes], scored.rollout.batch.rows["group"][episodes])
-        if notice and not self.plan.algorithm.asks_frozen:
-            self.progress.notice(notice)
-        if batch and batch.metrics.get("correction/weight") == 0.0:
-            algorithm = self.plan.algorithm.settings
-            self.progress.notice(
-                f"step {scored.step}: the policy learns nothing from its samples, since algorithm.correction="
-                f"{algorithm.correction!r} gives all of their tokens weight 0; see rollout/logprob_diff, or widen the "
-                f"band from correction_floor={algorithm.correction_floor:g} to "
-                f"correction_cap={algorithm.correction_cap:g}"
-            )
-
-    def _warn_of_compilations(self, step: int, results: Mapping[str, Sequence[TrainResult]]) -> None:
-        """Tell of time that was lost because a graph did not fit what came."""
-        for name, steps in results.items():
-            anew = [each for result in steps for each in result.compilations if each.why and each.seconds > LONG]
-            for each in anew:
-                self.progress.notice(
-                    f"step {step}: a rank of the {name} compiled {each.what} anew, in {each.seconds:.0f} s: {each.why}"
-                )
-
-    def _warn_of_unseen(self, batch: SampleBatch) -> None:
-        """Tell once that the reward misses tokens that the policy samples."""
-        if not self.unseen:
-            return
-        found = batch.columns["loss_mask"] & np.isin(batch.tokens, list(self.unseen))
-        if found.any():
-            before = np.concatenate([[0], np.cumsum(found)])
-            samples = int((np.diff(before[batch.offsets]) > 0).sum())
-            self.progress.notice(
-                f"{samples} of {len(batch)} samples contain special tokens, such as "
-                f"{self.unseen[int(batch.tokens[found][0])]!r}, which the reward's text leaves out; set "
-                "reward.special_tokens=true if it needs them"
-            )
-            self.unseen = {}
 
     def evaluate(self, *, always: bool = False) -> None:
         """Evaluate on the held-out prompts, if due. That depends only on the steps done, so a resumed run evaluates at

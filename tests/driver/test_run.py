@@ -22,6 +22,7 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.run import Run, answers_in
 from corerl.driver.scaling import Answer
 from corerl.driver.snapshots import Snapshots
+from corerl.driver.step_notices import StepNotices
 from corerl.errors import CorerlError, DataError, ResizeFailed, SaveFailed, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
@@ -86,6 +87,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "plan": plan,
                 "snapshots": snapshots,
                 "progress": progress(ears, step=rollout_step),
+                "notices": StepNotices(algorithm=plan.algorithm, samples=plan.run.samples),
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
@@ -471,7 +473,8 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
 def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     # Tokens 0 and 2 are the prompts'.
-    run = make_run(make_config(), ears=ears, unseen={0: "<box>", 2: "<box>", 4: "<think>"})
+    run = make_run(make_config(), ears=ears)
+    run.notices.unseen = {0: "<box>", 2: "<box>", 4: "<think>"}
     for _ in range(2):
         run.report(scored(), None, {})
     line = (
@@ -479,9 +482,9 @@ def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Cal
         "reward.special_tokens=true if it needs them"
     )
     assert told(ears) == [line]
-    none = Ears()
-    make_run(make_config(), ears=none, unseen={0: "<box>"}).report(scored(), None, {})
-    assert told(none) == []
+    run.notices.unseen = {0: "<box>"}
+    run.report(scored(), None, {})
+    assert told(ears) == [line]
 
 
 def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
