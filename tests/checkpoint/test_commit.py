@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import corerl
 from corerl.checkpoint import commit as commit_module
 from corerl.checkpoint.commit import begin, commit, latest, passed_over, read_state, retain
 from corerl.checkpoint.reader import CheckpointSource
@@ -24,6 +21,7 @@ from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
 from tests.checkpoint.changes import flip, rewrite
+from tests.checkpoint.endless import require_newest_of_killed
 from tests.checkpoint.roles import KEYS, SHAPES, STATE, cut, whole
 
 
@@ -359,23 +357,9 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
 def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_as_the_latest(
     tmp_path: Path, moment: str
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(corerl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("saver.py")
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        done = int(process.stdout.readline())  # one is complete
-        while not list((tmp_path / "checkpoints").glob(moment)):
-            assert process.poll() is None
-        process.kill()
-    newest = latest(tmp_path)
-    assert newest is not None
-    step = read_state(newest)["rollout_step"]
-    assert step >= done
-    source = CheckpointSource(newest / "actor", "master")
-    assert torch.equal(source.read("w", (499_990, 0), (20, 2)), torch.full((20, 2), float(step)))
-    assert list((tmp_path / "checkpoints").glob("step-*.partial"))  # what was half done is there, and is not taken
+    checkpoints = tmp_path / "checkpoints"
+    require_newest_of_killed(tmp_path, "save", made=1, moment=lambda: bool(list(checkpoints.glob(moment))))
+    assert list(checkpoints.glob("step-*.partial"))  # what was half done is there, and is not taken
 
 
 def test_all_keys_of_a_committed_checkpoint_are_read_back_bit_for_bit(tmp_path: Path) -> None:

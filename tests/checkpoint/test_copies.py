@@ -4,8 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +14,13 @@ import torch
 from attrs import define, field
 from safetensors.torch import load, load_file
 
-import corerl
-from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.copies import CopyingFromGpu, Pair, StateCopies
 from corerl.checkpoint.format import read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import SaveFailed
 from corerl.weights.chunks import Chunk
+from tests.checkpoint.endless import require_newest_of_killed
 from tests.checkpoint.roles import cut, whole
 
 CPU = torch.device("cpu")
@@ -285,26 +282,16 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", range(4))
 def test_processes_that_are_killed_at_any_moment_leave_the_newest_complete_copy(tmp_path: Path, seed: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(corerl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("copier.py")
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for _ in range(3):  # from the third one on, files are written over
-            done = int(process.stdout.readline())
-        if seed:
-            time.sleep(0.013 * seed)
-        else:  # while its files are written over: they are given up, and no rank is done
-            while not list(tmp_path.glob("checkpoints/step-*.partial/actor/rank-00000.safetensors")) or list(
-                tmp_path.glob("checkpoints/step-*.partial/actor/*.json")
-            ):
-                assert process.poll() is None
-        process.kill()
-    newest = latest(tmp_path)
-    assert newest is not None
-    step = read_state(newest)["rollout_step"]
-    assert step >= done
-    source = CheckpointSource(newest / "actor", "master")
-    assert torch.equal(source.read("w", (0, 0), (1_000_000, 2)), torch.full((1_000_000, 2), float(step)))
-    source.verify(rank=0, world_size=1)
+    def later() -> bool:
+        time.sleep(0.013 * seed)
+        return True
+
+    def writes_over() -> bool:
+        """The files are given up, and no rank is done."""
+        actor = "checkpoints/step-*.partial/actor"
+        return bool(list(tmp_path.glob(f"{actor}/rank-00000.safetensors"))) and not list(
+            tmp_path.glob(f"{actor}/*.json")
+        )
+
+    # From the third one on, files are written over.
+    require_newest_of_killed(tmp_path, "copy", made=3, moment=later if seed else writes_over)
