@@ -154,6 +154,23 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
+    _require_pairs(text, sizes, where)
+
+
+def _require_pairs(text: PreTrainedConfig, sizes: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError for heads of an odd size that rotary positions turn as a whole. transformers refuses some of
+    them, but neither sizes that follow from others nor small ones, which fail in a forward pass."""
+    rope = _size(text, "rope_parameters") or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping) and "rope_type" in each]
+    given, hidden, heads = sizes["head_dim"], sizes["hidden_size"], sizes["num_attention_heads"]
+    own = hasattr(text, "qk_rope_head_dim")  # the part of a head that is turned has a size of its own
+    implied = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and not own else None
+    size = given or implied
+    if not isinstance(size, int) or size % 2 == 0:
+        return
+    if any(int(size * each.get("partial_rotary_factor", 1.0)) == size for each in kinds):
+        what = f"head_dim={size}" if given else f"hidden_size={hidden} / num_attention_heads={heads} makes {size}"
+        raise ModelError(f"{where}{what} numbers per head, which rotary positions turn in pairs; wanted an even number")
 
 
 def _size(config: PreTrainedConfig, name: str) -> Any:

@@ -86,6 +86,25 @@ def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
     assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
 
 
+def test_heads_of_an_odd_size_are_refused_if_rotary_positions_turn_all_of_it(tmp_path: Path) -> None:
+    odd = {"model_type": "qwen2", "hidden_size": 63, "num_attention_heads": 4, "num_key_value_heads": 2}
+    said = "numbers per head, which rotary positions turn in pairs; wanted an even number"
+    with pytest.raises(ModelError) as caught:
+        hf_config(ModelConfig(config=odd))
+    assert caught.value.message == f"model.config.hidden_size=63 / num_attention_heads=4 makes 15 {said}"
+    (tmp_path / "config.json").write_text(json.dumps({**odd, "model_type": "qwen3", "head_dim": 3}))
+    with pytest.raises(ModelError) as caught:
+        hf_config(ModelConfig(path=str(tmp_path)))
+    assert caught.value.message == f"model.path='{tmp_path}': config.json: head_dim=3 {said}"
+    for accepted in (
+        {**odd, "model_type": "qwen3", "head_dim": 32},  # which need not divide the hidden size
+        {**odd, "hidden_size": 66},
+        {"model_type": "gpt_neox", "hidden_size": 60, "num_attention_heads": 4},  # turns a quarter of each head
+        {"model_type": "reformer"},  # no rotary positions
+    ):
+        assert hf_config(ModelConfig(config=accepted)).model_type == accepted["model_type"]
+
+
 @pytest.mark.parametrize(("kind", "field"), [("qwen3", "num_hidden_layers"), ("gpt2", "n_layer"), ("qwen3", "n_layer")])
 def test_more_layers_than_a_config_can_list_are_refused(kind: str, field: str, tmp_path: Path) -> None:
     fields = {"model_type": kind, field: 10**9}
