@@ -2,92 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import evolve
 
-from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.fleet import Counted, EngineFleet
-from corerl.errors import RewardError
-from corerl.rollout.rewards.base import PartSums, Scores, added
-from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Scored, Source, exact_share
-from corerl.types import BoolArray, FloatArray
-
-
-@define(kw_only=True, eq=False)
-class PromptGroup:
-    """The samples of one prompt, from when they are started until they are handed out."""
-
-    number: int  # in starting order
-    prompt: Prompt
-    request: GenerateRequest  # for all samples, as first issued
-    tokens: int = 0  # sampled so far
-    oldest: int | None = None  # the weights version that sampled the oldest of them
-    # Set once everything is sampled and scored:
-    rollout: Rollout | None = None
-    rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
-    failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] True where scoring failed
-    first_failure: str = ""  # of the call that scored the group
-
-    def drew(self, generation: Generation) -> None:
-        if len(generation.tokens):
-            oldest = int(generation.versions.min())
-            self.oldest = oldest if self.oldest is None else min(oldest, self.oldest)
-            self.tokens += len(generation.tokens)
-
-
-@define(kw_only=True)
-class Tally:
-    """Counts of discarded and failed samples since the last batch was handed out."""
-
-    stale_samples: int = 0  # discarded
-    stale_tokens: int = 0
-    zero_variance: int = 0  # groups without spread in their rewards
-    failures: Counter[str] = field(factory=Counter)  # failed samples by kind, among those scored since then
-    first_failure: str = ""
-    parts: PartSums = field(factory=dict)
-
-    def give_up(self, group: PromptGroup) -> None:
-        self.stale_samples += len(group.request)
-        self.stale_tokens += group.tokens
-
-    def score(self, scores: Scores) -> None:
-        self.failures.update(scores.failures)
-        self.first_failure = self.first_failure or scores.first
-        self.parts = added(self.parts, scores.parts)
-
-    def batch(self, step: int, groups: Sequence[PromptGroup], refill: DynamicSampling | None) -> Scored:
-        """Make `groups` the batch of rollout step `step`. Raises RewardError if every sample failed to score."""
-        if all(group.failed.all() for group in groups):
-            samples = sum(len(group.request) for group in groups)
-            first = next((group.first_failure for group in groups if group.first_failure), self.first_failure)
-            raise RewardError(f"{first}; all {samples} samples failed")
-        rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])
-        rewards = np.concatenate([group.rewards for group in groups])
-        counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}
-        if refill is not None:
-            missing = len(groups) - int(refill.useful(rewards, rollout.batch.rows["group"]).sum())
-            counts |= {"groups_set_aside": self.zero_variance, "groups_missing": missing}
-        return Scored(
-            step=step,
-            rollout=rollout,
-            rewards=rewards,
-            exact_match=exact_share(rollout),
-            seconds={},
-            failures=dict(self.failures),
-            first_failure=self.first_failure,
-            counts=counts,
-            parts=self.parts,
-        )
+from corerl.rollout.sources.base import BatchSampler, Scored, Source
+from corerl.rollout.sources.groups import Groups, PromptGroup
 
 
 class Asynchronous(Source):
@@ -104,8 +30,6 @@ class Asynchronous(Source):
     At most max_staleness + 1 batches of prompts are in flight: more could not all be trained on in time. The oldest
     finished groups are handed out first. A resumed run restarts the prompts that were in flight and loses nothing
     else. Runs are not repeatable, because the engines race with the training ranks.
-
-    Each group is a task; one that is given up is cancelled.
     """
 
     overlaps = True
@@ -132,22 +56,20 @@ class Asynchronous(Source):
         self._begun = 0  # groups started in total
         self._version = 0  # of the weights that the next batch will be trained with
 
-        self._changed = asyncio.Event()
-        self._groups: dict[int, PromptGroup] = {}  # in flight, by number
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # that sample them
-        self._unscored: list[tuple[PromptGroup, Rollout]] = []
-        self._scoring: asyncio.Task[None] | None = None
+        self._groups = Groups(draws, self._keep)
+        self._in_flight: dict[int, PromptGroup] = {}  # by number
         self._ready: list[PromptGroup] = []
         self._set_aside: list[PromptGroup] = []  # without spread; used only if too few groups have any
-        self._failure: BaseException | None = None
-        self._tally = Tally()
+        # Since the last batch was handed out:
+        self._dull = 0  # groups without spread
+        self._stale_samples = self._stale_tokens = 0  # discarded
 
     async def next(self) -> Scored | None:
         if self._step >= self._steps:
             return None
         started = time.perf_counter()
         while True:
-            self._raise_failure()
+            self._groups.raise_failure()
             self._give_up_stale()
             self._begin()  # before handing out: what starts now is sampled while this batch is trained on
             if self._enough:
@@ -155,11 +77,9 @@ class Asynchronous(Source):
             if self._told is not None:
                 wanted = self._draws.prompts
                 self._told(min(len(self._ready), wanted) * self._draws.samples, wanted * self._draws.samples)
-            self._changed.clear()
-            await self._changed.wait()
-        groups, tally = self._hand_out(), self._tally
-        self._tally = Tally()
-        scored = tally.batch(self._step, groups, self._draws.refill)
+            self._groups.changed.clear()
+            await self._groups.changed.wait()
+        scored = self._handed_out()
         self._step += 1
         return evolve(scored, seconds={"rollout": time.perf_counter() - started})
 
@@ -167,7 +87,7 @@ class Asynchronous(Source):
     def _enough(self) -> bool:
         """Whether a batch is ready. Groups without spread count once the allowed number of replacements is used up."""
         ready, refill = len(self._ready), self._draws.refill
-        if refill is not None and self._tally.zero_variance + ready >= (1 + refill.attempts) * self._draws.prompts:
+        if refill is not None and self._dull + ready >= (1 + refill.attempts) * self._draws.prompts:
             ready += len(self._set_aside)
         return ready >= self._draws.prompts and (not self._waits or self._others_in_time)
 
@@ -178,7 +98,7 @@ class Asynchronous(Source):
         self._ready.sort(key=self._age)
         chosen = {group.number for group in self._ready[: self._draws.prompts]}
         ready = {group.number for group in self._ready}
-        others = sorted((group for group in self._groups.values() if group.number not in chosen), key=self._age)
+        others = sorted((group for group in self._in_flight.values() if group.number not in chosen), key=self._age)
         return all(
             self._age(group)[0] + self._max_staleness > self._version + place // self._draws.prompts
             for place, group in enumerate(others)
@@ -190,21 +110,26 @@ class Asynchronous(Source):
         function failed at once."""
         return self._version if group.oldest is None else group.oldest, group.number
 
-    def _hand_out(self) -> list[PromptGroup]:
+    def _handed_out(self) -> Scored:
         self._ready.sort(key=self._age)
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
         for group in groups:
-            del self._groups[group.number]
+            del self._in_flight[group.number]
         missing = self._draws.prompts - len(groups)
-        groups, self._set_aside = [*groups, *self._set_aside[:missing]], []
-        return groups
+        scored = self._groups.batch([*groups, *self._set_aside[:missing]], step=self._step)
+        counts = {"stale_samples": self._stale_samples, "stale_tokens": self._stale_tokens}
+        if (refill := self._draws.refill) is not None:
+            useful = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
+            counts |= {"groups_set_aside": self._dull, "groups_missing": int((~useful).sum())}
+        self._set_aside, self._dull, self._stale_samples, self._stale_tokens = [], 0, 0, 0
+        return evolve(scored, counts=counts)
 
     def _begin(self) -> None:
         """Start prompts for the next batch and for those after it: one more batch if engines keep up, so that samples
         stay fresh; as many as can be trained on in time if they do not."""
         ahead = 1 if len(self._ready) >= self._draws.prompts else self._max_staleness
         batches = min(1 + ahead, self._steps - self._step)
-        while len(self._groups) < batches * self._draws.prompts:
+        while len(self._in_flight) < batches * self._draws.prompts:
             (prompt,) = self._draws.stream.take(1)
             request = self._draws.sampler.request(
                 [prompt],
@@ -214,74 +139,35 @@ class Asynchronous(Source):
                 attempt=self._begun,  # no two groups of a run share noise
             )
             group = PromptGroup(number=self._begun, prompt=prompt, request=request)
-            self._groups[group.number] = group
+            self._in_flight[group.number] = group
             self._begun += 1
-            task = asyncio.create_task(self._sample(group), name=f"samples of prompt {prompt.index}")
-            task.add_done_callback(self._ended)
-            self._tasks[group.number] = task
+            self._groups.begin(group, group.drew)
 
     def _give_up_stale(self) -> None:
         """Discard every group that is too stale to train on, and return its prompt to the stream."""
-        for group in [each for each in self._groups.values() if not self._fresh(each)]:
-            del self._groups[group.number]
-            if (task := self._tasks.pop(group.number, None)) is not None:
-                task.cancel()
+        for group in [each for each in self._in_flight.values() if not self._fresh(each)]:
+            del self._in_flight[group.number]
+            self._groups.give_up(group)
             self._draws.stream.give_back(group.prompt)
-            self._tally.give_up(group)
-        self._unscored = [(group, rollout) for group, rollout in self._unscored if self._wanted(group)]
-        self._ready = [group for group in self._ready if self._wanted(group)]
+            self._stale_samples += len(group.request)
+            self._stale_tokens += group.tokens
+        self._ready = [group for group in self._ready if self._fresh(group)]
         self._set_aside = [group for group in self._set_aside if self._fresh(group)]
 
     def _fresh(self, group: PromptGroup) -> bool:
         return group.oldest is None or self._version - group.oldest <= self._max_staleness
 
-    def _wanted(self, group: PromptGroup) -> bool:
-        return group.number in self._groups
-
-    def _raise_failure(self) -> None:
-        """Raise the error of a failed task here, before its consequences surface instead."""
-        if self._failure is not None:
-            raise self._failure
-
-    # ---- tasks ------------------------------------------------------------------------------------------------------
-
-    async def _sample(self, group: PromptGroup) -> None:
-        rollout = await self._draws.sampler.draw([group.prompt], group.request, ahead=True, drew=group.drew)
-        del self._tasks[group.number]
-        self._unscored.append((group, rollout))
-        if self._scoring is None or self._scoring.done():
-            self._scoring = asyncio.ensure_future(self._score())
-            self._scoring.add_done_callback(self._ended)
-
-    async def _score(self) -> None:
-        """Score all that is sampled; what comes meanwhile is scored together afterwards."""
-        while self._unscored:
-            drawn, self._unscored = self._unscored, []
-            scores = await self._draws.reward.score(Rollout.concatenate([rollout for _, rollout in drawn]), part=True)
-            ends = np.cumsum([len(rollout.batch) for _, rollout in drawn])[:-1]
-            rewards, failed = np.split(scores.rewards, ends), np.split(scores.failed, ends)
-            self._tally.score(scores)
-            for (group, rollout), reward, none in zip(drawn, rewards, failed, strict=True):
-                group.rollout, group.rewards, group.failed = rollout, reward, none
-                group.first_failure = scores.first
-                if self._wanted(group):
-                    self._keep(group)
-            self._changed.set()
-
     def _keep(self, group: PromptGroup) -> None:
         """Add a scored group to the ready ones; if it lacks spread, set it aside so that another is started instead."""
+        if group.number not in self._in_flight:  # it was given up meanwhile
+            return
         refill = self._draws.refill
         if refill is None or refill.useful(group.rewards, np.zeros(len(group.rewards), dtype=np.int64)).all():
             self._ready.append(group)
             return
         self._set_aside.append(group)
-        self._tally.zero_variance += 1
-        del self._groups[group.number]
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._changed.set()
+        self._dull += 1
+        del self._in_flight[group.number]
 
     # ---- in the thread that updates weights -------------------------------------------------------------------------
 
@@ -292,24 +178,20 @@ class Asynchronous(Source):
         self._engines.loop.run(self._release(version))
 
     async def _hold(self) -> None:
-        self._raise_failure()
+        self._groups.raise_failure()
         if self._begun:
             await self._engines.pause()
-            self._raise_failure()
+            self._groups.raise_failure()
 
     async def _release(self, version: int) -> None:
         self._version = version
         self._give_up_stale()
         if self._begun:
             await self._engines.resume()
-        self._changed.set()
+        self._groups.changed.set()
 
     def close(self) -> None:
-        self._engines.loop.begin(self._cancel())
-
-    async def _cancel(self) -> None:
-        for task in [*self._tasks.values(), *([self._scoring] if self._scoring else [])]:
-            task.cancel()
+        self._engines.loop.begin(self._groups.cancel())
 
     # ---- resume -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +202,7 @@ class Asynchronous(Source):
         return self._engines.loop.run(self._position())
 
     async def _position(self) -> dict[str, Any]:
-        prompts = self._draws.stream.position_without(group.prompt for group in self._groups.values())
+        prompts = self._draws.stream.position_without(group.prompt for group in self._in_flight.values())
         return {"rollout_step": self._step, "prompts": prompts, "begun": self._begun}
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:

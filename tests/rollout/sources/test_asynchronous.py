@@ -19,14 +19,14 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.sources.asynchronous import Asynchronous, PromptGroup, Tally
+from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import DynamicSampling, Scored
 from corerl.rollout.sources.recorded import write_rollout
 from tests.end_to_end.command import metrics
@@ -596,17 +596,6 @@ def test_an_engines_error_is_raised_where_the_source_is_asked_next_and_ends_all_
             engines.next(source)
 
 
-def test_a_batch_without_rewards_is_told_with_its_own_first_failure() -> None:
-    failed = np.ones(2, np.bool_)
-    request = GenerateRequest(
-        tokens=np.zeros(0, np.int64), offsets=np.zeros(3, np.int64), noise_keys=np.arange(2), params=SamplingParams()
-    )
-    group = PromptGroup(number=0, prompt=Prompt(index=0, text="a", answer="b"), request=request)
-    group.failed, group.first_failure = failed, "reward 'mine' raised ValueError: no"
-    with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no; all 2 samples failed$"):
-        Tally().batch(1, [group], None)  # which has heard of no failure since the last batch
-
-
 def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not(use: Use[Engines]) -> None:
     def fails(prompt: Prompt, response: str) -> float:
         raise ValueError("no")
@@ -736,11 +725,11 @@ def test_a_source_that_is_closed_ends_what_it_has_begun(use: Use[Engines]) -> No
     engines = use(Slow(until=9, max_staleness=1))
     source = asynchronous(engines)
     engines.next(source)
-    assert len(source._tasks) > 0
+    assert len(source._groups._tasks) > 0
     source.close()
     engines.die()
     engines.settle()
-    assert {task.cancelled() for task in source._tasks.values()} == {True}
+    assert {task.cancelled() for task in source._groups._tasks.values()} == {True}
 
 
 # ---- the fleet, while other things happen to it ----------------------------------------------------------------------
