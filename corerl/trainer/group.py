@@ -8,11 +8,10 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
-import numpy as np
 from attrs import evolve, frozen
 
 from corerl.calls import POLL_SECONDS, Calls, Future
@@ -30,16 +29,13 @@ from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
+from corerl.trainer.results import Gradients, agreed, common, gradients, scatter, trained, updated
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     Array,
-    ForwardResult,
-    GradientResult,
     InitResult,
-    IntArray,
     LossSpec,
     MemoryKind,
-    Metric,
     Output,
     ParallelLayout,
     SampleBatch,
@@ -47,12 +43,13 @@ from corerl.types import (
     Step,
     TrainResult,
     UpdateResult,
-    merge_metrics,
 )
 from corerl.weights.handover import PART, PART_OF_GPUS, Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
+
+T = TypeVar("T")
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
@@ -238,7 +235,7 @@ class TrainGroup:
         )
         taking = others.init(handover)
         pending = self._start("hand_over", handover, step)
-        giving = self._calls.add(pending, sum)
+        giving = self._add(pending, sum)
         try:
             while not taking.ready(POLL_SECONDS):
                 for found in self.processes.answered(pending, 0.0).values():
@@ -286,7 +283,7 @@ class TrainGroup:
         Returns when rank 0's process has started."""
         self._join_at = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
-        return self._calls.add(constructing, _nothing)
+        return self._add(constructing, _nothing)
 
     def init(self, handover: Handover | None = None) -> Future[InitResult]:
         """Connect the ranks, build, load and resume, with what other ranks hand over if they do. Raises ContractError
@@ -299,35 +296,11 @@ class TrainGroup:
         meeting = [
             (host, port, listening if rank == 0 else None, token, handover) for rank in range(len(self.processes))
         ]
-        return self._calls.add(self.processes.start_each("init", meeting), self._agreed)
+        return self._add(self.processes.start_each("init", meeting), self._agreed)
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
-        for rank, result in enumerate(results):
-            for what in ("optimizer_step", "weights_version"):
-                if getattr(result, what) != getattr(results[0], what):
-                    self.processes.kill()
-                    raise ContractError(
-                        f"{self.role}: ranks disagree on {what}: rank 0 reports {getattr(results[0], what)}, "
-                        f"rank {rank} reports {getattr(result, what)}; all ranks must load the same checkpoint"
-                    )
-            if result.layout.rank != rank or result.layout.dp_size != self.dp_size:
-                self.processes.kill()
-                raise ContractError(
-                    f"{self.role}: the layout of rank {rank} has rank {result.layout.rank} and dp_size "
-                    f"{result.layout.dp_size}, expected rank {rank} and the dp_size {self.dp_size} of rank 0; "
-                    "correct InitResult.layout"
-                )
-        if self.dp_size != self.plan.data_parallel:
-            self.processes.kill()
-            raise ContractError(
-                f"{self.role}: the ranks form {self.dp_size} data-parallel groups, but the backend's spec announced "
-                f"{self.plan.data_parallel}; dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
-            )
-        if fault := _fault(self.layouts):
-            self.processes.kill()
-            raise ContractError(f"{self.role}: {fault}; correct InitResult.layout")
-        return results[0]
+        return agreed(results, self.plan)
 
     @property
     def dp_size(self) -> int:
@@ -346,7 +319,7 @@ class TrainGroup:
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step)
         # For the error of a rank that dies in this step and cannot report it itself.
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
-        return self._calls.add(pending, self._merged)
+        return self._add(pending, partial(trained, role=self.role))
 
     def forward_backward(
         self,
@@ -372,17 +345,8 @@ class TrainGroup:
         columns = shared.samples.columns
         pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
 
-        def merged(results: Sequence[GradientResult]) -> Gradients:
-            found = [each.outputs for each in results if each.outputs is not None]
-            return Gradients(
-                metrics=merge_metrics(result.metrics for result in results),
-                tokens=sum(result.tokens for result in results),
-                outputs=scatter(found, wanted, shared.samples, plan.members, role=self.role, verb="forward_backward")
-                if wanted
-                else {},
-            )
-
-        return self._calls.add(pending, merged)
+        asked = partial(gradients, outputs=wanted, batch=shared.samples, members=plan.members, role=self.role)
+        return self._add(pending, asked)
 
     def optimizer_step(self, step: Step, *, scale: float = 1.0) -> Future[TrainResult]:
         """The second half of a step: multiply the gradients by `scale`, which is 1 / denominator where the plans'
@@ -396,27 +360,7 @@ class TrainGroup:
             )
         pending = self._start("optimizer_step", step, scale)
         pending = evolve(pending, method=f"optimizer_step at optimizer step {step.optimizer_step}")
-        return self._calls.add(pending, self._merged)
-
-    def _merged(self, results: Sequence[TrainResult]) -> TrainResult:
-        if len({result.applied for result in results}) != 1:
-            self.processes.kill()
-            applied = [rank for rank, result in enumerate(results) if result.applied]
-            raise ContractError(f"{self.role}: ranks {applied} applied the step, but the others did not")
-        norms = [result.grad_norm for result in results]
-        if results[0].applied and any(norm != norms[0] for norm in norms):
-            self.processes.kill()
-            raise ContractError(
-                f"{self.role}: ranks disagree on the gradient norm: {norms}; each must report that of the whole model"
-            )
-        # A backend's metrics come from output ranks only, an extension's from every rank it measures on.
-        return TrainResult(
-            applied=results[0].applied,
-            metrics=merge_metrics(result.metrics for result in results),
-            grad_norm=results[0].grad_norm,
-            compilations=max((result.compilations for result in results), key=len),
-            tokens=sum(result.tokens for result in results),
-        )
+        return self._add(pending, partial(trained, role=self.role))
 
     def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
@@ -469,22 +413,14 @@ class TrainGroup:
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
         given = SharedBatch(samples) if shared is None else shared
         pending = self._start_reading("forward", given, columns, plan, wanted, weights, replay)
-        return self._calls.add(pending, lambda results: scatter(results, wanted, samples, role=self.role))
+        return self._add(pending, partial(scatter, outputs=wanted, batch=samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def manifest(self, *, adapters: bool = False) -> Future[Manifest]:
         """The manifest of all updates, for `Engine.receive`; with `adapters` of those that send these alone. Raises
         ContractError if ranks disagree, and Unsupported if the role sends no adapters."""
-        return self._calls.add(self._start("manifest", adapters), self._common)
-
-    def _common(self, manifests: Sequence[Manifest]) -> Manifest:
-        if any(manifest != manifests[0] for manifest in manifests):
-            self.processes.kill()
-            raise ContractError(
-                f"{self.role}: ranks disagree on the manifest; their chunk maps differ in order or shape"
-            )
-        return manifests[0]
+        return self._add(self._start("manifest", adapters), partial(common, role=self.role))
 
     def meeting(self, address: Address) -> Address:
         """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in
@@ -503,7 +439,7 @@ class TrainGroup:
         `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`). With
         `adapters`, these alone are sent, to engines that hold all other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
-        return self._calls.add(self._start("update_weights", address, version, verify, adapters), _whole)
+        return self._add(self._start("update_weights", address, version, verify, adapters), updated)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
         """During the update to `version`, make its senders stop waiting for this engine, which died or gave up."""
@@ -520,12 +456,12 @@ class TrainGroup:
         self._require_trained("save")
         self._require_step("save", step)
         saving = self._start("save", path, step, background)
-        return self._calls.add(saving, lambda results: sum(result.bytes for result in results))
+        return self._add(saving, lambda results: sum(result.bytes for result in results))
 
     def saved(self, *, wait: bool = False) -> Future[bool]:
         """Whether the last background save is written on all ranks; with `wait`, once it is. Raises SaveFailed if one
         failed."""
-        return self._calls.add(self._start("saved", wait), all)
+        return self._add(self._start("saved", wait), all)
 
     def copy(self, path: str, step: Step) -> Future[int]:
         """Begin to write what `save` writes into the directory `path` in memory, such as /dev/shm; returns bytes once
@@ -533,11 +469,11 @@ class TrainGroup:
         written over, without being allocated anew: let two directories take turns, and one is always complete."""
         self._require_trained("copy")
         self._require_step("copy", step)
-        return self._calls.add(self._start("copy", path, step), lambda results: sum(each.bytes for each in results))
+        return self._add(self._start("copy", path, step), lambda results: sum(each.bytes for each in results))
 
     def copied(self, *, wait: bool = False) -> Future[bool]:
         """Whether the last copy is complete on all ranks; with `wait`, once it is. Raises SaveFailed if one failed."""
-        return self._calls.add(self._start("copied", wait), all)
+        return self._add(self._start("copied", wait), all)
 
     def _require_trained(self, verb: str) -> None:
         """Raise before any rank is called: an error there would end the group."""
@@ -558,13 +494,13 @@ class TrainGroup:
         """Free the device memory of these kinds, copying all but `grad` to the host; returns the bytes that each rank
         freed and still holds. Sleeping kinds are skipped; verbs that need one raise NotResident. Raises MemoryHeld if
         more than `cluster.max_residual_gib` remains."""
-        return self._calls.add(self._start("sleep", frozenset(kinds)), list)
+        return self._add(self._start("sleep", frozenset(kinds)), list)
 
     def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[int]:
         """Restore sleeping kinds bit for bit; returns bytes over all ranks. If a rank's device has too little memory
         for a kind, that kind stays asleep as a whole."""
         waking = self._start("wake_up", frozenset(kinds))
-        return self._calls.add(waking, lambda results: sum(result.restored_bytes for result in results))
+        return self._add(waking, lambda results: sum(result.restored_bytes for result in results))
 
     def clear_memory(self) -> Future[None]:
         """Release device memory that allocators have cached."""
@@ -586,7 +522,7 @@ class TrainGroup:
 
     def call(self, method: str, *args: Any) -> Future[None]:
         """Start a method of the workers that returns nothing."""
-        return self._calls.add(self._start(method, *args), _nothing)
+        return self._add(self._start(method, *args), _nothing)
 
     def _start_reading(
         self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any
@@ -604,19 +540,22 @@ class TrainGroup:
         shares = {(node, dp_rank): plan.share(dp_rank, rows[node]) for node, dp_rank in places}
         return self.processes.start_each(method, [(pieces[place[0]], shares[place], *args) for place in places])
 
+    def _add(self, pending: Pending, merge: Callable[[list[Any]], T]) -> Future[T]:
+        """The future of what `merge` makes of the ranks' results; ranks that disagree are ended."""
+
+        def merged(results: list[Any]) -> T:
+            try:
+                return merge(results)
+            except ContractError:
+                self.processes.kill()
+                raise
+
+        return self._calls.add(pending, merged)
+
     def _start(self, method: str, *args: Any) -> Pending:
         if self.processes.ended:
             self._calls.raise_unheard()
         return self.processes.start(method, *args)
-
-
-@frozen(kw_only=True)
-class Gradients:
-    """What one `forward_backward` added, over all ranks of a group."""
-
-    metrics: Mapping[str, Metric]  # without the step's `scale`
-    tokens: int  # that went through the model
-    outputs: Mapping[Output, Array]  # each [N, ...]
 
 
 @frozen
@@ -640,81 +579,3 @@ class Snapshot:
 
 def _nothing(results: Sequence[None]) -> None:
     """Of verbs whose ranks return nothing."""
-
-
-def _whole(results: Sequence[UpdateResult]) -> UpdateResult:
-    """Merge the ranks' results into one."""
-    engines: dict[str, str] = {}
-    for result in results:
-        for name, error in result.engines.items():
-            engines[name] = engines.get(name) or error
-    return UpdateResult(
-        version=results[0].version,
-        bytes=sum(result.bytes for result in results),
-        seconds=max(result.seconds for result in results),
-        engines=engines,
-        sums={name: value for result in results for name, value in result.sums.items()},
-    )
-
-
-def _fault(layouts: Sequence[ParallelLayout]) -> str:
-    """What is wrong with the ranks' layouts taken together; "" if nothing."""
-    for dp_rank in range(layouts[0].dp_size):
-        ranks = [layout.rank for layout in layouts if layout.dp_rank == dp_rank and layout.outputs]
-        if len(ranks) != 1:
-            return f"dp rank {dp_rank} has output ranks {ranks}, expected exactly one"
-    for what in ("sequence_multiple", "micro_batch_multiple", "rectangular"):
-        if len(found := {getattr(layout, what) for layout in layouts}) > 1:
-            return f"ranks disagree on {what}: {sorted(found)}"
-    return ""
-
-
-def scatter(
-    results: Sequence[ForwardResult],
-    outputs: tuple[Output, ...],
-    batch: SampleBatch,
-    once: IntArray | None = None,
-    *,
-    role: str,
-    verb: str = "forward",
-) -> dict[Output, Array]:
-    """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
-    sample, or each of `once` and no other, came back exactly once, with its length and every output, of equal dtype and
-    shape on all ranks."""
-    columns: dict[Output, Array] = {}
-    times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
-    for result in results:
-        if not len(result.samples):  # not an output rank, or it only got fillers
-            continue
-        if result.samples.min() < 0 or result.samples.max() >= len(batch):
-            raise ContractError(f"{role}: {verb} returned samples outside its batch of {len(batch)}")
-        np.add.at(times, result.samples, 1)
-        if not np.array_equal(np.diff(result.offsets), all_lengths[result.samples]):
-            raise ContractError(f"{role}: {verb} returned samples whose lengths differ from the batch")
-        # Sample by sample: an index for every token would take more memory than the columns, and longer.
-        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.samples.tolist()]
-        parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
-        for output in outputs:
-            values = result.outputs.get(output)
-            tokens = int(result.offsets[-1])
-            if values is None or len(values) != tokens:
-                got = "no" if values is None else len(values)
-                raise ContractError(f"{role}: {verb} returned {got} {output}, expected {tokens}: one for each token")
-            column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
-            if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
-                kinds = [f"{each.dtype} {list(each.shape[1:])} per token" for each in (column, values)]
-                raise ContractError(
-                    f"{role}: {verb} returned {output} as {' on one rank and as '.join(kinds)} on another"
-                )
-            for place, part in zip(into, parts, strict=True):
-                column[place] = values[part]
-    expected = np.ones_like(times)
-    if once is not None:
-        expected[:] = 0
-        expected[once] = 1
-    if (times != expected).any():
-        sample = int(np.flatnonzero(times != expected)[0])
-        wanted = "exactly once" if expected[sample] else "never, as it is not in the plan"
-        raise ContractError(f"{role}: {verb} returned sample {sample} {times[sample]} times, expected {wanted}")
-    # Without samples, no rank reports a dtype or shape.
-    return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

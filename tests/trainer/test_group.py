@@ -33,11 +33,10 @@ from corerl.errors import (
 )
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer import shared
-from corerl.trainer.group import TrainGroup, scatter
+from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
 from corerl.types import (
     Compilation,
-    FloatArray,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -63,6 +62,7 @@ from tests.machine import paced
 from tests.trainer import fakes
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
+from tests.trainer.outputs import LOGPROBS, batch_of, result_of
 
 
 def planned(config: Config) -> RolePlan:
@@ -74,7 +74,6 @@ LOSS = LossSpec(name="clipped")
 COMPILED = Compilation(what="forward in modeling.py", seconds=2.0)
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
-LOGPROBS = (Output.LOGPROBS,)
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}, "cluster": {"device": "cpu"}}
 NOTHING = ForwardResult(samples=np.array([], np.int64), offsets=np.array([0]), outputs={})
 
@@ -441,9 +440,10 @@ def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layout
     assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
-    group, _ = group_with(*layouts, forward=results)
+    group, processes = group_with(*layouts, forward=results)
     with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
         group.forward(batch, LOGPROBS).result()
+    assert processes.killed
 
 
 # ---- what each node is given -----------------------------------------------------------------------------------------
@@ -642,110 +642,7 @@ def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is
     assert (processes.calls, processes.killed) == ([], False)
 
 
-# ---- scatter ---------------------------------------------------------------------------------------------------------
-
-
-def batch_of(*lengths: int) -> SampleBatch:
-    """Tokens 0, 1, 2, ... all of which the policy chose."""
-    total = sum(lengths)
-    return SampleBatch(
-        tokens=np.arange(total),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        columns={"loss_mask": np.ones(total, dtype=np.bool_)},
-        rows={"group": np.arange(len(lengths))},
-    )
-
-
-def result_of(batch: SampleBatch, *samples: int) -> ForwardResult:
-    """Each token's own number, as a rank gives it back for these samples in this order."""
-    lengths = batch.lengths[list(samples)]
-    parts = [batch.tokens[batch.offsets[sample] : batch.offsets[sample + 1]] for sample in samples]
-    return ForwardResult(
-        samples=np.array(samples, dtype=np.int64),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        outputs={Output.LOGPROBS: np.concatenate([np.zeros(0), *parts]).astype(np.float32)},
-    )
-
-
-def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
-    batch = batch_of(3, 1, 4, 0, 2)
-    results = [result_of(batch, 4, 0), result_of(batch), result_of(batch, 3, 2, 1)]
-    columns = scatter(results, LOGPROBS, batch, role="actor")
-    assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
-    assert columns[Output.LOGPROBS].dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("chosen", "said"),
-    [
-        ([(0, 1)], "forward returned sample 2 0 times, expected exactly once"),
-        ([(0, 1), (2, 1)], "forward returned sample 1 2 times, expected exactly once"),
-        ([(0, 0, 1, 2)], "forward returned sample 0 2 times, expected exactly once"),
-    ],
-)
-def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
-    batch = batch_of(3, 1, 4)
-    with pytest.raises(ContractError) as caught:
-        scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, role="actor")
-    assert caught.value.message == f"actor: {said}"
-
-
-EXPERTS = Output.ROUTED_EXPERTS
-
-
-def experts_of(batch: SampleBatch, *samples: int, dtype: type = np.int16, layers: int = 3) -> ForwardResult:
-    """In layer l, of token t: 10 t + l and -t."""
-    result = result_of(batch, *samples)
-    tokens = result.outputs[Output.LOGPROBS][:, None]
-    experts = np.stack([10 * tokens + np.arange(layers), -tokens.repeat(layers, axis=1)], axis=2)
-    return evolve(result, outputs={EXPERTS: experts.astype(dtype)})
-
-
-def test_experts_of_all_layers_come_back_to_their_places_as_integers() -> None:
-    batch = batch_of(3, 1, 4, 0, 2)
-    results = [experts_of(batch, 4, 0), result_of(batch), experts_of(batch, 3, 2, 1)]
-    column = scatter(results, (EXPERTS,), batch, role="actor")[EXPERTS]
-    assert column.dtype == np.int16
-    assert column.tolist() == [[[10 * t, -t], [10 * t + 1, -t], [10 * t + 2, -t]] for t in batch.tokens.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [({"dtype": np.int32}, "int32 [3, 2] per token"), ({"layers": 2}, "int16 [2, 2] per token")],
-)
-def test_ranks_that_disagree_on_what_a_token_has_are_an_error(other: dict[str, Any], said: str) -> None:
-    batch = batch_of(3, 1)
-    with pytest.raises(ContractError) as caught:
-        scatter([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
-    wanted = "actor: forward returned routed_experts as int16 [3, 2] per token on one rank"
-    assert caught.value.message == f"{wanted} and as {said} on another"
-
-
-def test_a_sample_of_another_length_is_an_error() -> None:
-    result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples whose lengths differ from the batch$"):
-        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
-
-
-@pytest.mark.parametrize(
-    ("outputs", "said"),
-    [
-        ({}, "forward returned no logprobs, expected 5: one for each token"),
-        ({Output.LOGPROBS: np.ones(1, np.float32)}, "forward returned 1 logprobs, expected 5: one for each token"),
-    ],
-)
-def test_an_output_that_is_missing_or_of_another_length_is_an_error(
-    outputs: dict[Output, FloatArray], said: str
-) -> None:
-    with pytest.raises(ContractError) as caught:
-        scatter([evolve(result_of(batch_of(3, 2), 0, 1), outputs=outputs)], LOGPROBS, batch_of(3, 2), role="actor")
-    assert caught.value.message == f"actor: {said}"
-
-
-def test_a_sample_that_was_never_given_is_an_error() -> None:
-    result = evolve(result_of(batch_of(3, 2), 0, 1), samples=np.array([0, 7]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples outside its batch of 2$"):
-        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
+# ---- where engines are met -------------------------------------------------------------------------------------------
 
 
 def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
