@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
@@ -46,17 +46,29 @@ class Rollout:
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
 
+    def rows(self, groups: IntArray) -> IntArray:
+        """The rows of the samples of these prompts [n], those of the first one first."""
+        found = [np.flatnonzero(self.batch.rows["group"] == group) for group in groups]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def at(self, rows: IntArray) -> Rollout:
+        """Only the samples in these rows, in this order, with the same prompts."""
+        return evolve(
+            self,
+            batch=self.batch.take(rows),
+            texts=[self.texts[row] for row in rows],
+            outcomes=[self.outcomes[row] for row in rows] if self.outcomes else [],
+        )
+
     def take(self, groups: IntArray) -> Rollout:
         """Only the samples of these prompts [n], renumbered."""
-        of_prompt = self.batch.rows["group"]
-        samples = np.concatenate([np.flatnonzero(of_prompt == group) for group in groups] or [np.zeros(0, np.int64)])
-        batch = self.batch.take(samples)
-        position = {int(group): index for index, group in enumerate(groups)}
-        return Rollout(
-            batch=batch.with_rows(group=np.array([position[int(group)] for group in batch.rows["group"]], np.int64)),
+        taken = self.at(self.rows(groups))
+        number = np.zeros(len(self.prompts), np.int64)
+        number[groups] = np.arange(len(groups))
+        return evolve(
+            taken,
+            batch=taken.batch.with_rows(group=number[taken.batch.rows["group"]]),
             prompts=tuple(self.prompts[group] for group in groups),
-            texts=[self.texts[sample] for sample in samples],
-            outcomes=[self.outcomes[sample] for sample in samples] if self.outcomes else [],
         )
 
     @classmethod
@@ -89,27 +101,18 @@ class Generate(Protocol):
     ) -> Awaitable[Generation]: ...
 
 
+@frozen(kw_only=True, eq=False)
 class Sampler:
     """Turns prompts into samples using `generate`; its only state is the seed."""
 
-    def __init__(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        generate: Generate,
-        seed: int,
-        template_options: Mapping[str, Any] | None = None,
-        special_tokens: bool = False,
-        told: Counted | None = None,
-    ) -> None:
-        """`template_options`: arguments of the tokenizer's chat template. `special_tokens`: keep them in texts. `told`
-        hears how many of the samples that somebody waits for are drawn, and how many there are."""
-        self._told = told
-        self._special_tokens = special_tokens
-        self._template_options = template_options or {}
-        self._tokenizer = tokenizer
-        self._generate = generate
-        self._seed = seed
+    tokenizer: PreTrainedTokenizerBase
+    generate: Generate
+    seed: int
+    template_options: Mapping[str, Any] = field(factory=dict)  # arguments of the tokenizer's chat template
+    special_tokens: bool = False  # keep them in texts
+    told: Counted | None = (
+        None  # hears how many of the samples that somebody waits for are drawn, and how many there are
+    )
 
     async def sample(
         self,
@@ -140,7 +143,7 @@ class Sampler:
     ) -> Rollout:
         """Draw what `request` asks for, which is of these prompts. `ahead`: nobody waits for it yet. `drew` gets all
         that is drawn, piece by piece."""
-        generation = await self._generate(request, urgent=not ahead, told=None if ahead else self._told, drew=drew)
+        generation = await self.generate(request, urgent=not ahead, told=None if ahead else self.told, drew=drew)
         return self.rollout(prompts, request, generation)
 
     def request(
@@ -155,7 +158,7 @@ class Sampler:
             offsets=rows,
             # A prompt that occurs twice in a step (of a data set smaller than the step) must not draw the same twice.
             noise_keys=hash_keys(
-                self._seed,
+                self.seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
                 (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
@@ -178,8 +181,8 @@ class Sampler:
         """[R] responses as texts, without the stop token, which may not be a special one, and without a stop text: they
         are no part of the answer."""
         if stop:
-            stops = Stops(self._tokenizer, stop)
-            return [stops.text(tokens.tolist(), special_tokens=self._special_tokens) for tokens in said]
+            stops = Stops(self.tokenizer, stop)
+            return [stops.text(tokens.tolist(), special_tokens=self.special_tokens) for tokens in said]
         # Those of one length together: of each array transformers looks up the framework, and of a list every token.
         of_length: defaultdict[int, list[int]] = defaultdict(list)
         for row, tokens in enumerate(said):
@@ -187,14 +190,14 @@ class Sampler:
         texts = [""] * len(said)
         for rows in of_length.values():
             together = np.stack([said[row] for row in rows])
-            found = self._tokenizer.batch_decode(together, skip_special_tokens=not self._special_tokens)
+            found = self.tokenizer.batch_decode(together, skip_special_tokens=not self.special_tokens)
             for row, text in zip(rows, found, strict=True):
                 texts[row] = text
         return texts
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Encode prompts as ragged tokens [n] and offsets [P + 1]."""
-        encoded = encode(self._tokenizer, prompts, self._template_options)
+        encoded = encode(self.tokenizer, prompts, self.template_options)
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         return tokens, offsets_of([len(ids) for ids in encoded])
 

@@ -22,7 +22,6 @@ from corerl.rollout import loop
 from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
 from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, gathered, number, short, told
 from corerl.rollout.sampler import Rollout
-from corerl.types import IntArray
 
 
 @frozen(kw_only=True)
@@ -135,7 +134,7 @@ class EpisodeScorer:
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) == len(episode_of):
             return self._score(rollout, part)
-        scores = self._score(_rows(rollout, episodes), part)
+        scores = self._score(rollout.at(episodes), part)
         return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of])
 
     def _score(self, rollout: Rollout, part: bool) -> Scores:
@@ -148,7 +147,7 @@ class EpisodeScorer:
         rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
         failures, parts = Counter(known.failures), known.parts
         if len(unknown):
-            scores = self._scorer.score(_rows(rollout, unknown), part=True)
+            scores = self._scorer.score(rollout.at(unknown), part=True)
             rewards[unknown], failed[unknown] = scores.rewards, scores.failed
             failures.update(scores.failures)
             parts = scores.parts
@@ -157,13 +156,3 @@ class EpisodeScorer:
         if failed.all() and not part:
             raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
         return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts)
-
-
-def _rows(rollout: Rollout, rows: IntArray) -> Rollout:
-    """Only the given samples, with the same prompts."""
-    return evolve(
-        rollout,
-        batch=rollout.batch.take(rows),
-        texts=[rollout.texts[row] for row in rows],
-        outcomes=[rollout.outcomes[row] for row in rows] if rollout.outcomes else [],
-    )

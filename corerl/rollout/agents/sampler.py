@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from attrs import field, frozen
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
-from corerl.engines.fleet import Counted
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Row
 from corerl.rollout.agents.episodes import EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
-from corerl.rollout.sampler import Generate, Rollout, Sampler, rows_of
+from corerl.rollout.sampler import Rollout, Sampler, rows_of
 from corerl.types import Array, Output, SampleBatch, offsets_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
+@frozen(kw_only=True, eq=False)
 class EpisodeSampler(Sampler):
     """A sampler whose samples are conversations, each played by a user's function.
 
@@ -34,44 +31,13 @@ class EpisodeSampler(Sampler):
     continues no conversation whole begins another row of its sample.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        generate: Generate,
-        seed: int,
-        function: EpisodeFunction,
-        server: ChatServer,
-        config: EpisodesConfig,
-        calls: int = 1,
-        longest_prompt: int = UNLIMITED,
-        template_options: Mapping[str, Any] | None = None,
-        special_tokens: bool = False,
-        told: Counted | None = None,
-    ) -> None:
-        """Engines answer up to `calls` calls at once: with more than one, no request waits for others to be drawn
-        beside it. `longest_prompt`: tokens that the first request of a row may have. `told` hears how many episodes
-        have ended, and how many there are."""
-        super().__init__(
-            tokenizer=tokenizer,
-            generate=generate,
-            seed=seed,
-            template_options=template_options,
-            special_tokens=special_tokens,
-            told=told,
-        )
-        self._gathers = calls == 1
-        self._runners: dict[SamplingParams, EpisodeRunner] = {}
-        self._runner = functools.partial(
-            EpisodeRunner,
-            server=server,
-            tokenizer=tokenizer,
-            function=function,
-            config=config,
-            longest_prompt=longest_prompt,
-            template_options=template_options,
-            special_tokens=special_tokens,
-        )
+    function: EpisodeFunction
+    server: ChatServer
+    config: EpisodesConfig
+    # Engines answer so many calls at once: with more than one, no request waits for others to be drawn beside it.
+    calls: int = 1
+    longest_prompt: int = UNLIMITED  # tokens that the first request of a row may have
+    _runners: dict[SamplingParams, EpisodeRunner] = field(init=False, factory=dict)
 
     async def draw(
         self,
@@ -83,19 +49,32 @@ class EpisodeSampler(Sampler):
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
-        states, told = states_of(prompts, request), None if ahead else self._told
-        if request.params not in self._runners:  # one for all groups that are played ahead: it limits how many
-            self._runners[request.params] = self._runner(params=request.params)
-        generate = functools.partial(self._generate, urgent=not ahead, drew=drew)
+        states, told = states_of(prompts, request), None if ahead else self.told
+        generate = functools.partial(self.generate, urgent=not ahead, drew=drew)
         # Whoever hears of each piece samples all the time: engines are busy, and what comes meanwhile is sent together.
-        gathering = Gathering(generate) if self._gathers and drew is None else None
-        await self._runners[request.params].play(
+        gathering = Gathering(generate) if self.calls == 1 and drew is None else None
+        await self._runner(request.params).play(
             states,
             gathering.generate if gathering else lambda row, number: generate(row),
             gathering=gathering,
             told=lambda ended: None if told is None else told(ended, len(states)),
         )
         return played(prompts, request, states)
+
+    def _runner(self, params: SamplingParams) -> EpisodeRunner:
+        """One for all groups that are played ahead: it limits how many."""
+        if params not in self._runners:
+            self._runners[params] = EpisodeRunner(
+                server=self.server,
+                tokenizer=self.tokenizer,
+                params=params,
+                function=self.function,
+                config=self.config,
+                longest_prompt=self.longest_prompt,
+                template_options=self.template_options,
+                special_tokens=self.special_tokens,
+            )
+        return self._runners[params]
 
 
 def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:

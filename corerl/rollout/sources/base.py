@@ -47,10 +47,7 @@ class Scored:
 
     def take(self, groups: IntArray) -> Scored:
         """Only the samples of these prompts [n]."""
-        samples = np.flatnonzero(np.isin(self.rollout.batch.rows["group"], groups))
-        order = np.argsort(_position(groups)[self.rollout.batch.rows["group"][samples]], kind="stable")
-        rollout = self.rollout.take(groups)
-        rewards = self.rewards[samples[order]]
+        rollout, rewards = self.rollout.take(groups), self.rewards[self.rollout.rows(groups)]
         return evolve(self, rollout=rollout, rewards=rewards, exact_match=exact_share(rollout))
 
     @classmethod
@@ -72,13 +69,6 @@ class Arrived:
     number: int  # the prompt's place in the step
     of: int  # how many prompts the step has
     scored: Scored
-
-
-def _position(groups: IntArray) -> IntArray:
-    """[max + 1] the position of each group in `groups`."""
-    position = np.zeros(int(groups.max(initial=0)) + 1, dtype=np.int64)
-    position[groups] = np.arange(len(groups))
-    return position
 
 
 @frozen(kw_only=True)
