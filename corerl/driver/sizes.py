@@ -69,7 +69,7 @@ class Sizes:
         wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
         engines = [each for each in overrides if of_engines(each)]
         parts = _by_role([each for each in overrides if not of_engines(each)])
-        fewer = self.updates is not None and len(_engines(wanted.processes)) < self.now[REPLICAS]
+        fewer = len(_engines(wanted.processes)) < len(_engines(self.plan.processes))
         plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
         for part in [engines, *parts] if fewer else [*parts, engines]:
             if part:
@@ -81,7 +81,7 @@ class Sizes:
     def _change(self, plan: Plan) -> Iterator[str]:
         before, after = self.plan.processes, plan.processes
         moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
-        replicas = self.now.get(REPLICAS, 0), len(_engines(after))
+        replicas = len(_engines(before)), len(_engines(after))
         if not moved and replicas[0] == replicas[1]:
             return
         staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
@@ -181,13 +181,12 @@ class Sizes:
         most: as many as it had, but half of them at most. Raises UserError if there is none."""
         plan, placement = self.plan, self.plan.processes.placement
         sizes = {name: len(self.room[name]) for name in groups}
-        bundles: dict[str, int] = {}  # by group; those that share theirs have one entry
-        had: dict[str, int] = {}
-        least: dict[str, int] = {}
-        for name, size in sizes.items():
-            pool, width = name if name in placement.apart else "", placement.widths.get(name, 1)
-            bundles[pool] = self.room.left(placement, name)
-            had[pool], least[pool] = max(had.get(pool, 0), size * width), max(least.get(pool, 0), width)
+        widths = {name: placement.widths.get(name, 1) for name in groups}
+        pools = {name: name if name in placement.apart else "" for name in groups}  # "" is of those that share theirs
+        bundles = {pool: self.room.left(placement, name) for name, pool in pools.items()}
+        had, least = dict.fromkeys(bundles, 0), dict.fromkeys(bundles, 0)
+        for name, pool in pools.items():
+            had[pool], least[pool] = max(had[pool], sizes[name] * widths[name]), max(least[pool], widths[name])
         unused = self.room.unused
         for wanted in (least, had):
             for pool, count in bundles.items():
@@ -200,7 +199,7 @@ class Sizes:
             bundles[pool] += given
             bundles[giver] -= given
         for name, size in sizes.items():
-            left = bundles[name if name in placement.apart else ""] // placement.widths.get(name, 1)
+            left = bundles[pools[name]] // widths[name]
             if left < size:
                 plan = _largest(plan, REPLICAS if name == ENGINES else f"roles.{name}.ranks", size, left)
         _require_same_surroundings(self.plan.processes, plan.processes)
@@ -209,9 +208,7 @@ class Sizes:
     def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         try:
             return self.room.arrange(after.placement, staying)
-        except UserError:
-            raise
-        except CorerlError as error:  # a machine that does not fit, or a GPU that does not answer
+        except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
             raise ResizeFailed(error.message) from error
 
     def _complete_saves(self) -> None:

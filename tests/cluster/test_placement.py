@@ -304,6 +304,19 @@ def test_ranks_that_move_share_devices_with_engines_that_stay(rooms: Rooms) -> N
     assert rooms.given_back == ["reservation 1"]
 
 
+def test_those_that_stay_where_a_newcomers_placement_has_others_keep_their_bundles_and_no_other_is_reserved(
+    rooms: Rooms,
+) -> None:
+    rooms.begin({"actor": 4, "critic": 2, "engines": 4})
+    all_stay = {"actor": 4, "critic": 2, "engines": 2}
+    rooms.take({"engines": rooms.moved(all_stay, all_stay)["engines"]})
+    assert (gpus(rooms["critic"]), gpus(rooms["engines"])) == ([(0,), (2,)], [(0,), (1,)])
+    # Both groups would have the first and the fifth bundle of eight.
+    slots = rooms.moved({"actor": 8, "critic": 2, "engines": 2}, {"critic": 2, "engines": 2})
+    assert (list(slots["critic"]), list(slots["engines"])) == (list(rooms["critic"]), list(rooms["engines"]))
+    assert sorted(gpus(slots["actor"])) == [(gpu,) for gpu in range(8)] and rooms.reserved == [4, 4]
+
+
 def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlier(rooms: Rooms) -> None:
     rooms.begin({"actor": 1})
     rooms.take(rooms.moved({"actor": 4}))

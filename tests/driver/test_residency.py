@@ -288,3 +288,16 @@ def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(t
     without = [{name: value for name, value in step.items() if name not in taken} for step in steps["always"]]
     assert without == steps["never"]
     assert len(without) == 3
+
+
+def test_engines_make_room_for_ranks_that_are_started_anew_and_sleep_only_once() -> None:
+    both = Group()
+    residency = sharing({"actor": both}, fleet=both)
+    residency.enter(SAMPLE)
+    both.log.clear()
+    residency.make_room()
+    residency.make_room()
+    assert both.log == ["sleep"]
+    apart = Residency(progress=progress(), fleet=Group())  # type: ignore[arg-type]
+    apart.make_room()
+    assert apart.fleet.log == []  # type: ignore[union-attr]

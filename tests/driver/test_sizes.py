@@ -26,7 +26,7 @@ from corerl.types import InitResult, ParallelLayout, Step
 from corerl.weights.transport import Address
 from tests.cluster.test_placement import Rooms as RealRooms
 from tests.cluster.test_placement import rooms_of
-from tests.driver.fakes import Group, make_updates, progress
+from tests.driver.fakes import Ears, Group, make_updates, progress, told
 from tests.driver.saved import config_in, make_config
 
 TABLES: dict[str, Any] = {"backend": {"name": "fsdp"}, "algorithm": {"name": "ppo"}}
@@ -180,6 +180,9 @@ class Saves:
         self.log.append(f"complete {wait}")
         if self.failure is not None:
             raise self.failure
+
+    def forget(self) -> None:
+        self.log.append("forget")
 
 
 @define(eq=False)
@@ -622,11 +625,21 @@ def test_a_save_in_flight_that_fails_is_an_error_before_any_rank_is_moved(tmp_pa
     assert case.log == ["complete True", "take"] and case.state == before
 
 
+def test_a_copy_in_memory_that_fails_is_lost_and_the_ranks_move(tmp_path: Path) -> None:
+    case = make(tmp_path)
+    case.saves.failure, case.saves.told = SaveFailed("no memory"), False
+    ears = Ears()
+    case.sizes.progress = progress(ears, step=3)
+    assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
+    assert case.log[:2] == ["complete True", "forget"]
+    assert told(ears) == ["a copy in memory is lost: no memory"]
+
+
 def test_a_cluster_without_room_leaves_all_as_it_was(tmp_path: Path) -> None:
     case = make(tmp_path)
     before = case.state
-    case.room.full = UserError("the cluster has no room")
-    assert case.fails(UserError, "roles.actor.ranks=2") == "the cluster has no room"
+    case.room.full = CorerlError("the cluster has no room")
+    assert case.fails(ResizeFailed, "roles.actor.ranks=2") == "the cluster has no room"
     assert case.log == ["take"] and case.state == before
 
 

@@ -320,3 +320,18 @@ def test_a_new_engine_finds_a_device_that_it_shares_as_at_the_start_and_only_wei
         "send 0",
         "receive 0",
     ]
+
+
+def test_of_other_ranks_both_manifests_are_asked_for_where_adapters_travel_alone() -> None:
+    both = Group()
+
+    def manifest(*, adapters: bool = False) -> Future[Any]:
+        return Future(both, both.ready, lambda: "adapters of now" if adapters else "weights of now")
+
+    both.manifest, both.receivers = manifest, both.names  # type: ignore[attr-defined]
+    updates = make_updates(make_config(), both, both)
+    updates.resized(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
+    assert (updates.manifest, updates.adapters) == ("weights of now", None)
+    updates.adapters = "adapters of before"  # type: ignore[assignment]
+    updates.resized(lambda receivers: updates.address)
+    assert (updates.manifest, updates.adapters) == ("weights of now", "adapters of now")
