@@ -176,12 +176,12 @@ class Room(Mapping[str, Sequence[Slot]]):
         began = bool(self._slots)
         at = _kept_at(placement, kept)
         held = {bundle for slots in kept.values() for slot in slots for bundle in slot.bundles}
-        open_ = [index for index in range(placement.bundles) if index not in at]
+        vacant = [index for index in range(placement.bundles) if index not in at]
         free = [bundle for bundle in self._bundles if bundle not in held and not bundle.lost]
-        if missing := len(open_) - len(free):
-            free += self._reserve(placement.bundle, missing) if missing > 0 else []
+        if (missing := len(vacant) - len(free)) > 0:
+            free += self._reserve(placement.bundle, missing)
         free.sort(key=lambda bundle: (bundle.node, -1 if bundle.gpu is None else bundle.gpu.place, bundle.index))
-        at |= dict(zip(open_, free, strict=False))
+        at |= dict(zip(vacant, free, strict=False))
         neighbors = Counter(bundle.node for bundle in self._bundles)
         return {
             name: [

@@ -48,14 +48,9 @@ class Residency:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
 
     @property
-    def shared(self) -> bool:
-        """Whether ranks and engines take turns in device memory."""
-        return bool(self.plan)
-
-    @property
     def slept(self) -> bool:
         """Whether the engines have lost their weights since the last update, as they do whenever ranks take a turn."""
-        return self.shared and (self._slept or not self._stays)
+        return bool(self.plan) and (self._slept or not self._stays)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;

@@ -112,19 +112,15 @@ def _write(path: Path, content: Mapping[str, Any], *, replace: bool = True) -> N
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         part.write_text(json.dumps(content))
-        if replace:
-            os.replace(part, path)
-            return
-        try:
-            os.link(part, path)  # fails if there is one
-        finally:
-            part.unlink()
+        (os.replace if replace else os.link)(part, path)  # a link fails if there is one
     except FileExistsError as error:
         raise ConfigError(
             f"{path}: another request waits for the end of a step; wait for it, or remove the file"
         ) from error
     except OSError as error:
         raise unwritable(path.parent, error) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 # ---- a function that decides -----------------------------------------------------------------------------------------
@@ -195,11 +191,11 @@ class Scaling:
             found = self.scaler(asked)
         except Exception as error:
             raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
-        wanted = [f"{name}={value}" for name, value in self._sizes(found, sizes).items() if sizes[name] != value]
+        wanted = [f"{name}={value}" for name, value in self._checked(found, sizes).items() if sizes[name] != value]
         known = self._refused.get(frozenset(wanted))
         return wanted if known is None or devices.unused + devices.free > known else []
 
-    def _sizes(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
+    def _checked(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
         """What the function returned. Raises CorerlError unless it is other values of these sizes."""
         if not isinstance(found, Mapping):
             raise self._returned(found, "a mapping of settings to numbers, {} to change nothing")

@@ -170,7 +170,7 @@ def test_where_nobody_shares_a_device_roles_train_at_the_same_time_and_nobody_mo
     residency = staying()
     assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
     residency.enter("train")
-    assert (residency.shared, residency.metrics()) == (False, {})
+    assert (residency.slept, residency.metrics()) == (False, {})
 
 
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:

@@ -160,6 +160,13 @@ def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> No
     assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
 
 
+def test_what_could_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / ANSWER).mkdir()
+    with pytest.raises(ConfigError):
+        answer(tmp_path, Request("mine", ()), DONE)
+    assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
 def test_a_request_that_cannot_be_read_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
     (tmp_path / REQUEST).write_text(text)
