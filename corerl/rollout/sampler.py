@@ -110,9 +110,7 @@ class Sampler:
     seed: int
     template_options: Mapping[str, Any] = field(factory=dict)  # arguments of the tokenizer's chat template
     special_tokens: bool = False  # keep them in texts
-    told: Counted | None = (
-        None  # hears how many of the samples that somebody waits for are drawn, and how many there are
-    )
+    told: Counted | None = None  # hears how many samples that somebody waits for are drawn, and how many there are
 
     async def sample(
         self,

@@ -112,7 +112,7 @@ class ChatServer:
             )
         # Through JSON, as a client's, so that what a function does to its messages changes nothing here.
         sent = json.dumps(body).encode()
-        reply = self._loop.begin(self._reply(_name(base_url), sent)).result()
+        reply = self._loop.begin(self.reply(_name(base_url), sent)).result()
         content: dict[str, Any] = json.loads(json.dumps(reply.content))
         return content
 
@@ -130,30 +130,23 @@ class ChatServer:
         finally:
             self._socket.close()  # where the loop was closed first
 
-    async def respond(self, name: str, body: bytes) -> tuple[int, bytes, str]:
-        """Answer a POST to the chat path of the episode of this name: HTTP status, content and its media type."""
-        reply = await self._reply(name, body)
-        if reply.request is None or not reply.request.stream:
-            return reply.status, json.dumps(reply.content).encode(), "application/json"
-        return reply.status, _events(reply.content, usage=reply.request.stream_usage), "text/event-stream"
-
-    def models(self, name: str) -> tuple[int, bytes, str]:
-        """Answer a GET to its models path."""
+    def models(self, name: str) -> _Reply:
+        """Answer a GET to the models path of the episode of this name."""
         if name not in self._open:
             return self.lost("GET", f"/{name}/v1/models", 404)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "corerl"}
-        return 200, json.dumps({"object": "list", "data": [model]}).encode(), "application/json"
+        return _Reply(status=200, content={"object": "list", "data": [model]})
 
-    def lost(self, method: str, path: str, status: int) -> tuple[int, bytes, str]:
+    def lost(self, method: str, path: str, status: int) -> _Reply:
         """Answer a request to a path that does not exist, or not with this method."""
         name = path.removeprefix("/").partition("/")[0]
         known = f"no such path; this server has POST /{name}/v1/chat/completions and GET /{name}/v1/models"
         _, refusing = self._open.get(name, (None, None))
         why = _NOBODY if refusing is None else known
-        reply = _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing)
-        return reply.status, json.dumps(reply.content).encode(), "application/json"
+        return _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing)
 
-    async def _reply(self, name: str, body: bytes) -> _Reply:
+    async def reply(self, name: str, body: bytes) -> _Reply:
+        """Answer a POST to its chat path."""
         answering, refusing = self._open.get(name, (None, None))
         try:
             if answering is None:
@@ -197,15 +190,18 @@ def _app(server: ChatServer) -> Starlette:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    def response(status: int, content: bytes, media_type: str) -> Response:
-        return Response(content, status_code=status, media_type=media_type)
+    def response(reply: _Reply) -> Response:
+        if reply.request is not None and reply.request.stream:
+            events = _events(reply.content, usage=reply.request.stream_usage)
+            return Response(events, reply.status, media_type="text/event-stream")
+        return Response(json.dumps(reply.content), reply.status, media_type="application/json")
 
     async def chat(request: Request) -> Response:
-        answering = asyncio.create_task(server.respond(request.path_params["name"], await request.body()))
+        answering = asyncio.create_task(server.reply(request.path_params["name"], await request.body()))
         gone = asyncio.create_task(closed(request))
         try:
             await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-            return response(*answering.result()) if answering.done() else Response(status_code=CLOSED)
+            return response(answering.result()) if answering.done() else Response(status_code=CLOSED)
         finally:
             answering.cancel()
             gone.cancel()
@@ -216,11 +212,11 @@ def _app(server: ChatServer) -> Starlette:
             pass
 
     async def models(request: Request) -> Response:
-        return response(*server.models(request.path_params["name"]))
+        return response(server.models(request.path_params["name"]))
 
     async def lost(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return response(*server.lost(request.method, request.url.path, error.status_code))
+        return response(server.lost(request.method, request.url.path, error.status_code))
 
     return Starlette(
         routes=[

@@ -64,9 +64,14 @@ class History:
         """This history, and all that continue it, in breadth: those of one history by their places."""
         found = [self]
         for history in found:
-            turns = sorted(history.turns, key=lambda turn: turn.place)
-            found += [turn.history for turn in turns if turn.history is not None]
+            found += history.following
             yield history
+
+    @property
+    def following(self) -> list[History]:
+        """Those that continue it, with one more answer each, by their places."""
+        turns = sorted(self.turns, key=lambda turn: turn.place)
+        return [turn.history for turn in turns if turn.history is not None]
 
     def continued(self, messages: Sequence[Message]) -> tuple[list[History], Difference | None]:
         """The histories behind this one that messages continue, the longest first; and where they leave one that goes
@@ -74,16 +79,14 @@ class History:
         found, nearest = [self], None
         for history in found:
             since = len(history.conversation.messages)
-            for turn in sorted(history.turns, key=lambda turn: turn.place):
-                if turn.history is None:
-                    continue
-                difference = turn.history.conversation.difference(messages, since=since)
+            for after in history.following:
+                difference = after.conversation.difference(messages, since=since)
                 if difference is None:
-                    found.append(turn.history)
+                    found.append(after)
                 elif nearest is None or difference.number > nearest.number:
                     nearest = difference
         # Of equal ones, such as of repetitions that were answered alike, one that nobody goes on from yet.
-        known = sorted(found, key=lambda history: (-len(history.conversation.messages), history.goes_on))
+        known = sorted(found, key=lambda history: (-len(history.conversation.messages), bool(history.heard)))
         if nearest is not None and nearest.number < len(known[0].conversation.messages):
             nearest = None
         return known[:-1], nearest
@@ -108,9 +111,9 @@ class History:
         return next(same, None)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a request continues it."""
-        return any(not turn.unheard for turn in self.turns)
+    def heard(self) -> list[Turn]:
+        """Those whose clients have the answer, or wait for it."""
+        return [turn for turn in self.turns if not turn.unheard]
 
     @property
     def leaves(self) -> list[History]:
@@ -118,9 +121,8 @@ class History:
         found, stack = [], [self]
         while stack:
             history = stack.pop()
-            turns = sorted(history.turns, key=lambda turn: turn.place, reverse=True)
-            after = [turn.history for turn in turns if turn.history is not None]
-            stack += after
+            after = history.following
+            stack += reversed(after)
             if not after and history.conversation.said:
                 found.append(history)
         return found
@@ -151,8 +153,7 @@ class History:
     @property
     def begun(self) -> int:
         """How many rows there will be once all requests so far are answered."""
-        rows = sum(max(sum(not turn.unheard for turn in history.turns) - 1, 0) for history in self)
-        return rows + any(not turn.unheard for turn in self.turns)
+        return sum(max(len(history.heard) - 1, 0) for history in self) + bool(self.heard)
 
 
 def _content(messages: Sequence[Message], asked: Asked, chat: ChatRequest) -> int:

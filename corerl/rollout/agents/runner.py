@@ -253,7 +253,7 @@ class EpisodeRunner:
     def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
         """Raise Refused if a request that continues this history would begin one row too many. `difference` is why it
         continues no other."""
-        if history.conversation.said and all(turn.unheard for turn in history.turns):
+        if history.conversation.said and not history.heard:
             return
         if root.begun >= self._most_rows:
             why = difference.text if difference else "messages: another request goes on from the same ones"
