@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from attrs import asdict
+from attrs import asdict, define
 
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
@@ -53,6 +53,19 @@ class Processes(Protocol):
     def shrink(self, count: int) -> None: ...
     def reseat(self, slots: Sequence[Any]) -> None: ...
     def kill(self) -> None: ...
+
+
+@define(kw_only=True, eq=False)
+class _Replica:
+    """What is known of a replica. One that `resize` has ended is remembered, since what was on its way to it comes back
+    from there; the next of its number goes on with this."""
+
+    batcher: Batcher
+    serves: bool  # alive, and has weights, as far as is known
+    whole: bool = False  # has all weights, so that adapters may come alone
+    died_of: CorerlError | None = None  # until it is replaced
+    started: int = 1  # processes so far; one more once `resize` has ended the last
+    restarts: int = 0  # since the last completed step
 
 
 class EngineFleet:
@@ -97,13 +110,7 @@ class EngineFleet:
         self._drawing = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
-        # Of each replica, and of those that `resize` has ended: what was on its way to one comes back from there.
-        self._batchers = [self._batcher(replica) for replica in range(len(self))]
-        self._started = [1] * len(self)  # processes so far; one more once `resize` has ended the last
-        self._restarts: dict[int, int] = {}  # per replica, since the last completed step
-        self._dead: dict[int, CorerlError] = {}  # not replaced yet
-        self._without_weights: set[int] = set()  # dead, ended and new replicas, and replacements, until an update
-        self._partial = set(range(len(self)))  # replicas that hold no weights, or may hold only some of them
+        self._replicas = [_Replica(batcher=self._batcher(replica), serves=True) for replica in range(len(self))]
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
         self._serving.set()
 
@@ -139,6 +146,14 @@ class EngineFleet:
 
     def __len__(self) -> int:
         return len(self.assignments)
+
+    @property
+    def _there(self) -> list[_Replica]:
+        """The replicas, without those that `resize` has ended."""
+        return self._replicas[: len(self)]
+
+    def _named(self, names: Iterable[str]) -> list[_Replica]:
+        return [self._replicas[self.names.index(name)] for name in names]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -189,7 +204,7 @@ class EngineFleet:
                 if told is not None:
                     told(sum(ended.values()), len(request))
 
-            drawn = await self._batchers[replica].generate(
+            drawn = await self._replicas[replica].batcher.generate(
                 share, number=number, counted=None if told is None else counted
             )
             drawing[replica].close()
@@ -218,24 +233,25 @@ class EngineFleet:
             if counted is not None and (ended := counts.get(replica)) is not None:
                 counted(ended)
 
-        started = tuple(self._started)
+        known = self._replicas[replica]
+        started = known.started
         counts = None if counted is None else heard
-        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts, started)
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts, {replica: started})
         ended = self._pauses - self._paused  # pauses; any other interrupts this call
         try:
-            if not self.serves(replica):  # lost while the request waited; a new process may be there, without weights
+            if not known.serves:  # lost while the request waited; a new process may be there, without weights
                 return None
             with self._noted(self.names[replica]):
                 drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
         finally:
             self._changed()
-        if drawn is not None and ended == self._pauses and started[replica] == self._started[replica]:
+        if drawn is not None and ended == self._pauses and started == known.started:
             require_finished(drawn)
         return drawn
 
     def serves(self, replica: int) -> bool:
         """Whether the replica is alive and has weights, as far as is known."""
-        return replica not in self._without_weights
+        return self._replicas[replica].serves
 
     async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:
         """Wait until this has ended, or no replica serves; then it is cancelled. Returns whether it has ended."""
@@ -270,8 +286,8 @@ class EngineFleet:
         self._paused = True
         self._changed()
         await in_thread(functools.partial(self._ask_all, "pause"), name="pause")
-        for batcher in self._batchers:
-            await batcher.idle()
+        for each in self._replicas:
+            await each.batcher.idle()
 
     async def resume(self) -> None:
         await in_thread(functools.partial(self._ask_all, "resume"), name="resume")
@@ -285,22 +301,22 @@ class EngineFleet:
 
     def _relieve(self) -> None:
         """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
-        busiest = max(self._batchers, key=lambda each: each.rows_waiting)
+        busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
         if not (self._paused or self._ensuring):
             busiest.give_up_first()
 
     def _changed(self) -> None:
         """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
-        before, self._drawing = self._drawing, [replica for replica in range(len(self)) if self.serves(replica)]
+        before, self._drawing = self._drawing, [replica for replica, each in enumerate(self._there) if each.serves]
         more = not set(before).issuperset(self._drawing)  # what waits is divided among them too
         held = self._paused or self._ensuring
-        for replica, batcher in enumerate(self._batchers):
+        for replica, each in enumerate(self._replicas):
             if more or replica not in self._drawing:
-                batcher.abandon()
+                each.batcher.abandon()
             if held:
-                batcher.hold()
+                each.batcher.hold()
             else:
-                batcher.go_on()
+                each.batcher.go_on()
         _set(self._serving, bool(self._drawing))
         _set(self._lost, not self._drawing)
 
@@ -320,19 +336,20 @@ class EngineFleet:
     @property
     def dead(self) -> bool:
         """Whether any dead replica is not replaced yet."""
-        return bool(self._dead)
+        return any(each.died_of for each in self._there)
 
     @property
     def lacking(self) -> bool:
         """Whether any replica that lives has no weights yet."""
         with self._changing:
-            return any(each not in self._dead for each in self._without_weights if each < len(self))
+            return any(not each.serves and each.died_of is None for each in self._there)
 
     @property
     def died(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
-            return {self.names[replica]: self._dead[replica] for replica in sorted(self._dead)}
+            known = zip(self.names, self._there, strict=True)
+            return {name: each.died_of for name, each in known if each.died_of is not None}
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They
@@ -351,53 +368,55 @@ class EngineFleet:
 
     def _start_anew(self, replica: int, died_of: CorerlError) -> CorerlError | None:
         """Start a new process in place of a replica's; returns why it did not start, or None."""
+        known = self._replicas[replica]
         with self._changing:
-            self._without_weights.add(replica)
-            self._dead[replica] = died_of  # it gets no calls until it is ready
-            self._restarts[replica] = self._restarts.get(replica, 0) + 1
-            self._partial.add(replica)
-            self._started[replica] += 1  # before the old process ends: later reports of its death are outdated
+            known.serves = known.whole = False
+            known.died_of = died_of  # it gets no calls until it is ready
+            known.restarts += 1
+            known.started += 1  # before the old process ends: later reports of its death are outdated
         try:
             self.processes.replace(replica, (self.assignments[replica],))
         except CorerlError as error:
             return error
         with self._changing:
-            self._dead.pop(replica, None)
+            known.died_of = None
         return None
 
     def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
         """Send no more calls to these hanging or failing engines until they are replaced."""
         with self._changing:
-            self._dead |= {self.names.index(name): error for name, error in failed.items()}
+            for each, error in zip(self._named(failed), failed.values(), strict=True):
+                each.died_of = error
 
     def lost_weights(self, names: Iterable[str]) -> None:
         """Note that an update did not reach these engines: they serve nothing until one does."""
         with self._changing:
-            lost = {self.names.index(name) for name in names}
-            self._without_weights |= lost
-            self._partial |= lost
+            for each in self._named(names):
+                each.serves = each.whole = False
         self._tell()
 
     @property
     def whole(self) -> bool:
         """Whether every replica holds all weights, so that an update of adapters alone is enough."""
         with self._changing:
-            return not any(each < len(self) for each in self._partial)
+            return all(each.whole for each in self._there)
 
     def hold_all(self, names: Iterable[str]) -> None:
         """Note that these engines have taken an update of all weights."""
         with self._changing:
-            self._partial -= {self.names.index(name) for name in names}
+            for each in self._named(names):
+                each.whole = True
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
-        self._restarts.clear()
+        for each in self._replicas:
+            each.restarts = 0
 
     def _require_allowed(self, replica: int, error: CorerlError) -> None:
         """Kill all processes and raise `error` if the replica's restarts are used up."""
         if self._failure is not None:
             raise self._failure
-        restarts = self._restarts.get(replica, 0)
+        restarts = self._replicas[replica].restarts
         if restarts < self._allowed:
             return
         self._failure = error
@@ -413,16 +432,16 @@ class EngineFleet:
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         counted: CallCounts | None = None,
-        started: Sequence[int] | None = None,
+        started: Mapping[int, int] | None = None,
     ) -> dict[int, Any]:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
-        restarts are used up, kill all processes and raise the error. Processes that have come since `_started` was
-        `started` are not asked, and how those fail that have gone since is no matter."""
+        restarts are used up, kill all processes and raise the error. Processes that have come since replicas had
+        `started` so many are not asked, and how those fail that have gone since is no matter."""
         try:
             with self._changing:
                 self._asking += 1
-                asked = tuple(self._started) if started is None else started
-                there = {each: own for each, own in arguments.items() if self._started[each] == asked[each]}
+                asked = started or {replica: self._replicas[replica].started for replica in arguments}
+                there = {each: own for each, own in arguments.items() if self._replicas[each].started == asked[each]}
                 pending = self.processes.start_some(method, there)
             answers = self.processes.answers(pending, counted)
         except WorkerDied as gone:  # none can be asked any more
@@ -432,12 +451,12 @@ class EngineFleet:
                 self._asking -= 1
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
+            known = self._replicas[replica]
             with self._changing:
-                if self._started[replica] != asked[replica]:
+                if known.started != asked[replica]:
                     continue  # replaced or ended meanwhile: this is of its old process
                 if isinstance(error, WorkerDied):
-                    self._dead[replica] = error
-                    self._without_weights.add(replica)
+                    known.died_of, known.serves = error, False
             if not isinstance(error, WorkerDied):
                 self._failure = self._failure or error
                 self.processes.kill()
@@ -446,7 +465,8 @@ class EngineFleet:
         return {replica: answer for replica, answer in answers.items() if replica not in failed}
 
     def _ask_all(self, method: str, *args: Any) -> dict[int, Any]:
-        return self._ask(method, dict.fromkeys((each for each in range(len(self)) if each not in self._dead), args))
+        alive = [replica for replica, each in enumerate(self._there) if each.died_of is None]
+        return self._ask(method, dict.fromkeys(alive, args))
 
     # ---- more or fewer ----------------------------------------------------------------------------------------------
 
@@ -462,18 +482,12 @@ class EngineFleet:
             self._add(assignments[len(self) :], slots[len(self) :])
         elif len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
-        for batcher in self._batchers:
-            batcher.width = self._width(len(self))
-        self._tell()
 
     def reseat(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Let processes whose machine is gone, and which `replace` is to start anew, be in other slots, with other
         assignments; those that live keep theirs. Of more than are given the last ones end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
-            for batcher in self._batchers:
-                batcher.width = self._width(len(self))
-            self._tell()
         with self._changing:
             self.assignments = list(assignments)
             self.processes.reseat(slots)
@@ -492,23 +506,18 @@ class EngineFleet:
             stays.details = error.details
             raise stays from error
         with self._changing:
-            self._without_weights.update(range(len(self), len(self) + len(names)))
-            self._partial.update(range(len(self), len(self) + len(names)))
-            for replica in range(len(self._batchers), len(self) + len(names)):  # there never was one of this number
-                self._batchers.append(self._batcher(replica))
-                self._started.append(1)
+            for replica in range(len(self._replicas), len(self) + len(names)):  # there never was one of this number
+                self._replicas.append(_Replica(batcher=self._batcher(replica), serves=False))
             self.assignments = [*self.assignments, *assignments]
+        self._resized()
 
     def _end_last(self, count: int) -> None:
         rest = len(self) - count
-        ending = range(rest, len(self))
         with self._changing:
-            living = [replica for replica in ending if replica not in self._dead]
-            self._without_weights.update(ending)
-            for replica in ending:
-                self._started[replica] += 1  # from now on they get no calls, and their deaths are none
-                self._dead.pop(replica, None)
-                self._restarts.pop(replica, None)
+            living = [replica for replica in range(rest, len(self)) if self._replicas[replica].died_of is None]
+            for each in self._there[rest:]:
+                each.started += 1  # from now on they get no calls, and their deaths are none
+                each.serves, each.whole, each.died_of, each.restarts = False, False, None, 0
         self._tell()
         try:
             self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
@@ -517,6 +526,12 @@ class EngineFleet:
         with self._changing:
             self.assignments = self.assignments[:rest]
             self.processes.shrink(count)
+        self._resized()
+
+    def _resized(self) -> None:
+        for each in self._replicas:
+            each.batcher.width = self._width(len(self))
+        self._tell()
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -536,7 +551,8 @@ class EngineFleet:
         """Free the engines' memory; returns the bytes that this frees on the fullest of their devices. Nothing is
         served until `wake_up` and a weight update."""
         with self._changing:
-            self._partial.update(range(len(self)))
+            for each in self._there:
+                each.whole = False
         freed = self._ask_all("sleep")
         return max((each // self.assignments[replica].context.bundles for replica, each in freed.items()), default=0)
 
@@ -565,11 +581,12 @@ class EngineFleet:
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
         fared = {replica: _received(answer) for replica, answer in answers.items()}
-        failed = {replica for replica, each in fared.items() if each.error}
         with self._changing:
-            self._without_weights = (self._without_weights - fared.keys()) | failed
-            for replica in fared.keys() - failed:
-                self._dead.pop(replica, None)  # a death reported for an earlier process
+            for replica, each in fared.items():
+                known = self._replicas[replica]
+                known.serves = not each.error
+                if not each.error:
+                    known.died_of = None  # a death reported for an earlier process
         self._tell(forget=True)
         return {self.names[replica]: each for replica, each in fared.items()}
 
