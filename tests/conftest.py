@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from corerl import __version__
+from corerl.plugin import registry
 from corerl.plugin.registry import INSTALL_HINTS, Kind
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_plugins_only() -> Iterator[None]:
+    """Hides from this process what the environment has beside CoreRL's own plugins, such as a backend of the tutorial's
+    name, mine; not what tests install."""
+    plugins = Path(__file__).parent.parent / "plugins"
+    own = {"corerl", *(f"corerl-{each.name}" for each in plugins.iterdir())}
+    foreign = {entry.metadata for kind in Kind for entry in registry.scan(kind) if entry.distribution not in own}
+    found = importlib.metadata.distributions
+
+    def distributions(**only: Any) -> Iterator[importlib.metadata.Distribution]:
+        return (each for each in found(**only) if str(getattr(each, "_path", each.locate_file(""))) not in foreign)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if foreign:
+            patch.setattr(importlib.metadata, "distributions", distributions)
+            registry._scanned.cache_clear()
+        yield
+        registry._scanned.cache_clear()
 
 
 @pytest.fixture
