@@ -366,8 +366,15 @@ class Run:
             self.progress.notice(f"a request for other sizes is ignored: {error.message}")
             request = None
         if request is not None:
-            changed, failed = self._resize(request.overrides)
-            answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
+            changed: list[str] = []
+            failed = "the run was stopped"
+            try:
+                failed = self._resize(request.overrides, changed)
+            except CorerlError as error:  # such as of ranks that have died, whose successors know of no request
+                failed = error.message
+                raise
+            finally:
+                answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
         if self.scaling is not None:
             devices = self.sizes.devices
             try:
@@ -376,24 +383,23 @@ class Run:
                 self.progress.notice(f"{error.message}; it is not asked again")
                 self.scaling = None
                 return
-            if wanted and self._resize(wanted)[1]:
+            if wanted and self._resize(wanted, []):
                 self.scaling.refused(wanted, devices)
 
-    def _resize(self, overrides: Sequence[str]) -> tuple[list[str], str]:
-        """Returns a line for each group that has changed, and what went wrong."""
-        changed = []
+    def _resize(self, overrides: Sequence[str], changed: list[str]) -> str:
+        """Adds a line to `changed` for each group that has; returns what went wrong."""
+        failed = ""
         try:
             for line in self.sizes.change(overrides):
                 changed.append(line)
                 self.progress.notice(line)
-            failed = ""
         except (UserError, ResizeFailed) as error:
             told = "; ".join(error.message.splitlines())
             self.progress.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
             failed = error.message
         if changed or failed:  # engines may be new, or asleep
             self.push_weights()
-        return changed, failed
+        return failed
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
