@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.config.load import structure
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import ModelError
+from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory, write_adapters
@@ -44,13 +46,14 @@ def export(
     dtype: str = "",
     merge: bool | None = None,
     replace: bool = False,
+    notify: Callable[[str], None] = note,
 ) -> Path:
     """Write `role`'s weights with its config and tokenizer; returns `directory`. `dtype` is a key of DTYPES; if it is
     empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, the adapters merged into the weights that it was trained from. None is False for
-    such a role.
+    such a role. `notify` is told if no directory has the weights that they belong to.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
     Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
@@ -78,7 +81,13 @@ def export(
         if value_head:
             raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")
         tensors = _read(source, source.shapes, DTYPES[dtype or "float32"])
-        return _export_adapters(directory, hf, lora, tensors, base=model.path)
+        _export_adapters(directory, hf, lora, tensors, base=model.path)
+        if not model.path:
+            notify(
+                f"{directory} has adapters alone, and no directory has the weights that they belong to, which the run "
+                f"drew at random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
+            )
+        return directory
     precision = config.train_of(role).settled("cpu").precision
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
     tensors = _read(source, source.shapes, kept)
@@ -144,14 +153,13 @@ def _export_adapters(
     tensors: Iterator[tuple[str, torch.Tensor]],
     *,
     base: str,
-) -> Path:
+) -> None:
     held = dict(tensors)
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
     # Engines know targets by their last names; where these mean other modules too, the whole names are told.
     alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules
     write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))
-    return directory
 
 
 def _came_in_bfloat16(config: PreTrainedConfig, model: ModelConfig) -> bool:

@@ -597,5 +597,6 @@ class Run:
             from corerl.driver.export import export as write_model
 
             self.progress.begin("exporting")
-            artifacts["model"] = str(write_model(newest, self.plan.start.run_dir / EXPORT, replace=True))
+            target = self.plan.start.run_dir / EXPORT
+            artifacts["model"] = str(write_model(newest, target, replace=True, notify=self.progress.notice))
         return artifacts

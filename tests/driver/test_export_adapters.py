@@ -104,7 +104,9 @@ def test_peft_loads_exported_adapters_and_gives_the_trained_log_probs(
     }
     asked = []
     for name, (weights, adapted) in trained.items():
-        directory = export(adapted.checkpoint, tmp_path / name)
+        told: list[str] = []
+        directory = export(adapted.checkpoint, tmp_path / name, notify=told.append)
+        assert told == []  # a directory has the weights that they belong to
         assert sorted(file.name for file in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         case = {"base": str(weights), "temperature": adapted.samples.temperature, "tokens": tokens_of(adapted.samples)}
         asked.append({**case, "adapters": str(directory)})
