@@ -5,7 +5,7 @@ import pydoc
 
 from attrs import field, frozen
 
-from corerl.config.schema import option
+from corerl.config.options import option
 from corerl.fields import comments, explain
 from corerl.types import GradientResult, ParallelLayout
 from corerl.weights import Chunk

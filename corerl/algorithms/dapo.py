@@ -15,7 +15,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from corerl.algorithms import grpo
-from corerl.config.schema import at_least, option
+from corerl.config.options import at_least, option
 from corerl.plugin.spec import AlgorithmSpec
 
 

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast
 from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
-from corerl.config.schema import at_least, between, finite, option
+from corerl.config.options import at_least, between, finite, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 

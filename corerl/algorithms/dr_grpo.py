@@ -13,7 +13,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from corerl.algorithms import grpo
-from corerl.config.schema import option
+from corerl.config.options import option
 from corerl.plugin.spec import AlgorithmSpec
 
 

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
 from corerl.algorithms.base import Advantages, Algorithm, Objective
-from corerl.config.schema import at_least, between, option
+from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmSpec
 from corerl.types import FloatArray, LossSpec, SampleBatch
 

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from corerl.algorithms import grpo
 from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens, surrogate
-from corerl.config.schema import at_least, between, option
+from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import AlgorithmSpec
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from corerl.algorithms.advantages import at_last_token, explained_variance, gae, whiten
 from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
-from corerl.config.schema import at_least, between, option
+from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 

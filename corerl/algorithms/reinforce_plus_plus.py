@@ -19,7 +19,7 @@ from corerl.algorithms.advantages import (
     whiten,
 )
 from corerl.algorithms.base import Advantages, Algorithm, Objective
-from corerl.config.schema import at_least, between, option
+from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem
 from corerl.types import FloatArray, LossSpec, SampleBatch
 

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.config.load import config_of as config_of
     from corerl.config.load import load_config as load_config
+    from corerl.config.options import above as above
+    from corerl.config.options import at_least as at_least
+    from corerl.config.options import between as between
+    from corerl.config.options import finite as finite
+    from corerl.config.options import option as option
     from corerl.config.schema import ALL_LINEAR as ALL_LINEAR
     from corerl.config.schema import ClusterInfo as ClusterInfo
     from corerl.config.schema import Config as Config
@@ -15,11 +20,6 @@ if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig as RoleConfig
     from corerl.config.schema import TrainConfig as TrainConfig
     from corerl.config.schema import WeightsConfig as WeightsConfig
-    from corerl.config.schema import above as above
-    from corerl.config.schema import at_least as at_least
-    from corerl.config.schema import between as between
-    from corerl.config.schema import finite as finite
-    from corerl.config.schema import option as option
     from corerl.config.structuring import structure as structure
     from corerl.config.structuring import try_structure as try_structure
     from corerl.config.words import spell_value as spell_value

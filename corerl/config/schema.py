@@ -8,15 +8,27 @@ plugin's own class.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import optional
 
+from corerl.config.options import (
+    above,
+    at_least,
+    between,
+    custom_resources,
+    decays,
+    filled,
+    finite,
+    finite_values,
+    option,
+    share,
+    variables,
+    zero_or_several,
+)
 from corerl.fields import explain
-from corerl.messages import short_repr
 
 Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
@@ -25,93 +37,6 @@ Precision = Literal["float32", "bfloat16", "float16"]
 ALL_LINEAR = "all-linear"  # of lora.targets
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
-
-
-def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
-    """An attrs field with help text."""
-    return field(metadata={"help": help}, **kwargs)
-
-
-def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator of options: `bound` or greater, or None."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value is not None and value < bound:
-            raise ValueError(f"must be at least {bound}, got {value!r}")
-
-    return check
-
-
-def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator of options: greater than `bound`, or None."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value is not None and value <= bound:
-            raise ValueError(f"must be above {bound}, got {value!r}")
-
-    return check
-
-
-def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
-    if not value:
-        raise ValueError("must not be empty")
-
-
-def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """A validator of options: neither infinite nor NaN."""
-    if not _is_finite(value):
-        raise ValueError(f"must be finite, got {short_repr(value)}")
-
-
-def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
-    for name, each in value.items():
-        if not _is_finite(each):
-            raise ValueError(f"each must be finite, got {name!r} = {short_repr(each)}")
-
-
-def _is_finite(value: float) -> bool:
-    """Whether a float can be `value`: `math.isfinite` raises an error for integers that are larger than any."""
-    return -sys.float_info.max <= value <= sys.float_info.max
-
-
-def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator of options: from `low` to `high`, both included."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not low <= value <= high:
-            raise ValueError(f"must be between {low} and {high}, got {value!r}")
-
-    return check
-
-
-def share(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"must be above 0 and at most 1, got {value!r}")
-
-
-def zero_or_several(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    # One token is greedy sampling: all samples of a prompt would be the same, and their log-probs may be unscaled.
-    if value < 0 or value == 1:
-        raise ValueError(f"must be 0 or at least 2, got {value!r}")
-
-
-def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"each must be at least 0 and below 1, got {list(value)}")
-
-
-def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
-    for name, amount in value.items():
-        if name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ValueError(f"must be custom Ray resources, got {name!r}, which CoreRL sets itself")
-        if not 0 < amount < math.inf:
-            raise ValueError(f"amounts must be finite and above 0, got {name!r} = {amount!r}")
-
-
-def variables(_: Any, attribute: Attribute[Any], value: Iterable[str]) -> None:
-    for name in value:  # of a mapping without its values, which may be secrets
-        if not name or "=" in name or "\0" in name:
-            raise ValueError(f"must be valid environment variables, got the name {name!r}")
 
 
 @frozen(kw_only=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from corerl.config.schema import at_least, option
+from corerl.config.options import at_least, option
 from corerl.plugin.spec import EngineSpec
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from attrs import Attribute, frozen
 from attrs.validators import min_len
 
-from corerl.config.schema import ClusterInfo, at_least, option
+from corerl.config.options import at_least, option
+from corerl.config.schema import ClusterInfo
 from corerl.observability.step_ranges import step_ranges
 from corerl.plugin.spec import ExtensionSpec, Problem, Process
 

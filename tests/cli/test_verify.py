@@ -48,7 +48,7 @@ def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_pa
     assert "C36 is not among the checks of levels 0 to 1, which are run; ask for another level" in done.stderr
     (tmp_path / "mine.py").write_text(
         "from attrs import evolve, frozen\n"
-        "from corerl.config.schema import option\n"
+        "from corerl.config.options import option\n"
         "from corerl.testing.plain import SPEC as PLAIN\n"
         "from corerl.testing.plain.backend import PlainBackend\n"
         "@frozen(kw_only=True)\n"

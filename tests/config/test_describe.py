@@ -6,7 +6,8 @@ from attrs import Factory, evolve, field, frozen
 
 from corerl.config.describe import FieldHelp, annotate, describe
 from corerl.config.load import dump_toml, to_plain
-from corerl.config.schema import BackendChoice, Config, option
+from corerl.config.options import option
+from corerl.config.schema import BackendChoice, Config
 
 CONFIG = Config(backend=BackendChoice(name="plain"))
 

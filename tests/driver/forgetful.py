@@ -12,7 +12,8 @@ from attrs import evolve, field, frozen
 from torch import nn
 from transformers import PreTrainedModel
 
-from corerl.config.schema import RoleConfig, option
+from corerl.config.options import option
+from corerl.config.schema import RoleConfig
 from corerl.models.build import stored_buffers
 from corerl.models.smallest import smallest_config
 from corerl.plugin.context import Context

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import evolve, frozen
 
-from corerl.config.schema import option
+from corerl.config.options import option
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import SPEC as FSDP
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from attrs import evolve, frozen
 
-from corerl.config.schema import ModelConfig, option
+from corerl.config.options import option
+from corerl.config.schema import ModelConfig
 from corerl.engines.base import EngineContext, GenerateRequest, Generation, Told, unheard
 from corerl.engines.specs import TRANSFORMERS, TransformersConfig
 from corerl.engines.transformers import TransformersEngine

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from attrs import evolve, frozen
 
 from corerl.backend import StateKey
-from corerl.config.schema import ClusterInfo, RoleConfig, option
+from corerl.config.options import option
+from corerl.config.schema import ClusterInfo, RoleConfig
 from corerl.plugin.context import Context
 from corerl.plugin.spec import BackendSpec, Problem
 from corerl.testing.plain.backend import PlainBackend

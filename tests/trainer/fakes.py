@@ -10,7 +10,8 @@ from torch import Tensor
 
 from corerl.algorithms.losses import LossInputs
 from corerl.backend.batches import OutputCollector
-from corerl.config.schema import ClusterInfo, RoleConfig, option
+from corerl.config.options import option
+from corerl.config.schema import ClusterInfo, RoleConfig
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
