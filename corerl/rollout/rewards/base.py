@@ -104,10 +104,16 @@ class Reward:
     options: Mapping[str, Any] = field(factory=dict)
     weights: Mapping[str, float] = field(factory=dict)  # of the numbers by name; empty: 1 each
     failed_value: float = 0.0  # reward of a sample on which the function fails
-    # Whether the function is async, so that it can score many samples at once, and whether it takes tokens: looked up
-    # once, which takes longer than a cheap reward.
-    waits: bool = field(init=False, default=Factory(lambda self: _is_async(self.function), takes_self=True))
-    takes_tokens: bool = field(init=False, default=Factory(lambda self: takes_tokens(self.function), takes_self=True))
+
+    # Looked up once, which takes longer than a cheap reward.
+    @functools.cached_property
+    def waits(self) -> bool:
+        """Whether the function is async, so that it can score many samples at once."""
+        return _is_async(self.function)
+
+    @functools.cached_property
+    def takes_tokens(self) -> bool:
+        return takes_tokens(self.function)
 
     def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
@@ -122,19 +128,19 @@ class Reward:
         outcome: Outcome = self._caught(self._outcome, (prompt, response, tokens), ())
         return outcome
 
-    def _outcome(self, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
-        return self._judged(self.value(prompt, response, tokens), prompt, response)
+    def _outcome(self, sample: Sample) -> Outcome:
+        return self._judged(self._value(sample), sample)
 
-    def _caught(self, call: Callable[..., Any], sample: Sample, heard: Sequence[BaseException]) -> Any:
+    def _caught(self, call: Callable[[Sample], Any], sample: Sample, heard: Sequence[BaseException]) -> Any:
         """What the call returns, or why it does not. Raises what is `heard` of `interrupts`, and RewardError if the
         call needs the main thread, and this is none: whichever samples it does that for, their rewards would be
         wrong."""
         try:
-            found = call(*sample)
+            found = call(sample)
         except BaseException as error:  # in the driver, SystemExit would end the run, silently and with any status
             if not heard:
                 self._require_any_thread(error)
-                return self._raised(error, *sample[:2])
+                return self._raised(error, sample)
         if heard:  # even where the call hides it
             raise heard[0]
         return found
@@ -149,13 +155,10 @@ class Reward:
             ) from error
 
     def outcomes(
-        self,
-        samples: Sequence[Sample],
-        limit: float | None = None,
-        told: Callable[[int, int], Any] = lambda count, of: None,
+        self, samples: Sequence[Sample], *, told: Callable[[int, int], Any] = lambda count, of: None
     ) -> list[Outcome]:
-        """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each.
-        `told` hears after each how many there are, and how many there will be."""
+        """The samples' rewards, of an async function awaited many at once. `told` hears after each how many there are,
+        and how many there will be."""
         found: list[Outcome] = []
         of = len(samples)
 
@@ -166,7 +169,7 @@ class Reward:
         for first in range(0, of, AT_ONCE):
             some = samples[first : first + AT_ONCE]
             if self.waits:
-                for begun in [self.begin(*sample, limit) for sample in some]:
+                for begun in [self.begin(sample) for sample in some]:
                     add(ended(begun))
                 continue
             heard: list[BaseException] = []
@@ -175,20 +178,20 @@ class Reward:
                     add(self._caught(self._outcome, sample, heard))
         return found
 
-    def begin(self, prompt: Prompt, response: str, tokens: Tokens, limit: float | None) -> Begun:
-        """Call an async reward, and begin to wait for it. What is not async in it runs in this thread, which may be the
-        main one, and is part of the sample's time."""
+    def begin(self, sample: Sample, limit: float | None = None) -> Begun:
+        """Call an async reward, and begin to wait for it, at most `limit` seconds. What is not async in it runs in this
+        thread, which may be the main one, and is part of the sample's time."""
         started = time.monotonic()
         heard: list[BaseException] = []
         with interrupts(heard):
-            value = self._caught(self.called, (prompt, response, tokens), heard)
+            value = self._caught(self.called, sample, heard)
         if isinstance(value, Failure):
             return value
         left = None if limit is None else limit - (time.monotonic() - started)
-        return loop.begin(self._outcome_within(limit, left, value, prompt, response))
+        return loop.begin(self._outcome_within(limit, left, value, sample))
 
     async def _outcome_within(
-        self, limit: float | None, left: float | None, waiting: Awaitable[Any], prompt: Prompt, response: str
+        self, limit: float | None, left: float | None, waiting: Awaitable[Any], sample: Sample
     ) -> Outcome:
         try:
             async with asyncio.timeout(left) as clock:
@@ -197,13 +200,13 @@ class Reward:
                     await asyncio.sleep(0)  # not where the outcome is waited for
         except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
             if clock.expired() and isinstance(error, TimeoutError):
-                return self.late(limit or 0.0, prompt, response)
-            return self._raised(error, prompt, response)
-        return self._judged(value, prompt, response)
+                return self.late(limit or 0.0, sample)
+            return self._raised(error, sample)
+        return self._judged(value, sample)
 
-    def value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    def _value(self, sample: Sample) -> Any:
         """What the function returns, waited for where it is to be awaited."""
-        value = self.called(prompt, response, tokens)
+        value = self.called(sample)
         if isinstance(value, float) or not inspect.isawaitable(value):  # the former is quicker, and what most return
             return value
         waiting = loop.begin(_awaited(value))
@@ -213,7 +216,9 @@ class Reward:
             waiting.cancel()
             raise
 
-    def called(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    def called(self, sample: Sample) -> Any:
+        """What the function returns, which may be an awaitable."""
+        prompt, response, tokens = sample
         seen = {"tokens": np.asarray(tokens).tolist()} if self.takes_tokens else {}
         return self.function(prompt, response, **seen, **self.options)
 
@@ -239,25 +244,26 @@ class Reward:
             raise NoNumber(f"returned {short_repr(value)}, wanted finite numbers by name,")
         return Judged(reward=reward, parts=parts)
 
-    def _judged(self, value: Any, prompt: Prompt, response: str) -> Outcome:
+    def _judged(self, value: Any, sample: Sample) -> Outcome:
         try:
             return self.judge(value)
         except NoNumber as error:
-            return self.failure("no-number", str(error), prompt, response)
+            return self.failure("no-number", str(error), sample)
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
-            return self.failure("no-number", f"returned a value that raised {told(error)}", prompt, response)
+            return self.failure("no-number", f"returned a value that raised {told(error)}", sample)
 
-    def _raised(self, error: BaseException, prompt: Prompt, response: str) -> Failure:
+    def _raised(self, error: BaseException, sample: Sample) -> Failure:
         if isinstance(error, SystemExit):
-            return self.failure("died", f"ended its process (sys.exit({short_repr(error.code)}))", prompt, response)
-        return self.failure("raised", f"raised {told(error)}", prompt, response)
+            return self.failure("died", f"ended its process (sys.exit({short_repr(error.code)}))", sample)
+        return self.failure("raised", f"raised {told(error)}", sample)
 
-    def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
-        sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
-        return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
+    def failure(self, kind: str, what: str, sample: Sample) -> Failure:
+        prompt, response, _ = sample
+        where = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
+        return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {where}".split()))
 
-    def late(self, limit: float, prompt: Prompt, response: str) -> Failure:
-        return self.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", prompt, response)
+    def late(self, limit: float, sample: Sample) -> Failure:
+        return self.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", sample)
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """Score in this process, without a time limit."""
@@ -281,17 +287,18 @@ class WeightedSum(Reward):
     function: Callable[..., Any] = sum  # never called
     terms: Sequence[Term]
 
-    waits: bool = field(
-        init=False, default=Factory(lambda self: any(term.reward.waits for term in self.terms), takes_self=True)
-    )
-    takes_tokens: bool = field(
-        init=False, default=Factory(lambda self: any(term.reward.takes_tokens for term in self.terms), takes_self=True)
-    )
+    @functools.cached_property
+    def waits(self) -> bool:
+        return any(term.reward.waits for term in self.terms)
 
-    def called(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    @functools.cached_property
+    def takes_tokens(self) -> bool:
+        return any(term.reward.takes_tokens for term in self.terms)
+
+    def called(self, sample: Sample) -> Any:
         # Async ones last: if another one raises, none of them was begun in vain.
         order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
-        found = {place: self.terms[place].reward.called(prompt, response, tokens) for place in order}
+        found = {place: self.terms[place].reward.called(sample) for place in order}
         values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 

@@ -132,9 +132,7 @@ class RewardPool:
             self._end(self._processes)
 
     def _end(self, processes: Sequence[_Process]) -> None:
-        _kill(processes)
-        for process in processes:
-            process.end()
+        _end(processes)
         self._processes = [process for process in self._processes if not process.ended]
 
     def _outcomes(self, samples: Sequence[Sample], told: Counted | None) -> list[Outcome]:
@@ -214,8 +212,8 @@ class RewardPool:
 
     def _failure(self, lost: _Lost, sample: Sample) -> Failure:
         if lost.exitcode is None:
-            return self._reward.late(self._config.timeout, *sample[:2])
-        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", *sample[:2])
+            return self._reward.late(self._config.timeout, sample)
+        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", sample)
 
 
 class _Lost(Exception):
@@ -281,8 +279,7 @@ class _Process:
         try:
             self.connection.send(samples)
         except OSError:
-            _kill([self])
-            self.end()
+            _end([self])
             return False
         self._chunk, self.rows, self._since = rows, list(rows), time.monotonic()
         # An async reward is at all of them at once.
@@ -347,8 +344,7 @@ class _Process:
         exitcode = self.process.exitcode
         if not self._chunk:
             return self._not_started(exitcode)
-        _kill([self])
-        self.end()
+        _end([self])
         return _Lost(exitcode)
 
     def _not_started(self, exitcode: int | None) -> RewardError:
@@ -360,7 +356,7 @@ class _Process:
             "the script that started the run lacks `if __name__ == '__main__':`; fix that, or set reward.processes=0"
         )
 
-    def end(self) -> None:
+    def join(self) -> None:
         """Of a process that was killed: wait for it."""
         self.process.join()
         self.connection.close()
@@ -374,7 +370,14 @@ def _kill(processes: Sequence[_Process]) -> None:
     started = descendants(*pids)
     for process in processes:
         process.process.kill()  # first, so that it starts no others
-    _end(*started, *(-pid for pid in pids))
+    _kill_pids(*started, *(-pid for pid in pids))
+
+
+def _end(processes: Sequence[_Process]) -> None:
+    """Kill the processes, and wait for them."""
+    _kill(processes)
+    for process in processes:
+        process.join()
 
 
 def _answered(processes: Sequence[_Process], look: float) -> list[_Process]:
@@ -393,7 +396,7 @@ def _readable(connection: Connection) -> bool:
     return any(fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)))
 
 
-def _end(*pids: int) -> None:
+def _kill_pids(*pids: int) -> None:
     """Kill these processes, and the group of each one that is negative."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
@@ -469,7 +472,7 @@ def _end_with_driver() -> None:
     if driver is not None:
         driver.join()
         # A reward may run forever, and nobody waits for it.
-        _end(*descendants(os.getpid()), -os.getpid())
+        _kill_pids(*descendants(os.getpid()), -os.getpid())
         os._exit(1)  # where the reward has put itself into another group
 
 
@@ -520,13 +523,13 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> Begun | Outcome:
         signal.signal(signal.SIGALRM, end)  # set again: the previous sample may have changed it
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
-            found = reward.begin(*sample, limit) if reward.waits else reward.outcome(*sample)
+            found = reward.begin(sample, limit) if reward.waits else reward.outcome(*sample)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException as error:  # _TimeUp beside the reward's own code, or an interrupt
-        found = reward.failure("raised", f"raised {type(error).__name__}", *sample[:2])
+        found = reward.failure("raised", f"raised {type(error).__name__}", sample)
     if not late:
         return found
     if isinstance(found, Future):
         found.cancel()
-    return reward.late(limit, *sample[:2])
+    return reward.late(limit, sample)

@@ -18,7 +18,7 @@ from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.event_loop import in_thread
-from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, samples_of
+from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, ended, samples_of
 from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -364,7 +364,8 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
         return 1.0
 
     samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
-    fine, *failures = Reward(name="mine:f", function=judge).outcomes(samples, limit=0.2)
+    reward = Reward(name="mine:f", function=judge)
+    fine, *failures = [ended(begun) for begun in [reward.begin(sample, limit=0.2) for sample in samples]]
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
@@ -430,7 +431,8 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
     mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
     names = ("my_rewards:later", "my_rewards:sync")
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
-    fine, slow, bad, again = reward.outcomes([(SORT, text, ()) for text in ("x", "slow", "bad", "x")], limit=0.25)
+    begun = [reward.begin((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
+    fine, slow, bad, again = map(ended, begun)
     assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
     assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
