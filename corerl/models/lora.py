@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from corerl.config.schema import ALL_LINEAR, LoraConfig
@@ -31,7 +30,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  -- as torch calls it
         changed: Tensor = self.lora_B(self.lora_A(input)) * self.scale
-        return linear(input, self.weight, self.bias) + changed
+        # Looked up at each call, as `nn.Linear` does it: ZeRO-3 puts a product of its own there, which does not keep the
+        # gathered weight for the backward pass.
+        return nn.functional.linear(input, self.weight, self.bias) + changed
 
 
 def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, dtype: torch.dtype) -> None:
