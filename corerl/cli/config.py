@@ -42,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
+    from corerl.imports import uncollected
     from corerl.messages import note
-    from corerl.plan.make import make_plan
     from corerl.plan.resolve import ignored_tables
+
+    with uncollected():
+        from corerl.plan.make import make_plan
 
     tried()
     ignored = ignored_tables(config)

@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from corerl.cli.newest import with_checkpoint
-    from corerl.driver.export import export
+    from corerl.imports import uncollected
+
+    with uncollected():
+        from corerl.driver.export import export
 
     directory = Path(args.directory)
 

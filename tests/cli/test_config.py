@@ -1,15 +1,18 @@
 """`corerl config check|show`, from the command line to what is printed."""
 
+import gc
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from corerl.cli.main import main
 from corerl.config.load import load_config
+from corerl.plan import make
 from tests.machine import paced
 
 SOUND = """
@@ -36,6 +39,21 @@ def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_check_says_ok(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", sound]) == 0
     assert capsys.readouterr() == (f"{sound}: ok\n", "")
+
+
+def test_check_collects_no_garbage_while_it_imports(sound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[bool] = []
+
+    class Imported(ModuleType):
+        """The module that brings torch and transformers, of which something is imported."""
+
+        def __getattr__(self, name: str) -> object:
+            collected.append(gc.isenabled())
+            return getattr(make, name)
+
+    monkeypatch.setitem(sys.modules, "corerl.plan.make", Imported("corerl.plan.make"))
+    assert main(["config", "check", sound]) == 0
+    assert collected and not any(collected) and gc.isenabled()
 
 
 def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
