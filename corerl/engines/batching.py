@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from attrs import frozen
 
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.continuation import split
+
+T = TypeVar("T")
 
 Count = Callable[[int], None]  # called with how many rows of a request have ended
 Call = Callable[[GenerateRequest, Count | None], Awaitable[Generation | None]]  # None: the engine has died
@@ -66,7 +70,7 @@ class Batcher:
     def abandon(self) -> None:
         """Answer None to all that wait to be sent."""
         for waiting in self._waiting:
-            _answer(waiting, None)
+            _give_up(waiting)
         self._waiting = []
 
     @property
@@ -76,7 +80,7 @@ class Batcher:
     def give_up_first(self) -> None:
         """Answer None to the request that would be sent next, if there is one."""
         if self._waiting:
-            _answer(self._waiting.pop(0), None)
+            _give_up(self._waiting.pop(0))
 
     async def idle(self) -> None:
         """Wait until no call is in progress."""
@@ -84,7 +88,8 @@ class Batcher:
 
     def _send(self) -> None:
         while self._waiting and not self._held and len(self._sending) < self._calls:
-            task = asyncio.ensure_future(self._ask(self._taken()))
+            taken = self._taken()
+            task = asyncio.create_task(settle([each.answer for each in taken], partial(self._drawn, taken)))
             self._sending.add(task)
             self._idle.clear()
             task.add_done_callback(self._ended)
@@ -108,33 +113,38 @@ class Batcher:
             if fits and each.request.params == first.request.params:
                 taken.append(each)
                 room -= len(each.request)
-        gone = set(map(id, taken))
-        self._waiting = [each for each in self._waiting if id(each) not in gone]
+        gone = set(taken)
+        self._waiting = [each for each in self._waiting if each not in gone]
         return taken
 
-    async def _ask(self, taken: list[_Waiting]) -> None:
+    async def _drawn(self, taken: list[_Waiting]) -> Sequence[Generation | None]:
+        if len(taken) == 1:
+            return [await self._call(taken[0].request, taken[0].counted)]
         requests = [each.request for each in taken]
-        alone = len(taken) == 1
-        try:
-            drawn = await self._call(
-                requests[0] if alone else GenerateRequest.concatenate(requests), taken[0].counted if alone else None
-            )
-        except asyncio.CancelledError:
-            for each in taken:
-                each.answer.cancel()
+        drawn = await self._call(GenerateRequest.concatenate(requests), None)
+        return [None] * len(taken) if drawn is None else split(drawn, requests)
+
+
+async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awaitable[Sequence[T]]]) -> None:
+    """Give each future its result, or all of them the error, but for those that somebody has cancelled."""
+    try:
+        found = await results()
+    except asyncio.CancelledError:
+        for answer in answers:
+            answer.cancel()
+        raise
+    except BaseException as error:
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(error)
+        if not isinstance(error, Exception):
             raise
-        except BaseException as error:
-            for each in taken:
-                if not each.answer.done():
-                    each.answer.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        parts = [None] * len(taken) if drawn is None else [drawn] if alone else split(drawn, requests)
-        for each, part in zip(taken, parts, strict=True):
-            _answer(each, part)
+        return
+    for answer, result in zip(answers, found, strict=True):
+        if not answer.done():
+            answer.set_result(result)
 
 
-def _answer(waiting: _Waiting, drawn: Generation | None) -> None:
+def _give_up(waiting: _Waiting) -> None:
     if not waiting.answer.done():  # its task was cancelled
-        waiting.answer.set_result(drawn)
+        waiting.answer.set_result(None)

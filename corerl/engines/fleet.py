@@ -192,11 +192,8 @@ class EngineFleet:
             await self._serving.wait()
         rows = self._router.divide(request, self._drawing)
         ended = dict.fromkeys(rows, 0)
-        drawing = {replica: contextlib.ExitStack() for replica in rows}
-        for replica, own in rows.items():  # now: others that come at this moment are to go elsewhere
-            drawing[replica].enter_context(self._router.drawing({replica: len(own)}))
 
-        async def drawn_by(replica: int, own: IntArray) -> Generation:
+        async def drawn_by(replica: int, own: IntArray, over: Callable[[int], None]) -> Generation:
             share = request.take(own) if len(rows) > 1 else request
 
             def counted(done: int) -> None:
@@ -207,7 +204,7 @@ class EngineFleet:
             drawn = await self._replicas[replica].batcher.generate(
                 share, number=number, counted=None if told is None else counted
             )
-            drawing[replica].close()
+            over(replica)
             if drawn is None:  # it died: others draw the same
                 return await self._divided(share, number, None, drew)
             counted(len(share) - int(drawn.unfinished.sum()))
@@ -219,11 +216,9 @@ class EngineFleet:
                 return drawn
             return append(share, drawn, await self._divided(continued(share, drawn), number, None, drew))
 
-        try:
-            parts = await asyncio.gather(*(drawn_by(replica, own) for replica, own in rows.items()))
-        finally:
-            for each in drawing.values():
-                each.close()
+        # Counted from now on: others that come at this moment are to go elsewhere.
+        with self._router.drawing({replica: len(own) for replica, own in rows.items()}) as over:
+            parts = await asyncio.gather(*(drawn_by(replica, own, over) for replica, own in rows.items()))
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
     async def _call(self, replica: int, request: GenerateRequest, counted: Count | None) -> Generation | None:

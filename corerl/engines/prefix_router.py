@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -65,13 +65,15 @@ class PrefixRouter:
         return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
 
     @contextmanager
-    def drawing(self, rows: Mapping[int, int]) -> Iterator[None]:
-        """Count these rows per replica as being drawn while inside."""
-        self._busy.update(rows)
+    def drawing(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
+        """Count these rows per replica as being drawn while inside; what this yields ends that for one, earlier."""
+        left = dict(rows)
+        self._busy.update(left)
         try:
-            yield
+            yield lambda replica: self._busy.subtract({replica: left.pop(replica, 0)})
         finally:
-            self._busy.subtract(rows)
+            self._busy.subtract(left)
+            left.clear()
 
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""

@@ -272,7 +272,11 @@ def unusable(
     prompts = map(source.prompt, np.sort(np.concatenate([source.train, source.held_out])).tolist())
     while found := _written(tokenizer, itertools.islice(prompts, PART), options, seconds=PART_SECONDS):
         nothing = "the tokenizer's chat template writes nothing for its messages"
-        refused = {each.index: str(text) or nothing for each, text in found if each.messages and _is_refused(text)}
+        refused = {
+            each.index: str(text) or nothing
+            for each, text in found
+            if each.messages and (isinstance(text, Rejected) or not text)
+        }
         doubtful = [(each, text) for each, text in found if isinstance(text, str) and _tokens_at_most(text) > longest]
         encoded = _tokens(tokenizer, doubtful)
         lengths = {
@@ -284,10 +288,6 @@ def unusable(
             too_long={index: length for index, length in lengths.items() if length > longest},
             costly=sum(isinstance(text, Costly) for _, text in found),
         )
-
-
-def _is_refused(text: str | Rejected) -> bool:
-    return isinstance(text, Rejected) or not text
 
 
 def _tokens_at_most(text: str) -> int:

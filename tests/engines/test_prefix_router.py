@@ -59,11 +59,14 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
 
 def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> None:
     shares = PrefixRouter()
-    with shares.drawing({0: 3, 1: 1}):
+    with shares.drawing({0: 3, 1: 1}) as ended:
         assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
         assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
         with shares.drawing({2: 4}):
             assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
+        ended(1)
+        assert shared(shares, [[1], [2], [3]], [0, 1]) == {1: [0, 1, 2]}
+    ended(0)  # too late, as where another one's share has failed
     assert {len(rows) for rows in shared(shares, [[1], [2], [3]], [0, 1, 2]).values()} == {1}
 
 

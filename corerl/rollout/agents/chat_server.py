@@ -34,10 +34,6 @@ WAITING = 1024  # connections that may wait: many episodes may start and connect
 IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
 
-def _no_ids() -> IntArray:
-    return np.zeros(0, dtype=np.int64)
-
-
 @frozen(kw_only=True, eq=False)
 class ChatAnswer:
     """The answer to a `ChatRequest`."""
@@ -46,7 +42,7 @@ class ChatAnswer:
     tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
     finish_reason: str  # stop, tool_calls or length
     prompt_token_ids: IntArray  # [n] before the answer
-    token_ids: IntArray = field(factory=_no_ids)  # [m]
+    token_ids: IntArray = field(factory=lambda: np.zeros(0, np.int64))  # [m]
     tokens: Sequence[str] = ()  # [m] as texts, if log-probs were asked for
     logprobs: Sequence[float] = ()  # [m] likewise
 

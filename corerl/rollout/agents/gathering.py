@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from attrs import frozen
 
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.batching import settle
 from corerl.engines.continuation import split
 
 QUIET = 0.05  # seconds without a new request after which the waiting ones are sent
@@ -78,19 +80,10 @@ class Gathering:
                 alike.setdefault(waiting.request.params, []).append(waiting)
         self._waiting = []
         for together in alike.values():
-            task = asyncio.ensure_future(self._ask(together))
+            task = asyncio.create_task(settle([each.answer for each in together], partial(self._drawn, together)))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _ask(self, together: list[_Waiting]) -> None:
+    async def _drawn(self, together: list[_Waiting]) -> list[Generation]:
         requests = [each.request for each in together]
-        try:
-            parts = split(await self._generate(GenerateRequest.concatenate(requests)), requests)
-        except Exception as error:
-            for each in together:
-                if not each.answer.done():
-                    each.answer.set_exception(error)
-            return
-        for each, part in zip(together, parts, strict=True):
-            if not each.answer.done():
-                each.answer.set_result(part)
+        return split(await self._generate(GenerateRequest.concatenate(requests)), requests)

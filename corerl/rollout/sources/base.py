@@ -157,12 +157,11 @@ class BatchSampler:
     async def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
         started = time.perf_counter()
         scores = await self.reward.score(rollout)
-        matched = exact_share(rollout)
         return Scored(
             step=step,
             rollout=rollout,
             rewards=scores.rewards,
-            exact_match=matched,
+            exact_match=exact_share(rollout),
             seconds={"rollout": seconds, "reward": time.perf_counter() - started},
             failures=scores.failures,
             first_failure=scores.first,
@@ -180,16 +179,11 @@ class BatchSampler:
             if found >= self.prompts or len(attempts) > refill.attempts:
                 break
             attempts.append(await self.score(first.step, *await self.sample(first.step, len(attempts))))
-        failures: Counter[str] = Counter()
-        seconds: Counter[str] = Counter()
-        for scored in attempts:
-            failures.update(scored.failures)
-            seconds.update(scored.seconds)
         kept = Scored.concatenate([*useful, *zero_variance]).take(np.arange(self.prompts))
         return evolve(
             kept,
-            seconds=dict(seconds),
-            failures=dict(failures),
+            seconds={name: sum(scored.seconds[name] for scored in attempts) for name in first.seconds},
+            failures=dict(sum((Counter(scored.failures) for scored in attempts), Counter[str]())),
             first_failure=next((scored.first_failure for scored in attempts if scored.first_failure), ""),
             parts=added(*(scored.parts for scored in attempts)),
             counts={
