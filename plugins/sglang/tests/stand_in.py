@@ -183,8 +183,14 @@ class Server:
             Path(marker).touch()
             crash("told to die")
         try:
-            if (asked := body.get("lora_path")) is not None and asked not in self.loaded:
-                return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {asked}"}}
+            if (asked := body.get("lora_path")) is not None:
+                if asked not in self.loaded:
+                    return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {asked}"}}
+                # While it looks adapters up, SGLang goes on with other requests, such as one to abort this one.
+                if self.generations in self.misbehave.get("held_in_lookup", ()):
+                    self.holding += 1
+                    self.aborted.wait()
+                    return 400, {"error": {"message": f"Request {self.generations} was aborted"}}
             # As SGLang 0.5.17: the tokenizer manager's check, and then the scheduler's, which cuts what may be drawn.
             context = self.arguments.get("context_length", 1 << 30)
             for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True):

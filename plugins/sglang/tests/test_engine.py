@@ -35,6 +35,8 @@ from corerl.weights.verify import difference
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
+from corerl_sglang.generated import Sample, read_samples
+from corerl_sglang.read import Cut
 from corerl_sglang.targets import misfits
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 from tests.engines.stopping import assert_cut_at
@@ -198,6 +200,11 @@ def await_running(engine: SglangEngine, calls: int) -> None:
         time.sleep(0.05)
 
 
+def await_holding(engine: SglangEngine, times: int = 1) -> None:
+    while said(engine)["stand_in"]["holding"] < times:
+        time.sleep(0.05)
+
+
 def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
     """One server for all that does not end it: starting one takes seconds."""
     engine = start(TIED, deterministic=True, context_length=CONTEXT)
@@ -353,6 +360,31 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
                 call.result()
     assert said(engine)["stand_in"]["log"][-1] == "abort"
     assert set(engine.generate(REQUEST).versions) == {11}
+    # Nor is a part that reaches the server only after that.
+    late: list[Sample] = []
+    aborted, post = threading.Event(), engine._server.post
+
+    def delayed(path: str, body: Mapping[str, Any]) -> bytes:
+        if path == "/generate" and body["input_ids"][0] == [5]:
+            aborted.wait()
+            answer = post(path, body)
+            late.extend(read_samples(answer))
+            return answer
+        try:
+            return post(path, body)
+        finally:
+            if path == "/abort_request":
+                aborted.set()
+
+    refused = evolve(long.rows(1, 2), params=endless.params)
+    parted = GenerateRequest.concatenate([refused, *[endless] * 7, *[evolve(endless, **one_token(5))] * 8])
+    with (
+        mock.patch.object(engine._server, "post", delayed),
+        pytest.raises(EngineFailed, match="refused /generate with status 400: The input is longer than"),
+    ):
+        engine.generate(parted)
+    assert [sample.meta_info.finish_reason["type"] for sample in late] == ["abort"] * 8
+    assert set(engine.generate(REQUEST).versions) == {11}
     with ThreadPoolExecutor(1) as others:  # of what failed before that it says nothing any more
         call = others.submit(engine.generate, endless)
         await_running(engine, 1)
@@ -398,8 +430,7 @@ def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_noth
 
     # Stopped while it generates it lives and says nothing: a dead replica too.
     def stop() -> None:
-        while not said(engine)["stand_in"]["holding"]:
-            time.sleep(0.05)
+        await_holding(engine)
         os.kill(engine._server.pid, signal.SIGSTOP)
 
     thread = threading.Thread(target=stop)
@@ -445,6 +476,23 @@ def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tm
     received, _ = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
     first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
     assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
+
+
+def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> None:
+    engine = start(TIED, stand_in={"held_at": 3})
+    received, _ = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
+    assert received.error == ""
+    with ThreadPoolExecutor(1) as others:
+        call = others.submit(engine.generate, REQUEST)
+        await_holding(engine)
+        engine.close()
+        with pytest.raises(WorkerDied, match="engine-0: its server was killed by SIGKILL"):
+            call.result()
+
+
+def one_token(token: int) -> dict[str, Any]:
+    """The prompt of a row."""
+    return {"tokens": np.array([token]), "offsets": np.array([0, 1])}
 
 
 def responses(drawn: Generation) -> list[list[int]]:
@@ -494,8 +542,7 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
     cuts: list[Generation] = []
     thread = threading.Thread(target=lambda: cuts.append(engine.generate(request)))
     thread.start()
-    while not said(engine)["stand_in"]["holding"]:
-        time.sleep(0.05)
+    await_holding(engine)
     engine.pause()
     thread.join()
     engine.resume()
@@ -544,7 +591,7 @@ def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once
     start: Start, tmp_path: Path
 ) -> None:
     lora = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
-    engine = start(TIED, ranks=2, lora=lora)
+    engine = start(TIED, ranks=2, lora=lora, stand_in={"held_in_lookup": [5, 6]})
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
     shapes = shapes_of(look_at(hf_config(ModelConfig(config=TIED)), lora=lora))
@@ -585,6 +632,22 @@ def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once
             "/generate",
             {"input_ids": [[3, 4]], "sampling_params": [{"max_new_tokens": 1}], "lora_path": "v1"},
         )
+
+    # Aborted before the scheduler has it, a request is refused: where the engine is paused, nothing has been drawn.
+    with ThreadPoolExecutor(1) as others:
+        call = others.submit(engine.generate, REQUEST)
+        await_holding(engine, 1)
+        engine.pause()
+        cut = call.result()
+        assert (cut.tokens.tolist(), cut.unfinished.tolist()) == ([], [True] * len(REQUEST))
+        engine.resume()
+        call = others.submit(engine.generate, REQUEST)
+        await_holding(engine, 2)
+        engine._server.post("/abort_request", {"rid": "", "abort_all": True})
+        with pytest.raises(Cut, match="engine-0: its server refused /generate with status 400: Request 6 was aborted"):
+            call.result()
+    assert engine.generate(REQUEST).tokens.tolist() == found.tokens.tolist()
+
     engine.sleep()
     engine.wake_up()
     received, _ = push(engine, made, 4, address)

@@ -40,11 +40,15 @@ from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.published import add_published_fields
 from corerl_sglang.read import Cut, Experts, Reader
-from corerl_sglang.server import Server
+from corerl_sglang.server import Refused, Server
 
 WEIGHTS = "weights"
 CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
 IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
+ABORT_SECONDS = 0.1  # between two attempts to abort what is being generated
+# What SGLang (0.5.17) refuses a request with, all of its rows, if it is aborted before the scheduler has them: with
+# adapters, for instance, while they are looked up.
+ABORTED = "was aborted"
 
 
 class SglangEngine(Engine):
@@ -130,7 +134,11 @@ class SglangEngine(Engine):
                 failures.sort(key=lambda each: (not isinstance(each, WorkerDied), isinstance(each, Cut)))
                 if failures:
                     first = self._first(failures[0])
-                    self._abort()  # all requests, also of other calls, whose samples are lost too
+                    # All requests, also of other calls, whose samples are lost too; and again, since some may still be
+                    # on their way to the server.
+                    self._abort()
+                    while wait(futures, timeout=ABORT_SECONDS).not_done:
+                        self._abort()
             if failures:
                 raise first
             with self._failing:
@@ -159,7 +167,14 @@ class SglangEngine(Engine):
         }
         if self._adapters is not None:
             body["lora_path"] = self._adapters.name(version)
-        answer = self._server.post("/generate", body)
+        try:
+            answer = self._server.post("/generate", body)
+        except Refused as refused:
+            if ABORTED not in refused.message:
+                raise
+            if not self._serving.paused:
+                raise Cut(refused.message) from refused
+            return self._reader.nothing(request)
         drawn = self._reader.generation(answer, request, version, paused=self._serving.paused)
         told(len(drawn) - int(drawn.unfinished.sum()))
         return drawn
@@ -313,8 +328,8 @@ class SglangEngine(Engine):
                 self._sleeping.difference_update(asleep)
 
     def close(self) -> None:
+        self._server.stop()  # first: others may wait for what is being generated
         self._serving.close()
-        self._server.stop()
         if self._adapters is not None:
             self._adapters.close()
 

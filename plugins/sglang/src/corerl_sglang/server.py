@@ -34,6 +34,10 @@ LOOKS = 3  # failed checks in a row before a server counts as silent, in case th
 LAST_BREATH = 10.0  # seconds to find out whether a server that broke off has died
 
 
+class Refused(EngineFailed):
+    """The server answers that it will not do what it was asked."""
+
+
 class Server:
     """The server of one replica. Thread-safe."""
 
@@ -122,9 +126,9 @@ class Server:
         return json.loads(self._answer("GET", path, None))
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Post a request; returns the answer. Raises WorkerDied if the server is or becomes dead, EngineFailed if it
-        refuses, or hangs up but still runs. An answer may take any time, but a server that meanwhile does not even
-        answer pings is ended, and counts as dead."""
+        """Post a request; returns the answer. Raises WorkerDied if the server is or becomes dead, Refused if it answers
+        so, EngineFailed if it hangs up but still runs. An answer may take any time, but a server that meanwhile does
+        not even answer pings is ended, and counts as dead."""
         return self._answer("POST", path, body or {})
 
     def stop(self) -> None:
@@ -169,7 +173,7 @@ class Server:
                 ) from error
             raise self._died(path) from error
         if status != 200:
-            raise EngineFailed(f"{self._name}: its server refused {path} with status {status}: {_message(answer)}")
+            raise Refused(f"{self._name}: its server refused {path} with status {status}: {_message(answer)}")
         return answer
 
     def _ask(
