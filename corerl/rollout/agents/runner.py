@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Draw = Callable[[GenerateRequest], Awaitable[Generation]]  # of one row
+
+
 @define(kw_only=True, eq=False)
 class EpisodeState:
     """One episode and its state."""
@@ -49,10 +52,6 @@ class EpisodeState:
     root: History = Factory(lambda self: History(key=self.key), takes_self=True)
     outcome: float | Failure | None = None
     ended: bool = False
-    # While it is being played:
-    base_url: str = ""
-    generate: Callable[[GenerateRequest, int], Awaitable[Generation]] | None = None  # for one row, with its number
-    failed: asyncio.Future[NoReturn] | None = None  # gets the error of engines that could not answer
     answered: int = 0  # requests so far
     refusal: str = ""  # why its last request was refused, until another one is answered
 
@@ -99,7 +98,8 @@ class EpisodeRunner:
         self._longest_prompt = longest_prompt
         self._most_rows = config.max_rows
         self._noted_changed = False
-        self._stops: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}  # by the texts of a request
+        # Searches the vocabulary: once for each list of texts.
+        self._stops_of = functools.cache(functools.partial(stops_of, tokenizer=tokenizer))
 
     async def play(
         self,
@@ -136,27 +136,38 @@ class EpisodeRunner:
         gathering: Gathering | None,
     ) -> None:
         async with self._places:
-            state.generate, state.failed = generate, asyncio.get_running_loop().create_future()
-            state.base_url = self._server.open(
-                functools.partial(self._answer, state), functools.partial(setattr, state, "refusal")
+            failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+            async def draw(request: GenerateRequest) -> Generation:
+                try:
+                    return await generate(request, state.number)
+                except Refused:
+                    raise
+                except Exception as error:  # the run's, not the client's
+                    if not failed.done():
+                        failed.set_exception(error)
+                    raise _over() from error
+
+            base_url = self._server.open(
+                functools.partial(self._answer, state, draw), functools.partial(setattr, state, "refusal")
             )
             if gathering is not None:
                 gathering.joins()
-            episode = Episode(prompt=state.prompt, base_url=state.base_url, server=self._server)
+            episode = Episode(prompt=state.prompt, base_url=base_url, server=self._server)
             function = asyncio.create_task(
                 self._function.play(episode, self._timeout, name=f"function of {state.name}"), name=state.name
             )
             try:
-                waited: list[asyncio.Future[Any]] = [function, state.failed]
+                waited: list[asyncio.Future[Any]] = [function, failed]
                 await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-                if state.failed.done():
-                    state.failed.result()
+                if failed.done():
+                    failed.result()
                 state.outcome = self._outcome(state, function)
             finally:
                 state.ended = True
                 function.cancel()
-                state.failed.cancel()
-                self._server.shut(state.base_url)
+                failed.cancel()
+                self._server.shut(base_url)
                 for turn in state.turns:
                     turn.answer.cancel()
                 if gathering is not None:
@@ -175,8 +186,8 @@ class EpisodeRunner:
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
-    async def _answer(self, state: EpisodeState, chat: ChatRequest) -> ChatAnswer:
-        turn = self._turn(state, chat)
+    async def _answer(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> ChatAnswer:
+        turn = self._turn(state, draw, chat)
         if isinstance(turn, ChatAnswer):
             return turn
         turn.unheard = False
@@ -201,7 +212,7 @@ class EpisodeRunner:
         """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
-    def _turn(self, state: EpisodeState, chat: ChatRequest) -> Turn | ChatAnswer:
+    def _turn(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> Turn | ChatAnswer:
         """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
@@ -225,7 +236,7 @@ class EpisodeRunner:
         self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, begun, chat)
         name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
-        answer = asyncio.create_task(self._drawn(state, history, asked, request), name=name)
+        answer = asyncio.create_task(self._drawn(state, draw, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
         history.turns.append(turn)
         return turn
@@ -271,20 +282,15 @@ class EpisodeRunner:
             )
 
     async def _drawn(
-        self, state: EpisodeState, history: History, asked: Asked, request: GenerateRequest
+        self, state: EpisodeState, draw: Draw, history: History, asked: Asked, request: GenerateRequest
     ) -> tuple[Answer, Generation]:
         """Have the turn sampled: then its history may be continued."""
-        assert state.generate is not None and state.failed is not None
         (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
-            drawn = await state.generate(request, state.number)
+            drawn = await draw(request)
         except Refused:
             history.turns.remove(turn)
             raise
-        except Exception as error:  # the run's, not the client's
-            if not state.failed.done():
-                state.failed.set_exception(error)
-            raise _over() from error
         answer = self._renderer.answer(asked, drawn.tokens, request.params)
         conversation = history.conversation.answered(asked, answer, drawn)
         turn.after = History(
@@ -301,7 +307,7 @@ class EpisodeRunner:
         """The engine request for the next part of a row's one response."""
         params = self._params
         try:
-            ends, texts = self._stops_of(request.stop)
+            ends, texts = self._stops_of(tuple(request.stop))
         except ValueError as error:
             raise Refused(f"stop: {error}") from error
         if request.stop:
@@ -321,13 +327,6 @@ class EpisodeRunner:
             answered=np.array([0]),
             limits=np.array([limit]),
         )
-
-    def _stops_of(self, stop: Sequence[str]) -> tuple[list[int], list[str]]:
-        """`stops_of`, which searches the vocabulary, once for each list of texts."""
-        known = tuple(stop)
-        if known not in self._stops:
-            self._stops[known] = stops_of(known, self._tokenizer)
-        return self._stops[known]
 
     def _no_room(self, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function goes on after it."""
