@@ -94,13 +94,13 @@ def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
 @forked
 def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
     probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")'
-    distribution(site, "corerl-mine", "mine = mine_spec:SPEC", mine_spec=spec(probe=probe))
-    findings = list(examine("mine"))
+    distribution(site, "corerl-tried", "tried = tried_spec:SPEC", tried_spec=spec(probe=probe))
+    findings = list(examine("tried"))
     assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")]
     told = [finding.what for finding in findings]
-    mine = "backend 'mine' (corerl-mine 0.1): "
-    assert [text.removeprefix(mine) for text in told if text.startswith(mine)] == [
-        "mine_spec:SPEC loads, written for API 1.0",
+    tried = "backend 'tried' (corerl-tried 0.1): "
+    assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
+        "tried_spec:SPEC loads, written for API 1.0",
         "corerl.testing.plain.backend:PlainBackend can be imported",
         "its hooks meet the contract",
         "by default its processes get MINE_RANKS=1",
@@ -112,17 +112,17 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
 def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: Path) -> None:
     distribution(
         site,
-        "corerl-mine",
-        "mine = mine_spec2:SPEC",
-        mine_spec2=spec(probe="raise OSError('no libcudart')", code="mine_code2:Backend"),
-        mine_code2="from corerl.testing.plain.backend import PlainBackend\n"
+        "corerl-tried",
+        "tried = tried_spec2:SPEC",
+        tried_spec2=spec(probe="raise OSError('no libcudart')", code="tried_code2:Backend"),
+        tried_code2="from corerl.testing.plain.backend import PlainBackend\n"
         "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
     )
-    hooks, probe = amiss(list(examine("mine")))
+    hooks, probe = amiss(list(examine("tried")))
     assert hooks.what.startswith(
-        "backend:mine implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
+        "backend:tried implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
     )
-    assert probe.what == "the probe of backend 'mine' (corerl-mine 0.1) raised OSError: no libcudart"
+    assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1) raised OSError: no libcudart"
 
 
 @forked
@@ -153,7 +153,7 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
 @forked
 def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_path: Path) -> None:
     hint = "; for a run's file: corerl doctor --config FILE"
-    for name in (str(tmp_path), "mine.toml"):
+    for name in (str(tmp_path), "tried.toml"):
         (unknown,) = amiss(list(examine(name)))
         assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.mend.endswith(hint)
     (unknown,) = amiss(list(examine("min")))
@@ -170,30 +170,30 @@ def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_b
 def test_a_distribution_that_is_found_twice_is_told_with_both_places(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distribution(site, "corerl-mine", "mine = mine_spec3:SPEC", version="0.2", mine_spec3=spec())
+    distribution(site, "corerl-tried", "tried = tried_spec3:SPEC", version="0.2", tried_spec3=spec())
     stale = tmp_path / "stale"
-    distribution(stale, "corerl-mine", "", version="0.1")
+    distribution(stale, "corerl-tried", "", version="0.1")
     monkeypatch.syspath_prepend(stale)
     (finding,) = amiss(list(examine()))
     assert finding.level is Level.WARNING
     assert finding.what == (
-        f"corerl-mine is found twice: 0.2 in {site}/corerl_mine-0.2.dist-info (used), "
-        f"0.1 in {stale}/corerl_mine-0.1.dist-info"
+        f"corerl-tried is found twice: 0.2 in {site}/corerl_tried-0.2.dist-info (used), "
+        f"0.1 in {stale}/corerl_tried-0.1.dist-info"
     )
-    assert finding.mend.startswith("python -m pip uninstall -y corerl-mine")
+    assert finding.mend.startswith("python -m pip uninstall -y corerl-tried")
 
 
 @forked
 def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(site: Path, tmp_path: Path) -> None:
-    project = tmp_path / "mine"
+    project = tmp_path / "tried"
     project.mkdir()
     (project / "pyproject.toml").write_text(
-        '[project]\nname = "corerl-mine"\n[project.entry-points."corerl.backends"]\nmine = "mine_spec4:NEW"\n'
+        '[project]\nname = "corerl-tried"\n[project.entry-points."corerl.backends"]\ntried = "tried_spec4:NEW"\n'
     )
-    distribution(site, "corerl-mine", "mine = mine_spec4:SPEC", editable=project, mine_spec4=spec())
+    distribution(site, "corerl-tried", "tried = tried_spec4:SPEC", editable=project, tried_spec4=spec())
     findings = amiss(list(examine()))
     assert [finding.what for finding in findings] == [
-        f"corerl-mine is installed in place from {project}, and mine = mine_spec4:{attribute} of corerl.backends is "
+        f"corerl-tried is installed in place from {project}, and tried = tried_spec4:{attribute} of corerl.backends is "
         f"{where} its pyproject.toml"
         for attribute, where in (("NEW", "only in"), ("SPEC", "no longer in"))
     ]
@@ -203,8 +203,8 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
 @forked
 def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
     for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
-        distribution(site, f"corerl-mine{number}", f"mine{number} = mine_spec6:SPEC", mine_spec6=spec())
-        (site / f"corerl_mine{number}-0.1.dist-info/direct_url.json").write_text(text)
+        distribution(site, f"corerl-tried{number}", f"tried{number} = tried_spec6:SPEC", tried_spec6=spec())
+        (site / f"corerl_tried{number}-0.1.dist-info/direct_url.json").write_text(text)
     assert amiss(list(examine())) == []
 
 
@@ -248,9 +248,9 @@ def test_what_the_driver_says_is_counted(
 
 @forked
 def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
-    distribution(site, "corerl-mine", "mine = mine_spec5:SPEC", mine_spec5=spec())
+    distribution(site, "corerl-tried", "tried = tried_spec5:SPEC", tried_spec5=spec())
     file = write_small(tmp_path)
-    chosen = ["backend.name=mine", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
+    chosen = ["backend.name=tried", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
     findings = list(examine(file=str(file), overrides=chosen, layers=True))
     assert amiss(findings) == []
     assert findings[-1].what.startswith("CoreRL's packed pass and transformers' own agree in all 34 modules ")
@@ -260,9 +260,9 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
     (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False, False))
-    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but mine ")
-    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False, False))
-    assert unknown.what.startswith("backends.mine.shards: unknown key")
+    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but tried ")
+    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
+    assert unknown.what.startswith("backends.tried.shards: unknown key")
     assert unknown.mend == f"edit {file}, then: corerl config check {file}"
 
 

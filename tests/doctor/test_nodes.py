@@ -51,7 +51,7 @@ def interpreter(directory: Path, version: str) -> Path:
     if version == BARE:
         (site / "corerl.py").write_text("raise ModuleNotFoundError(\"No module named 'corerl'\")")
     elif version:
-        distribution(site, "corerl-mine", "mine = corerl_mine:SPEC", version=version, corerl_mine=spec())
+        distribution(site, "corerl-tried", "tried = corerl_tried:SPEC", version=version, corerl_tried=spec())
     return directory / "bin" / "python"
 
 
@@ -84,7 +84,7 @@ def command(nodes: Nodes, directory: Path, name: str, *words: str | Path) -> sub
     no PYTHONPATH, which a run hands on to its ranks."""
     file = write_small(directory)
     chosen = [
-        "backend.name=mine",
+        "backend.name=tried",
         "roles.actor.ranks=1",
         f"cluster.address={nodes.address}",
         f"run.dir={directory}/run",
@@ -111,29 +111,29 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
     told = {line.split(" (")[1].split(",")[0]: index for index, line in enumerate(lines) if " node " in line}
     assert sorted(told) == ["bare", "head", "lacking", "older"], done.stdout + done.stderr
     host = socket.gethostname()
-    ours = "corerl (corerl 0.1.0), backend 'mine' (corerl-mine 0.2), engine 'transformers' (corerl 0.1.0)"
+    ours = "corerl (corerl 0.1.0), backend 'tried' (corerl-tried 0.2), engine 'transformers' (corerl 0.1.0)"
     ours += ", algorithm 'grpo' (corerl 0.1.0)"  # whose loss the ranks import
     head, lacking, older, bare = (lines[told[name]] for name in ("head", "lacking", "older", "bare"))
     assert head.startswith(f"ok       node {host} (head, id ")
     assert head.endswith(f") has what the driver has: {ours}")
     assert lacking.startswith(f"error    node {host} (lacking, id ")
-    assert lacking.endswith(f") does not have what the driver has: unknown backend 'mine'; installed: {KNOWN}")
+    assert lacking.endswith(f") does not have what the driver has: unknown backend 'tried'; installed: {KNOWN}")
     assert older.startswith(f"error    node {host} (older, id ")
     assert older.endswith(
-        ") does not have what the driver has: backend 'mine' is corerl-mine 0.1, but the driver's is corerl-mine 0.2"
+        ") does not have what the driver has: backend 'tried' is corerl-tried 0.1, but the driver's is corerl-tried 0.2"
     )
     assert bare.startswith(f"error    node {host} (bare, id ")
     assert bare.endswith(") cannot report what is installed: ModuleNotFoundError: No module named 'corerl'")
     for name in ("lacking", "older"):
-        assert lines[told[name] + 2].strip() == "fix: there: python -m pip install corerl-mine==0.2"
+        assert lines[told[name] + 2].strip() == "fix: there: python -m pip install corerl-tried==0.2"
     assert (done.returncode, lines[-1]) == (1, "3 errors")
 
 
 LACKING = (
-    f"): unknown backend 'mine'; installed: {KNOWN}; the driver could load this backend, so install it on every node"
+    f"): unknown backend 'tried'; installed: {KNOWN}; the driver could load this backend, so install it on every node"
 )
 OLDER = (
-    "): backend 'mine' is corerl-mine 0.1, but the driver's is corerl-mine 0.2; "
+    "): backend 'tried' is corerl-tried 0.1, but the driver's is corerl-tried 0.2; "
     "install the same corerl and the same plugins on every node"
 )
 
@@ -155,4 +155,4 @@ def test_this_interpreter_has_none_of_these_plugins() -> None:
     """Else the tests above would prove nothing."""
     program = "from corerl.plugin.registry import Kind, installed_names; print(installed_names(Kind.BACKENDS))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "mine" not in shown.stdout
+    assert "tried" not in shown.stdout
