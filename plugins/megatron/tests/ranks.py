@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
+from corerl.backend import base
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
@@ -215,6 +216,18 @@ def native_save_on_a_full_disk(setup: Setup, directory: str) -> str:
         ):
             native.write(backend.model, Path(directory), step_at(0))
     return raised.value.message
+
+
+def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[str]:
+    """What is said of saves into these directories: of the first one rank `alone` cannot write its part."""
+    said = []
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        for number in range(3):
+            cannot = number == 0 and torch.distributed.get_rank() == alone
+            with mock.patch.object(base, "write", side_effect=SaveFailed("full")) if cannot else nullcontext():
+                said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
+    return said
 
 
 @frozen(kw_only=True)

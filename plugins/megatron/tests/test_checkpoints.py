@@ -9,7 +9,11 @@ from attrs import evolve
 
 from corerl.checkpoint import begin
 from corerl.testing import Checkpoint, Runs, different, whole
-from plugins.megatron.tests.ranks import native_save_on_a_full_disk, native_then_portable
+from plugins.megatron.tests.ranks import (
+    native_save_on_a_full_disk,
+    native_then_portable,
+    saves_that_one_rank_fails,
+)
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
 TP2 = ("megatron", {"tensor_parallel": 2}, 2)
@@ -66,3 +70,18 @@ def test_megatrons_own_checkpoint_on_a_full_disk_is_a_failed_save_in_one_line(ru
         assert line.startswith(f"cannot write {tmp_path / 'own'}: ")
         assert "No space left on device" in line
         assert "\n" not in line
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_no_rank_waits_to_write_megatrons_own_checkpoint_for_one_that_has_failed(
+    runs: Runs, tmp_path: Path, alone: int
+) -> None:
+    setup = evolve(runs.setup("megatron", "qwen3-tied"), options={"native_checkpoint": True})
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "megatron").touch()  # where the first rank is to make a directory
+    reports = runs.rank_sets[2].run(saves_that_one_rank_fails, setup, str(tmp_path), alone)
+    for rank, (part, directory, well) in enumerate(reports):
+        assert part.startswith(f"SaveFailed: actor rank {rank}: save at optimizer step 1: ")
+        assert part.endswith("full" if rank == alone else f" rank {alone} failed: full")
+        assert directory.startswith("SaveFailed: ") and f"cannot write {tmp_path / '1' / 'megatron'}: " in directory
+        assert well == ""

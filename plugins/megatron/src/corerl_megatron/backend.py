@@ -148,10 +148,12 @@ class MegatronBackend(Backend):
             set_adam_step(self.model, adam_step)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        result = super().save(path, step, background)
-        if self.config.options.native_checkpoint:
-            with calling_megatron(self.device):
-                native.write(self.model, Path(path) / native.DIRECTORY, step)
+        if not self.config.options.native_checkpoint:
+            return super().save(path, step, background)
+        with native.failing_together():
+            result = super().save(path, step, background)
+        with calling_megatron(self.device):
+            native.write(self.model, Path(path) / native.DIRECTORY, step)
         return result
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from corerl.errors import SaveFailed
 from corerl.types import Step
+from corerl.weights import gather_plain
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.build import Model
 
@@ -45,13 +48,32 @@ def write(model: Model, directory: Path, step: Step) -> None:
     inside `calling_megatron`; raises SaveFailed."""
     state = sharded_state(model, loading=False)
     state |= {"checkpoint_version": VERSION, "iteration": step.optimizer_step}
+    with failing_together():
+        try:
+            if torch.distributed.get_rank() == 0:
+                directory.mkdir(parents=True)
+        except OSError as error:
+            raise SaveFailed(f"cannot write {directory}: {error}") from error
     try:
-        if torch.distributed.get_rank() == 0:
-            directory.mkdir(parents=True)
-        torch.distributed.barrier()
         dist_checkpointing.save(state, str(directory), InThisProcess("torch_dist", 1), content_metadata=dict(METADATA))
     except (OSError, CheckpointException) as error:  # the second, for a full disk, is not an Exception
         raise SaveFailed(f"cannot write {directory}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """If the block raises SaveFailed on a rank, raise it on all: those who go on would wait for the others."""
+    failure: SaveFailed | None = None
+    try:
+        yield
+    except SaveFailed as error:
+        failure = error
+    reasons = gather_plain("" if failure is None else failure.message)
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise SaveFailed(f"rank {rank} failed: {reason}")
 
 
 def sharded_state(model: Model, *, loading: bool) -> dict[str, Any]:
