@@ -6,11 +6,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from attrs import evolve
 from torch._dynamo.utils import counters
@@ -18,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
 from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
 from corerl.testing.scenarios.training import Replayed, replay_experts
-from corerl.types import MemoryKind, SampleBatch, TrainResult, UpdateResult
+from corerl.types import Array, MemoryKind, Output, SampleBatch, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
@@ -76,6 +79,26 @@ def held_after_passes(setup: Setup) -> list[int]:
         train(worker, setup, 0)
         moments = resident_bytes(worker.backend.tensors(MemoryKind.OPTIMIZER))
         return [after_forward, _left(found, moments) - moments]
+
+
+def after_a_pass(setup: Setup, raises: bool) -> tuple[Array, int]:
+    """Log-probs under the weights that a step has left, after a pass under those before it that ends well or `raises`
+    in a layer; and how many passes through units torch has noted then."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with running(setup) as worker:
+        worker.create_snapshot("before")
+        train(worker, setup, 0)
+        policy = worker.backend.policy  # type: ignore[attr-defined]
+        hook = policy.model.get_decoder().layers[-1].register_forward_pre_hook(fail) if raises else None
+        with pytest.raises(HookFailed, match="ZeroDivisionError") if hook else nullcontext():
+            forward(worker, setup, samples_at(1), weights="before")
+        if hook:
+            hook.remove()
+        found = forward(worker, setup, samples_at(1)).outputs[Output.LOGPROBS]
+        return found, len(policy._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
 def _left(found: Allocations, wanted: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -48,6 +49,17 @@ def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, re
     setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard})
     for held in rank_pool.run(ranks.held_after_passes, setup):
         assert max(held) <= 0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_pass_that_raised_leaves_no_weights_of_its_own_to_the_next(
+    runs: Runs, rank_pool: RankPool, reshard: bool
+) -> None:
+    setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard})
+    found, wanted = (rank_pool.run(ranks.after_a_pass, setup, raises) for raises in (True, False))
+    for (after_error, noted), (logprobs, _) in zip(found, wanted, strict=True):
+        assert np.array_equal(after_error, logprobs)
+        assert noted == 0  # or a role without backward passes would note more and more
 
 
 @pytest.mark.parametrize(

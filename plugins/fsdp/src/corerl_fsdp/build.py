@@ -111,8 +111,17 @@ def shard(
     as_unit(policy, reshard_after_forward=False)
 
 
+def end_pass(policy: nn.Module) -> None:
+    """Free what a forward pass without backward has gathered, also if it raised. Gradients stay."""
+    # Units in which a pass raised would keep what they have gathered, such as a snapshot's weights, and only a backward
+    # pass empties the list of units that were passed. Older versions of torch cannot be told.
+    if isinstance(policy, FSDPModule) and hasattr(policy, "reset_iter_state"):
+        policy.reset_iter_state()
+    reshard(policy)
+
+
 def reshard(policy: nn.Module) -> None:
-    """Free parameters that are still gathered: after a forward pass without backward, and before memory is released."""
+    """Free parameters that are still gathered, before memory is released."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -13,7 +13,7 @@ from corerl.backend import StepLosses, forward_outputs, set_lr
 from corerl.models import Policy
 from corerl.ops import clip_grads, grad_norm, scale_grads
 from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
-from corerl_fsdp.build import reshard
+from corerl_fsdp.build import end_pass
 from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
 
@@ -77,6 +77,7 @@ def forward_pass(
 ) -> ForwardResult:
     """Called on every rank. One all-gather per unit and micro-batch."""
     policy.eval()
-    result = forward_outputs(policy, batch, wanted, device=device, routers=policy.routers)
-    reshard(policy)
-    return result
+    try:
+        return forward_outputs(policy, batch, wanted, device=device, routers=policy.routers)
+    finally:
+        end_pass(policy)
