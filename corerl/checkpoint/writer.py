@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,14 +98,16 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
     The index is written last: if it exists, so do the tensors.
     """
     path = directory / tensor_file(rank)
+    temporary = temporary_name(path)
     index = with_sums(staged.index, staged.tensors, threads_here())
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(path)
         write_tensors(staged.tensors, temporary)
         publish(temporary, path)
         return path.stat().st_size + write_index(directory, rank, index)
     except Exception as error:  # OSError, or the safetensors library's own
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # a part that fills the disk, and of what is free counts as used
         room = room_for(staged.bytes, path, error)
         raise SaveFailed(f"cannot write {path}: {error}{room}; {UNTOUCHED}") from error
 
