@@ -106,6 +106,7 @@ class Backend(BackendBase, ABC):
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     handover: Handover | None = None  # of other ranks' state, to go on with; set before `init`
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
+    _closes: Sequence[Callable[[], None]] = ()  # what `shutdown` closes, last ones first; nothing before `init`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # An overriding method lacks pluggy's mark, so the hook would silently have no implementation.
@@ -218,7 +219,8 @@ class Backend(BackendBase, ABC):
         self._told: set[str] = set()  # notes that earlier sleeps returned
         self._snapshots = Snapshots(self._sleeper.host)
         self._copies = StateCopies(self.device)
-        self._writer = BackgroundWriter()  # from here on `shutdown` has all that it closes
+        self._writer = BackgroundWriter()
+        self._closes = (self._sleeper.close, self._copies.close, self._writer.close)
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
         if Capability.BUFFERS in self.declared:  # else the model need not be looked at
@@ -261,13 +263,15 @@ class Backend(BackendBase, ABC):
         sends = None in roots or self.layout.rank in roots
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
-        merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
-        if sends:
-            with self.span("meet engines"):
-                sender.begin(stream, version)
-        for bucket, root in zip(gathered.buckets, roots, strict=True):
-            sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
-        self._gather_plan.release()
+        try:
+            merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
+            if sends:
+                with self.span("meet engines"):
+                    sender.begin(stream, version)
+            for bucket, root in zip(gathered.buckets, roots, strict=True):
+                sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
+        finally:
+            self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
             with self.span("wait for engines"):
@@ -315,9 +319,8 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def shutdown(self, reason: str) -> None:
         with contextlib.ExitStack() as closing:  # each, whatever the others raise
-            closing.callback(self._sleeper.close)
-            closing.callback(self._copies.close)
-            closing.callback(self._writer.close)
+            for close in self._closes:
+                closing.callback(close)
 
     # ---- what the worker calls besides the hooks --------------------------------------------------------------------
 

@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.backend import Backend
 from corerl.backend.base import HOOKS, ExtraState, StateKey
 from corerl.config.schema import WeightsConfig
-from corerl.errors import CheckpointError, ContractError, HookFailed, MemoryHeld, ModelError, SaveFailed
+from corerl.errors import (
+    CheckpointError,
+    ContractError,
+    HookFailed,
+    MemoryHeld,
+    ModelError,
+    SaveFailed,
+    WeightUpdateError,
+)
 from corerl.memory import storage
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import DeviceMeter
@@ -26,6 +34,8 @@ from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
 from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
+from corerl.weights.gather import GatherPlan
+from corerl.weights.manifest import Bucket
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
 
@@ -99,6 +109,26 @@ def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
     with pytest.raises(ModelError, match="is not a directory"):
         host.init(nowhere, CONTEXT)
     host.backend.shutdown("init failed")  # called by itself, since a host that has failed only prints what goes wrong
+
+
+def test_a_backend_whose_ranks_never_met_shuts_down() -> None:
+    PluginHost(PlainBackend(), name="plain", context=CONTEXT).shutdown("failed")
+
+
+def test_an_update_that_fails_gives_back_what_it_has_gathered_on_the_device(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(InProcessSender):
+        def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+            raise WeightUpdateError("it does not get through")
+
+    monkeypatch.setattr(GatherPlan, "release", lambda plan: plan._kept.clear())  # as if host memory was a device's
+    backend = initialized(PlainBackend(), setup)
+    backend.update_weights(InProcessSender(lambda tensors: None), 1, False)
+    assert backend._gather_plan._kept == {}
+    with pytest.raises(WeightUpdateError):
+        backend.update_weights(Broken(lambda tensors: None), 2, False)
+    assert (backend._gather_plan._kept, backend.weights_version) == ({}, 1)
 
 
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:
