@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -14,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
+from deepspeed import comm
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from corerl.backend.base import SAVED
+from corerl.backend.base import SAVED, StateKey
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
@@ -27,10 +29,12 @@ from corerl.testing import (
     Allocations,
     Setup,
     State,
+    error_of,
     forward,
     packed_for_training,
     running,
     samples_at,
+    start,
     state_of,
     step_at,
     train,
@@ -174,6 +178,18 @@ def left_behind(setup: Setup) -> Left:
     )
 
 
+def after_a_save_that_failed(setup: Setup, file: str) -> tuple[str, bool, bool]:
+    """What is said as a worker ends; whether its model is left, and whether DeepSpeed still has its process group."""
+    worker, _ = start(setup)
+    train(worker, setup, 0)
+    worker.save(file, step_at(1), True)
+    policy: Any = weakref.ref(worker.backend.model.policy)  # type: ignore[attr-defined]
+    said = error_of(partial(worker.shutdown, "finished"))
+    del worker
+    gc.collect()
+    return said, policy() is not None, comm.comm.cdb is not None
+
+
 def _groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
@@ -308,6 +324,15 @@ def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
         found = state_of(worker)
     with running(setup, resume=checkpoint) as worker:
         return found, state_of(worker)
+
+
+def save_what_is_broken_on_rank_0(setup: Setup, directory: str) -> str:
+    """What is said of it on this rank."""
+    with running(setup) as worker:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                worker.backend.local_state(StateKey.EXP_AVG)[0].view.fill_(torch.nan)
+        return error_of(lambda: worker.save(directory, step_at(0), False))
 
 
 def native_save_on_a_full_disk(setup: Setup, directory: str, full: int) -> str:

@@ -119,8 +119,9 @@ def test_weights_beside_adapters_are_not_kept_gathered_for_the_backward_pass(run
     whole = evolve(runs.setup("deepspeed", "qwen3-deep", PACKINGS["one by one"]), options=options)
     adapted = evolve(whole, lora=LoraConfig(rank=3, alpha=7.0).settled({}))
     # Of adapters there are fewer gradients, and what is gathered for the passes is the same.
-    for fewer, all_weights in zip(*(rank_pool.run(ranks.peak_of_passes, each) for each in (adapted, whole)), strict=True):
-        assert 0 < fewer < all_weights
+    found, most = (rank_pool.run(ranks.peak_of_passes, each) for each in (adapted, whole))
+    for peak, allowed in zip(found, most, strict=True):
+        assert 0 < peak < allowed
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,14 @@ def test_a_model_shares_the_ranks_group_and_leaves_nothing_behind(
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     nothing = ranks.Left(modules=0, policy=False, groups=0, groups_meanwhile=own_groups)
     assert rank_pool.run(ranks.left_behind, setup) == [nothing] * 2
+
+
+def test_a_model_is_let_go_also_where_a_save_has_failed(runs: Runs, rank_pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    setup = runs.setup("deepspeed", "qwen3")
+    for said, policy, group in rank_pool.run(ranks.after_a_save_that_failed, setup, str(tmp_path / "file")):
+        assert said.startswith("SaveFailed: the background save failed: cannot write")
+        assert not policy and not group
 
 
 @pytest.mark.processes

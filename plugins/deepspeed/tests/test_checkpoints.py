@@ -9,7 +9,11 @@ from attrs import evolve
 
 from corerl.checkpoint import begin
 from corerl.testing import Checkpoint, Runs, different, whole
-from plugins.deepspeed.tests.ranks import native_save_on_a_full_disk, native_then_portable
+from plugins.deepspeed.tests.ranks import (
+    native_save_on_a_full_disk,
+    native_then_portable,
+    save_what_is_broken_on_rank_0,
+)
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
 ZERO1 = ("deepspeed", {"stage": 1}, 2)
@@ -56,3 +60,11 @@ def test_deepspeeds_own_checkpoint_on_a_full_disk_is_a_failed_save_on_all_ranks(
     setup = evolve(runs.setup(backend, "qwen3-tied"), options=options)
     said = runs.rank_sets[ranks].run(native_save_on_a_full_disk, setup, str(tmp_path / "own"), full)
     assert said == [f"cannot write {tmp_path / 'own'}: rank {full}: file write failed (No space left)"] * 2
+
+
+def test_no_rank_waits_in_deepspeeds_own_checkpoint_for_one_that_cannot_save(runs: Runs, tmp_path: Path) -> None:
+    backend, options, ranks = ZERO3
+    setup = evolve(runs.setup(backend, "qwen3-tied"), options={**options, "native_checkpoint": True})
+    broken, sound = runs.rank_sets[ranks].run(save_what_is_broken_on_rank_0, setup, str(tmp_path))
+    assert broken.startswith("SaveFailed: actor rank 0: save at optimizer step 0: 'exp_avg' of 'model.embed_tokens")
+    assert sound == ""

@@ -114,17 +114,18 @@ class DeepSpeedBackend(Backend):
             set_adam_step(self.optimizer, adam_step)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        result = super().save(path, step, background)
-        if self.config.options.native_checkpoint:
+        if self.config.options.native_checkpoint:  # first: in here ranks wait for each other, and one may fail below
             with calling_deepspeed(partitioned=self.partitioned):
                 native.write(self.model, Path(path) / native.DIRECTORY, step)
-        return result
+        return super().save(path, step, background)
 
     def shutdown(self, reason: str) -> None:
-        super().shutdown(reason)
-        if hasattr(self, "model"):
-            state.let_go(self.model)
-        leave()
+        try:
+            super().shutdown(reason)
+        finally:
+            if hasattr(self, "model"):
+                state.let_go(self.model)
+            leave()
 
     def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:
         return moments(self.optimizer, flat, self.adam_step)[key.value]
