@@ -7,9 +7,11 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,12 @@ import ray
 from attrs import define, field, frozen
 from ray._private import ray_constants
 
-from corerl.cluster import with_parent
+from corerl.cluster import with_parent, witness
 from corerl.descendants import descendants
 
 INTERRUPT = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGTERM  # one that nobody else sends
 AGAIN_SECONDS = 1.0  # between two interruptions: the first may hit a place where Python drops exceptions
 SEEN_SECONDS = 1.0  # for a death to be seen here after its consequences: the kernel closes a process's sockets first
-TOGETHER_SECONDS = 0.2  # for raylet's own end to be seen after that of its agents, which end with it
 GCS, RAYLET = ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET
 # Ray ends without any of these. Its agents are children of raylet, known by their script or, later, by their title.
 LOGS = {GCS: "gcs_server.out", RAYLET: "raylet.out"}
@@ -69,7 +70,7 @@ class Watch:
         if self._wakes[0] in ready:
             return
         if not any(service.handle in ready and service.name in LOGS for service in self.services):
-            time.sleep(TOGETHER_SECONDS)
+            time.sleep(witness.TOGETHER_SECONDS)
             ready |= {descriptor for descriptor, _ in waiting.poll(0)}
         self.died = next(service for service in self.services if service.handle in ready)
         self._seen.set()
@@ -109,19 +110,47 @@ def watched() -> Iterator[Watch]:
     in_main = threading.current_thread() is threading.main_thread()
     watch = Watch(list(_services()))
     watcher = threading.Thread(target=watch.run, args=(in_main,), name="corerl-ray", daemon=True)
-    before = signal.signal(INTERRUPT, watch.interrupt) if in_main and watch.services else None
-    _watch = watch
-    watcher.start()
+    with _witnessed(watch.services):
+        before = signal.signal(INTERRUPT, watch.interrupt) if in_main and watch.services else None
+        _watch = watch
+        watcher.start()
+        try:
+            yield watch
+        finally:
+            watch.close(watcher)
+            if in_main and watch.services:
+                signal.signal(INTERRUPT, before or signal.SIG_DFL)
+            if not gcs_lives():
+                end_raylet()
+            _watch = None
+            watch.free()
+
+
+@contextlib.contextmanager
+def _witnessed(services: Sequence[Service]) -> Iterator[None]:
+    """If one of them dies in the block and this process ends for it without a word, another process says the word."""
+    if not services:
+        yield
+        return
+    # GCS ends with this process, so it is the cause only where nothing else has ended.
+    by_cause = sorted(services, key=lambda service: service.name == GCS)
+    lines = [f"{service.handle}:corerl: error: {service.death}" for service in by_cause]
+    looks_on = subprocess.Popen(
+        [sys.executable, "-IS", witness.__file__, *lines],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        bufsize=0,
+        pass_fds=[service.handle for service in services],
+        process_group=0,  # Ctrl-C is for this process
+    )
+    assert looks_on.stdin is not None
     try:
-        yield watch
+        yield
     finally:
-        watch.close(watcher)
-        if in_main and watch.services:
-            signal.signal(INTERRUPT, before or signal.SIG_DFL)
-        if not gcs_lives():
-            end_raylet()
-        _watch = None
-        watch.free()
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            looks_on.stdin.write(b".")
+        looks_on.stdin.close()
+        looks_on.wait()
 
 
 def arm(armed: bool) -> None:

@@ -68,6 +68,47 @@ def test_whichever_of_rays_processes_dies_is_named_with_its_log_and_ray_can_star
         )
 
 
+AT_ITS_STORE = """
+import os, sys
+import ray
+from corerl.cluster.runtime import ray_session
+from corerl.errors import WorkerDied
+try:
+    with ray_session(address="", cpus=1):
+        print(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, flush=True)
+        while True:
+            ray.get(ray.put(bytes(2**22)))
+except WorkerDied as error:
+    print(f"corerl: error: {error}", file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def test_a_driver_that_ray_ends_as_it_reads_its_store_is_told_of_by_another_process(tmp_path: Path) -> None:
+    """Or it hears of raylet's end in time, and tells of it itself."""
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        driver = Forked(["-c"], AT_ITS_STORE, environment={**os.environ, FORK_PYTHON: "1"}, stdout=out, stderr=err)
+    deadline = time.monotonic() + paced(240.0)
+    while not (raylet := (tmp_path / "out").read_text().strip()):
+        assert time.monotonic() < deadline and driver.poll() is None, (tmp_path / "err").read_text()
+        time.sleep(0.05)
+    os.kill(driver.pid, signal.SIGSTOP)  # so that whoever looks on sees raylet's end first
+    os.kill(int(raylet), signal.SIGKILL)
+    time.sleep(paced(1.0))
+    os.kill(driver.pid, signal.SIGCONT)
+    status = driver.wait(paced(60.0))
+    while left := processes_of(driver.pid):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+    told = (tmp_path / "err").read_text()
+    assert status == 1
+    assert re.fullmatch(
+        r"corerl: error: Ray's raylet has died; unless someone killed it, see the machine's log \(dmesg: out of "
+        r"memory\?\) and its own \(/.*/ray/session_\d+.*/logs/raylet.out\)\n",
+        told,
+    ), told
+
+
 def test_descendants_are_all_that_comes_of_a_process() -> None:
     with subprocess.Popen(["sh", "-c", "sh -c 'sleep 60; :'; :"], start_new_session=True) as parent:
         deadline = time.monotonic() + paced(30.0)

@@ -60,8 +60,8 @@ def test_a_run_ends_soon_with_the_name_and_log_of_whatever_of_ray_has_died(
 ) -> None:
     run_dir = tmp_path / "run"
     arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1"]
-    # Where it waits for its rewards. Ray ends a driver itself, without a word, that is at its object store when raylet
-    # dies: read in Ray 2.60, "The connection to the plasma store is failed. Terminate the process".
+    # Where it waits for its rewards: Ray ends a driver itself that is at its object store when raylet dies, and with it
+    # the save that is being written.
     reward = ["reward.name=tests.rollout.user_rewards:held", f"reward.options={{directory='{tmp_path}'}}"]
     with Command("train", *arguments, *reward, "reward.timeout=600", logs=tmp_path, own_ray=True) as run:
         run.until(lambda: steps_done(run_dir) >= 1, "in its second step")
