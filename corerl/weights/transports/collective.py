@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -44,7 +43,6 @@ from corerl.weights.transports.group import BroadcastGroup, behind_token
 from corerl.weights.transports.protocol import Receiver, Sender
 
 BUFFERS = 2  # per end
-ASK_SECONDS = 0.25  # between two queries of the store during a broadcast, each a round trip
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once a group is known to be broken, which they notice too
 
 
@@ -82,7 +80,6 @@ class CollectiveSender(Sender):
         self._group: BroadcastGroup | None = None
         self._generation = 0
         self._others: tuple[int, ...] = ()  # the other sending ranks
-        self._asked_store = 0.0  # time.monotonic() of the last query whether another sender's group is broken
         self._members: tuple[int, ...] = ()  # engines in the group
         # In host memory, GPU tensors would be gathered one by one and through unpinned memory.
         self._has_rooms = address.device != "cpu"
@@ -122,7 +119,7 @@ class CollectiveSender(Sender):
                 return
             # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
             flat = flat.to(self.address.device).contiguous()
-            self._group.finish(self.transmit(flat, digest(flat).reshape(1)), self._lost_member)
+            self._group.finish(self.transmit(flat, digest(flat).reshape(1)))
 
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
         """Start broadcasting one bucket and its checksum [1]; their memory is free once the returned works are done."""
@@ -133,7 +130,7 @@ class CollectiveSender(Sender):
         works, room.works = room.works, []
         if self._group is not None:
             with self._breaking():
-                self._group.finish(works, self._lost_member)
+                self._group.finish(works)
 
     def finish(self) -> None:
         for room in self._rooms:
@@ -229,15 +226,11 @@ class CollectiveSender(Sender):
             )
 
     def _lost_member(self) -> str:
-        """Why to stop waiting: an engine of the group was given up, or another sender left its group; otherwise "". The
-        store is only queried now and then."""
+        """Why to stop waiting: an engine of the group was given up, or another sender left its group; otherwise ""."""
         names = [self.address.engines[index] for index in self._members]
         if lost := next((f"{name}: {self.given_up[name]}" for name in names if name in self.given_up), ""):
             return lost
-        if not self._others or self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
-            return ""
-        self._asked_store = time.monotonic()
-        return _left(self._store, self._generation)
+        return _left(self._store, self._generation) if self._others else ""
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -264,7 +257,6 @@ class CollectiveReceiver(Receiver):
         self._store: dist.Store | None = None
         self._groups: dict[int, BroadcastGroup] = {}  # by sender, all of one generation
         self._generation = 0  # of its current groups
-        self._asked_store = 0.0  # time.monotonic() of the last query whether a group is broken
         self._rest: deque[Bucket] = deque()  # buckets whose receive has not been started
         self._coming: deque[_Coming] = deque()  # in order
         self._buffers: deque[torch.Tensor] = deque()  # reused, since new memory costs more than writing to it
@@ -316,7 +308,7 @@ class CollectiveReceiver(Receiver):
                     name=_group_name(self._generation, sender),
                     rank=1 + members.index(self.index),
                     size=len(members) + 1,
-                    broken=self._left_by_sender,
+                    broken=lambda: _left(self._store, self._generation),
                 )
         except BaseException:
             self._drop_groups()  # otherwise it would count as a member of all of them
@@ -353,7 +345,7 @@ class CollectiveReceiver(Receiver):
             if self._rest and self._rest[0].sender == bucket.sender:
                 self._expect()
             came = self._coming.popleft()
-            self._groups[bucket.sender].finish(came.works, self._left_by_sender)
+            self._groups[bucket.sender].finish(came.works)
             return came
         except Exception as error:
             self._drop_groups()
@@ -370,13 +362,6 @@ class CollectiveReceiver(Receiver):
         self._buffers.rotate(-1)
         digest = torch.empty(1, dtype=torch.int64, device=self.address.device)
         self._coming.append(_Coming(bucket, flat, digest, self._groups[bucket.sender].start(flat, digest)))
-
-    def _left_by_sender(self) -> str:
-        """Why a sender has left its group, otherwise ""; the store is only queried now and then."""
-        if self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
-            return ""
-        self._asked_store = time.monotonic()
-        return _left(self._store, self._generation)
 
     def _drop_groups(self) -> None:
         for group in self._groups.values():
@@ -403,7 +388,8 @@ def _take(store: dist.Store | None, key: str, timeout: float) -> dict[str, Any] 
     return value
 
 
-def _left(store: dist.Store, generation: int) -> str:
+def _left(store: dist.Store | None, generation: int) -> str:
     """Why a sender has left its group of this generation; "" if none has."""
+    assert store is not None
     key = f"broken/{generation}"
     return str(json.loads(store.get(key))["error"]) if store.check([key]) else ""

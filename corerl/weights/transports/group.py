@@ -23,6 +23,7 @@ WATCHDOG_MARGIN = 60.0
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SPIN_SECONDS = 2e-3  # of polling a broadcast without pauses
 PAUSE_SECONDS = 5e-4  # between polls after that
+ASK_SECONDS = 0.25  # between two questions whether the group is broken, which may be a round trip to the store
 LEAVE_SECONDS = 5.0  # to wait for a group's abort
 
 
@@ -30,7 +31,9 @@ class BroadcastGroup:
     """The process group of one sender, which is rank 0 in it, and a set of engines."""
 
     def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
-        """Connect with the other members. Raises like `finish`."""
+        """Connect with the other members. Raises like `finish`. `broken` tells why to wait no more, or ""; it is asked
+        now and then during each wait."""
+        self._broken = broken
         self._name = name
         self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
@@ -47,7 +50,7 @@ class BroadcastGroup:
         # In a thread, because if a member has died, neither library returns before its own timeout.
         meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
         meeting.start()
-        self._wait(lambda: not meeting.is_alive(), broken, "forming the group")
+        self._wait(lambda: not meeting.is_alive(), "forming the group")
         if failed:
             raise failed[0]
 
@@ -71,22 +74,24 @@ class BroadcastGroup:
         """Start broadcasts from rank 0 to all, in place and in this order; pass the result to `finish`."""
         return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
 
-    def finish(self, works: Sequence[Any], broken: Callable[[], str]) -> None:
-        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if `broken`, which is
-        polled meanwhile, returns a reason, or the time is up."""
+    def finish(self, works: Sequence[Any]) -> None:
+        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if the group is broken, or
+        the time is up."""
         for work in works:
-            self._wait(work.is_completed, broken, "a broadcast")
+            self._wait(work.is_completed, "a broadcast")
             work.wait(self._timeout)
 
-    def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
-        began = time.monotonic()
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        began = asked = time.monotonic()
         while not done():
-            waited = time.monotonic() - began
-            if waited > SPIN_SECONDS:
-                if reason := broken():
+            now = time.monotonic()
+            if now - asked > ASK_SECONDS:
+                asked = now
+                if reason := self._broken():
                     raise WeightUpdateError(reason)
-                if waited > self._seconds:
-                    raise WeightUpdateError(f"{what} did not finish within {self._seconds:g} s")
+            if now - began > self._seconds:
+                raise WeightUpdateError(f"{what} did not finish within {self._seconds:g} s")
+            if now - began > SPIN_SECONDS:
                 time.sleep(PAUSE_SECONDS)
 
     def abort(self) -> None:

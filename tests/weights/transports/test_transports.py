@@ -641,7 +641,7 @@ def test_memory_that_is_still_read_is_not_given_out_again() -> None:
             self.started += 1
             return [self.started]
 
-        def finish(self, works: list[int], broken: Any) -> None:
+        def finish(self, works: list[int]) -> None:
             self.finished += works
 
         def abort(self) -> None:
