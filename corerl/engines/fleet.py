@@ -8,7 +8,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -100,7 +99,7 @@ class EngineFleet:
         self.loop = loop
         self._calls, self._width = calls, width
         self._allowed = restarts
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._asking = 0  # calls in progress
         self._router = PrefixRouter()
         self._numbers = itertools.count()  # of requests
@@ -444,6 +443,7 @@ class EngineFleet:
         finally:
             with self._changing:
                 self._asking -= 1
+                self._changing.notify_all()
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
             known = self._replicas[replica]
@@ -570,9 +570,8 @@ class EngineFleet:
     def end(self) -> None:
         """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
         self.processes.kill()
-        until = time.monotonic() + END_SECONDS
-        while self._asking and time.monotonic() < until:
-            time.sleep(0.01)
+        with self._changing:
+            self._changing.wait_for(lambda: not self._asking, END_SECONDS)
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
         fared = {replica: _received(answer) for replica, answer in answers.items()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -148,7 +148,9 @@ class Sampler:
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> GenerateRequest:
         """The request that `sample` sends."""
-        tokens, offsets = self._encode(prompts)
+        encoded = encode(self.tokenizer, prompts, self.template_options)
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
+        offsets = offsets_of([len(ids) for ids in encoded])
         group, sample = rows_of(len(prompts), samples)
         repeated, rows = rows_at(offsets, group)
         return GenerateRequest(
@@ -171,7 +173,7 @@ class Sampler:
         stops = frozenset(request.params.stop_tokens)
         said = [
             generation.tokens[begin : end - int(end > begin and int(generation.tokens[end - 1]) in stops)]
-            for begin, end in pairwise(generation.offsets.tolist())
+            for begin, end in itertools.pairwise(generation.offsets.tolist())
         ]
         return Rollout(batch=batch, prompts=tuple(prompts), texts=self._texts(said, request.params.stop))
 
@@ -192,12 +194,6 @@ class Sampler:
             for row, text in zip(rows, found, strict=True):
                 texts[row] = text
         return texts
-
-    def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
-        """Encode prompts as ragged tokens [n] and offsets [P + 1]."""
-        encoded = encode(self.tokenizer, prompts, self.template_options)
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
-        return tokens, offsets_of([len(ids) for ids in encoded])
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
@@ -270,9 +266,5 @@ def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
 
 def _occurrence(prompts: Sequence[Prompt]) -> IntArray:
     """[P] how many times each prompt occurred earlier in this step."""
-    seen: dict[int, int] = {}
-    counts = []
-    for prompt in prompts:
-        counts.append(seen.get(prompt.index, 0))
-        seen[prompt.index] = counts[-1] + 1
-    return np.array(counts, dtype=np.int64)
+    seen: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+    return np.array([next(seen[prompt.index]) for prompt in prompts], dtype=np.int64)
