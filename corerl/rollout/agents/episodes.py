@@ -20,7 +20,7 @@ from corerl.event_loop import in_thread
 from corerl.messages import short_repr
 from corerl.rollout import loop
 from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
-from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, gathered, number, short, told
+from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, described, gathered, number, short
 from corerl.rollout.sampler import Rollout
 
 
@@ -80,14 +80,14 @@ class EpisodeFunction:
                 return reward
             what = f"returned {short_repr(value)}, wanted a finite number or None,"
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
-            what = f"returned a value that raised {told(error)}"
+            what = f"returned a value that raised {described(error)}"
         return self.failure("no-number", what, episode.prompt)
 
     def _called(self, episode: Episode) -> Any:
         try:
             return self.function(episode, **self.options)
         except BaseException as error:  # SystemExit too: it would end the thread silently
-            return self.failure("raised", f"raised {told(error)}", episode.prompt)
+            return self.failure("raised", f"raised {described(error)}", episode.prompt)
 
     async def _awaited(self, timeout: float, value: Awaitable[Any], prompt: Prompt) -> Any:
         try:
@@ -96,7 +96,7 @@ class EpisodeFunction:
         except BaseException as error:  # here, as the thread that waits gets another TimeoutError, from nowhere
             if clock.expired() and isinstance(error, TimeoutError):
                 return self.late(timeout, prompt)
-            return self.failure("raised", f"raised {told(error)}", prompt)
+            return self.failure("raised", f"raised {described(error)}", prompt)
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:
         return self.failure("timeout", f"took longer than rollout.episodes.timeout={timeout:g} seconds", prompt)

@@ -149,8 +149,8 @@ class Reward:
         aside = threading.current_thread() is not threading.main_thread()
         if aside and (needs := next((each for each in _causes(error) if "main thread" in text_of(each)), None)):
             raise RewardError(
-                f"reward {self.name!r} needs the main thread ({told(needs)}), but with reward.processes=0 and this "
-                "rollout.source it is called in another one; set reward.processes to at least 1, or "
+                f"reward {self.name!r} needs the main thread ({described(needs)}), but with reward.processes=0 and "
+                "this rollout.source it is called in another one; set reward.processes to at least 1, or "
                 "rollout.source='synchronous'"
             ) from error
 
@@ -250,12 +250,12 @@ class Reward:
         except NoNumber as error:
             return self.failure("no-number", str(error), sample)
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
-            return self.failure("no-number", f"returned a value that raised {told(error)}", sample)
+            return self.failure("no-number", f"returned a value that raised {described(error)}", sample)
 
     def _raised(self, error: BaseException, sample: Sample) -> Failure:
         if isinstance(error, SystemExit):
             return self.failure("died", f"ended its process (sys.exit({short_repr(error.code)}))", sample)
-        return self.failure("raised", f"raised {told(error)}", sample)
+        return self.failure("raised", f"raised {described(error)}", sample)
 
     def failure(self, kind: str, what: str, sample: Sample) -> Failure:
         prompt, response, _ = sample
@@ -426,7 +426,7 @@ def number(value: Any) -> float | None:
     return float(value) if -LARGEST <= value <= LARGEST else None
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Describe the error with the innermost line of user code in its traceback, or else the innermost line."""
     ours = error.__traceback__.tb_frame if error.__traceback__ else None  # where the user's function is called
     where = place(error, _users_own) or place(error, lambda frame: frame is not ours)
