@@ -108,7 +108,7 @@ def scripted(
     state = EpisodeState(number=0, prompt=prompt, key=0)
     requests: list[ChatRequest] = []
 
-    async def policy(request: GenerateRequest, _: int) -> Generation:
+    async def policy(request: GenerateRequest) -> Generation:
         requests.extend(turn.chat for turn in state.turns if turn.request is request)
         if len(requests) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Draw = Callable[[GenerateRequest], Awaitable[Generation]]  # of one row
+Draw = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
 
 
 @define(kw_only=True, eq=False)
@@ -104,20 +104,21 @@ class EpisodeRunner:
     async def play(
         self,
         states: Sequence[EpisodeState],
-        generate: Callable[[GenerateRequest, int], Awaitable[Generation]],
+        draw: Draw,
         *,
-        gathering: Gathering | None = None,
+        gathers: bool = False,
         told: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        """Play these episodes to their end; `generate` draws one row each time, `gathering` is told who may ask, and
-        `told` is called with how many have ended. Raises what `generate` raises, and ends all episodes then, as it does
-        when it is cancelled: their requests are answered no more, though their functions may go on."""
+        """Play these episodes to their end; `draw` gets one row each time or, if this `gathers`, those that are asked
+        for together. `told` is called with how many have ended. Raises what `draw` raises, and ends all episodes then,
+        as it does when it is cancelled: their requests are answered no more, though their functions may go on."""
+        gathering = Gathering(draw) if gathers else None
         ended = 0
         told(ended)
 
         async def one(state: EpisodeState) -> None:
             nonlocal ended
-            await self._play(state, generate, gathering)
+            await self._play(state, draw, gathering)
             ended += 1
             told(ended)
 
@@ -129,18 +130,14 @@ class EpisodeRunner:
                 task.cancel()
             await asyncio.wait(playing)
 
-    async def _play(
-        self,
-        state: EpisodeState,
-        generate: Callable[[GenerateRequest, int], Awaitable[Generation]],
-        gathering: Gathering | None,
-    ) -> None:
+    async def _play(self, state: EpisodeState, draw: Draw, gathering: Gathering | None) -> None:
         async with self._places:
+            # Gets the error of engines that could not answer.
             failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
-            async def draw(request: GenerateRequest) -> Generation:
+            async def drawn(request: GenerateRequest) -> Generation:
                 try:
-                    return await generate(request, state.number)
+                    return await (gathering.generate(request, state.number) if gathering else draw(request))
                 except Refused:
                     raise
                 except Exception as error:  # the run's, not the client's
@@ -149,7 +146,7 @@ class EpisodeRunner:
                     raise _over() from error
 
             base_url = self._server.open(
-                functools.partial(self._answer, state, draw), functools.partial(setattr, state, "refusal")
+                functools.partial(self._answer, state, drawn), functools.partial(setattr, state, "refusal")
             )
             if gathering is not None:
                 gathering.joins()

@@ -15,7 +15,6 @@ from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Sampling
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Row
 from corerl.rollout.agents.episodes import EpisodeFunction
-from corerl.rollout.agents.gathering import Gathering
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
 from corerl.rollout.sampler import Rollout, Sampler, rows_of
 from corerl.types import Array, Output, SampleBatch, offsets_of
@@ -50,13 +49,11 @@ class EpisodeSampler(Sampler):
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
         states, told = states_of(prompts, request), None if ahead else self.told
-        generate = functools.partial(self.generate, urgent=not ahead, drew=drew)
-        # Whoever hears of each piece samples all the time: engines are busy, and what comes meanwhile is sent together.
-        gathering = Gathering(generate) if self.calls == 1 and drew is None else None
         await self._runner(request.params).play(
             states,
-            gathering.generate if gathering else lambda row, number: generate(row),
-            gathering=gathering,
+            functools.partial(self.generate, urgent=not ahead, drew=drew),
+            # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
+            gathers=self.calls == 1 and drew is None,
             told=lambda ended: None if told is None else told(ended, len(states)),
         )
         return played(prompts, request, states)
