@@ -36,6 +36,7 @@ PLAIN: Mapping[str, Sequence[Any]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
     "use_bdlora": (None, False),
 }
+BEGINNING = ("eva_config",)  # tables of how adapters began, with init_lora_weights="eva"
 OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
 EMPTY: Sequence[Any] = (None, {})
 
@@ -79,6 +80,8 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         kind = told.get("peft_type") if isinstance(told, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
     for name, value in told.items():
+        if name in BEGINNING:
+            continue
         plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else (value,))
         if value not in plain:
             raise ModelError(

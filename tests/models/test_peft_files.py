@@ -199,6 +199,7 @@ def test_what_does_not_change_what_adapters_compute_may_stand_in_their_config(tm
         {"init_lora_weights": False},
         {"task_type": None, "revision": "main", "peft_version": "9.9", "inference_mode": False},
         {"use_dora": None, "rank_pattern": None, "modules_to_save": [], "loftq_config": {}, "eva_config": None},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0, "tau": 0.99}},  # which PEFT always writes with "eva"
     ):
         assert saved_settings(config_at(tmp_path, **harmless))["rank"] == 4
 
