@@ -54,18 +54,13 @@ class EventLoop:
         future.add_done_callback(lambda _: self._calls.put(None))
         try:
             while not future.done():
-                if (call := self._call()) is not None:
-                    call()
+                with contextlib.suppress(queue.Empty):
+                    if (call := self._calls.get(timeout=HEARING_SECONDS)) is not None:
+                        call()
         except BaseException:
             future.cancel()
             raise
         return future.result()
-
-    def _call(self) -> Callable[[], None] | None:
-        try:
-            return self._calls.get(timeout=HEARING_SECONDS)
-        except queue.Empty:
-            return None
 
     async def in_caller(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that waits in `run`, or will: where a program's main thread is needed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.rewards.base import Scorer, Scores, Scoring
+from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
@@ -31,6 +31,7 @@ from corerl.rollout.sources.recorded import SavedRollouts
 from corerl.rollout.sources.streamed import Streamed
 from corerl.rollout.sources.synchronous import Synchronous
 
+in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources that score while the main thread trains
 STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
 
 
@@ -42,11 +43,6 @@ def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitSt
     if plan.function is not None:
         reward = EpisodeScorer(reward, failed_value=plan.rewarding.failed_value)
     return reward
-
-
-async def in_scoring_thread(score: Callable[[], Scores]) -> Scores:
-    """For sources that score while the main thread trains."""
-    return await in_thread(score, name="rollout scoring")
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:

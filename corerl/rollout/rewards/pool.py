@@ -299,15 +299,15 @@ class _Process:
         blocked: int | None = None
         try:
             while self.connection.poll():
-                told: float | bool | _Blocked | ConfigError = self.connection.recv()
-                if isinstance(told, ConfigError):
-                    raise told
-                if isinstance(told, _Blocked):
-                    blocked = self._chunk[told.place]
-                elif isinstance(told, float):
-                    self.start, done = told, True
-                else:
-                    done = told
+                match self.connection.recv():
+                    case ConfigError() as error:
+                        raise error
+                    case _Blocked(place=place):
+                        blocked = self._chunk[place]
+                    case float(seconds):
+                        self.start, done = seconds, True
+                    case bool(ended):
+                        done = ended
         except (EOFError, OSError):
             gone = True
         found = self._written()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 from attrs import frozen
 
@@ -16,9 +15,6 @@ from corerl.weights.transports.disk import DiskReceiver, DiskSender, give_up
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 from corerl.weights.transports.protocol import Receiver
 
-SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
-ReceiverFactory: TypeAlias = Callable[[Address, int], Receiver]
-
 AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
 
 
@@ -26,8 +22,8 @@ AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwis
 class Transport:
     """A transport's two ends, and what a run needs to know to use it."""
 
-    sender: SenderFactory
-    receiver: ReceiverFactory
+    sender: Callable[[Address, int], WeightSender]  # of a trainer's rank
+    receiver: Callable[[Address, int], Receiver]  # of this index
     capability: str  # required of the backend, by its name in the spec
     one_device: bool = False  # both ends access the same device memory
     joins: bool = False  # both ends join a process group, meeting at the address
