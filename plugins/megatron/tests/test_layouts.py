@@ -44,6 +44,7 @@ EXPERTS = {
     "ep2": {"expert_parallel": 2},
     "tp2 sp etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
     "tp2 sp, experts cut too": {"tensor_parallel": 2, "sequence_parallel": True},
+    "experts cut over ranks that read different samples": {"expert_tensor_parallel": 2},
     "tp2 sp ep2 etp1": {
         "tensor_parallel": 2,
         "sequence_parallel": True,
@@ -131,6 +132,12 @@ def test_two_ranks_train_as_the_plain_backend_does(runs: Runs, kind: str, layout
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout: str) -> None:
     assert_trains_as_plain(runs, 2, "qwen3-moe", EXPERTS[layout])
+
+
+def test_experts_that_are_cut_and_spread_train_as_the_plain_backend_does(runs_of_four: Runs) -> None:
+    assert_trains_as_plain(
+        runs_of_four, 4, "qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
+    )
 
 
 @pytest.mark.parametrize("layout", FOUR)

@@ -6,6 +6,9 @@ megatron-core assumes a GPU in three ways, each with a narrow replacement:
 - the literal "cuda" as a device, `.cuda()`, pinned memory, and comparisons with `tensor.type()`, which begins with
   "torch.cuda" on a GPU: a TorchFunctionMode that rewrites these calls;
 - streams, events and the GPU's random generator: no-ops, and the CPU's generator.
+
+It also takes all communication for NCCL's, which gathers parts of different sizes, where gloo refuses them: the ranks
+that split an expert each bring another number of tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -37,7 +42,7 @@ def calling_megatron(device: torch.device) -> Iterator[None]:
 
 class CudaOnHost:
     def __enter__(self) -> None:
-        from megatron.core.tensor_parallel import random
+        from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -68,6 +73,13 @@ class CudaOnHost:
                     "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
                 },
             ),
+            (
+                mappings,
+                {
+                    "_gather_along_first_dim": _gathering(mappings._gather_along_first_dim),
+                    "_reduce_scatter_along_first_dim": _scattering(mappings._reduce_scatter_along_first_dim),
+                },
+            ),
             # The sizes of an all-to-all become a list only when moved from a GPU.
             (token_dispatcher, {"maybe_move_tensor_to_cpu": _to_list}),
             # 0.16.1 reads this name of TransformerEngine's even if that is not installed.
@@ -91,6 +103,33 @@ def _inside_mode(engine: Callable[..., Any]) -> Callable[..., Any]:
             return engine(*args, **kwargs)
 
     return run
+
+
+def _gathering(evenly: Callable[..., Any]) -> Callable[..., Any]:
+    """megatron-core's all-gather, which also takes parts of different sizes, of `output_split_sizes` rows each."""
+
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, *others: Any, **named: Any) -> Any:
+        if output_split_sizes is None:
+            return evenly(input_, group, output_split_sizes, *others, **named)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = [input_.new_empty(max(sizes), *input_.shape[1:]) for _ in sizes]
+        dist.all_gather(padded, pad(input_, (0, 0) * (input_.dim() - 1) + (0, max(sizes) - len(input_))), group=group)
+        return torch.cat([part[:size] for part, size in zip(padded, sizes, strict=True)])
+
+    return gather
+
+
+def _scattering(evenly: Callable[..., Any]) -> Callable[..., Any]:
+    """Likewise its reduce-scatter."""
+
+    def scatter(input_: Any, group: Any, input_split_sizes: Any = None, *others: Any, **named: Any) -> Any:
+        if input_split_sizes is None:
+            return evenly(input_, group, input_split_sizes, *others, **named)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()]
+
+    return scatter
 
 
 def _to_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
