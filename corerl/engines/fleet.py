@@ -330,7 +330,7 @@ class EngineFleet:
     @property
     def dead(self) -> bool:
         """Whether any dead replica is not replaced yet."""
-        return any(each.died_of for each in self._there)
+        return any(each.died_of is not None for each in self._there)
 
     @property
     def lacking(self) -> bool:
