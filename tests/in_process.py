@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 from attrs import frozen
 
-from corerl.cluster.placement import Bundle, Placement, Slot
+from corerl.cluster.arrangement import Placement
+from corerl.cluster.placement import Bundle, Slot
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.driver import launch

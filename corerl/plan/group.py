@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from corerl.cluster.placement import Placement, arrange
+from corerl.cluster.arrangement import Placement, arrange
 from corerl.config.problems import Problems
 from corerl.config.schema import CheckpointConfig, Config, RolloutConfig, RunConfig
 from corerl.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.cluster.placement import Placement, arrange
+from corerl.cluster.arrangement import Placement, arrange
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from corerl.cluster.placement import Placement
+from corerl.cluster.arrangement import Placement
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.plan.resolve import backend_name

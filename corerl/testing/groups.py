@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import Slot, arrange, reserved
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
 from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams

@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import corerl
-from corerl.cluster.placement import arrange
+from corerl.cluster.arrangement import arrange
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.engines.base import Generation, SamplingParams
 from corerl.models.tokenizer import character_tokenizer

@@ -15,10 +15,11 @@ import pytest
 import ray
 from attrs import evolve
 
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.nodes import gone, interface_of
 from corerl.cluster.objects import put
-from corerl.cluster.placement import arrange, reserved
+from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
 from corerl.plan.roles import plan_role

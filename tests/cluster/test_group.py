@@ -18,9 +18,10 @@ from attrs import evolve
 from ray.exceptions import OutOfMemoryError
 
 from corerl.cluster import group as group_module
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import put
-from corerl.cluster.placement import Slot, arrange, reserved
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import ray_session

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup, Watching
-from corerl.cluster.placement import arrange, reserved
+from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
 from tests.cluster.ranks import RAYS_OWN

@@ -13,7 +13,8 @@ from attrs import define, evolve, field
 
 from corerl.calls import Future
 from corerl.cluster import placement as of_cluster
-from corerl.cluster.placement import Bundle, Gpu, Placement, Slot
+from corerl.cluster.arrangement import Placement
+from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.driver.scaling import Devices
 from corerl.driver.sizes import Sizes
 from corerl.driver.updates import NoPlaces, WeightUpdates

@@ -17,8 +17,9 @@ import pytest
 import torch
 from attrs import evolve
 
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import Slot, arrange, reserved
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module

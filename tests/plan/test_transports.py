@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from corerl.cluster.placement import arrange
+from corerl.cluster.arrangement import arrange
 from corerl.errors import ConfigError
 from corerl.plan.transports import choose_transport, senders
 from tests.driver.saved import make_config

@@ -12,8 +12,9 @@ import pytest
 from attrs import frozen
 
 from corerl.cli.main import main
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import arrange, reserved
+from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import ray_session
 from corerl.plan.roles import plan_role
 from corerl.plugin.registry import Kind, installed, installed_names, load

@@ -15,8 +15,9 @@ import ray
 from attrs import define, evolve, field
 
 from corerl.calls import Future, wait_all
+from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import Pending, Watching
-from corerl.cluster.placement import Slot, arrange, reserved
+from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.packing import pack
