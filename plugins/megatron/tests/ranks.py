@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
-from megatron.core import dist_checkpointing, utils
+from megatron.core import dist_checkpointing, parallel_state, utils
 from megatron.core.extensions import transformer_engine as engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -228,6 +228,15 @@ def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[
             with mock.patch.object(base, "write", side_effect=SaveFailed("full")) if cannot else nullcontext():
                 said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
     return said
+
+
+def groups_left_by_a_failed_save(setup: Setup) -> tuple[str, bool, int]:
+    """What shutdown says, whether megatron-core still has groups after it, and how many the backend has."""
+    worker, _ = start(setup)
+    with mock.patch.object(base.BackgroundWriter, "close", side_effect=SaveFailed("full")):
+        said = error_of(lambda: worker.shutdown("finished"))
+    backend: Any = worker.backend
+    return said, parallel_state.model_parallel_is_initialized(), len(backend.groups.made)
 
 
 @frozen(kw_only=True)

@@ -10,6 +10,7 @@ from attrs import evolve
 from corerl.checkpoint import begin
 from corerl.testing import Checkpoint, Runs, different, whole
 from plugins.megatron.tests.ranks import (
+    groups_left_by_a_failed_save,
     native_save_on_a_full_disk,
     native_then_portable,
     saves_that_one_rank_fails,
@@ -85,3 +86,9 @@ def test_no_rank_waits_to_write_megatrons_own_checkpoint_for_one_that_has_failed
         assert part.endswith("full" if rank == alone else f" rank {alone} failed: full")
         assert directory.startswith("SaveFailed: ") and f"cannot write {tmp_path / '1' / 'megatron'}: " in directory
         assert well == ""
+
+
+def test_ranks_leave_no_groups_where_the_last_save_has_failed(runs: Runs) -> None:
+    for said, initialized, made in runs.rank_sets[2].run(groups_left_by_a_failed_save, runs.setup("megatron", "qwen3")):
+        assert "full" in said
+        assert (initialized, made) == (False, 0)

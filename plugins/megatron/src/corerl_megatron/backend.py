@@ -168,9 +168,11 @@ class MegatronBackend(Backend):
             self.gathers_pending = pending
 
     def shutdown(self, reason: str) -> None:
-        super().shutdown(reason)
-        if hasattr(self, "groups"):
-            destroy_groups(self.groups)
+        try:
+            super().shutdown(reason)
+        finally:  # the last save may have failed
+            if hasattr(self, "groups"):
+                destroy_groups(self.groups)
 
     def _finish_gathers(self) -> None:
         """Gather now what a step left to be gathered in the next forward pass."""
