@@ -401,7 +401,7 @@ def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough
 
 
 def test_an_episode_spans_updates_and_what_it_said_before_them_stays(engines: Engines, episodes: Sampling) -> None:
-    asked, updated = threading.Event(), threading.Event()
+    asked, updated = threading.Semaphore(0), threading.Event()
     first = upcoming(1)[0]
 
     def waits(episode: Episode) -> float | None:
@@ -409,15 +409,16 @@ def test_an_episode_spans_updates_and_what_it_said_before_them_stays(engines: En
             return two_turns(episode)
         messages = episode.messages
         messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
-        asked.set()
+        asked.release()
         assert updated.wait(LIMIT)
         episode.chat(messages)
         return 0.0
 
     source = asynchronous(engines, episodes=episodes(engines, waits), steps=3, max_staleness=2)
     for scored in engines.trained_on(source):
+        if scored.step == 0:
+            assert all(asked.acquire(timeout=LIMIT) for _ in range(SAMPLES))
         if scored.step == 1:
-            assert asked.wait(LIMIT)
             updated.set()
         of = [prompt.index for prompt in scored.rollout.prompts]
         if first in of:
