@@ -17,13 +17,13 @@ def adamw(
     fused: bool,
     frozen: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """AdamW with `weight_decay` on matrices that are not `frozen`. Parameters without elements on this rank are left
-    out; if none remains, steps do nothing.
+    """AdamW with `weight_decay` on matrices that are not `frozen`, but for biases of several experts in one tensor.
+    Parameters without elements on this rank are left out; if none remains, steps do nothing.
 
     `shapes` are the full tensors' shapes, since a shard of a matrix may look like a norm.
     """
     held = {name: param for name, param in params.items() if param.numel()}
-    decayed = {name for name in held if len(shapes[name]) >= 2 and name not in frozen}
+    decayed = {name for name in held if len(shapes[name]) >= 2 and not name.endswith("bias") and name not in frozen}
     groups = [
         {"params": [p for name, p in held.items() if name in decayed], "weight_decay": config.weight_decay},
         {"params": [p for name, p in held.items() if name not in decayed], "weight_decay": 0.0},

@@ -11,7 +11,7 @@ from corerl.config.schema import OptimizerConfig
 from corerl.types import Array
 
 CONFIG = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-SHAPES = {"matrix": (4, 3), "norm": (3,), "scale": ()}
+SHAPES = {"matrix": (4, 3), "norm": (3,), "scale": (), "experts.up_proj_bias": (2, 3)}
 LRS = [0.0, 2e-2, 1e-2, 5e-3]
 
 Params = dict[str, torch.nn.Parameter]
