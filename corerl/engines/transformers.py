@@ -213,6 +213,7 @@ class TransformersEngine(Engine):
         return sum(size for _, size in self._storages)
 
     def close(self) -> None:
+        self.pause()
         self.sleep()
         self._serving.close()
 

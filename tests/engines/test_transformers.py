@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,19 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
+
+
+def test_an_engine_closes_at_once_while_it_generates(tmp_path: Path) -> None:
+    served = engine(TIED)
+    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
+    long, drawn = evolve(PARAMS, max_tokens=2000, stop_tokens=()), list[Generation]()
+    drawing = threading.Thread(target=lambda: drawn.append(served.generate(request(2, long))))
+    drawing.start()
+    while served._serving._busy.empty(within=0.0):
+        assert drawing.is_alive()
+    served.close()
+    drawing.join()
+    assert drawn[0].unfinished.tolist() == [True, True]
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
