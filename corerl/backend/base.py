@@ -425,7 +425,8 @@ class Backend(BackendBase, ABC):
         none."""
         lora, found = self.config.lora, None
         for bucket in self._merged:
-            where = self._gather_plan.memory("adapters", bucket.numel, torch.float32, self.device)
+            numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
+            where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)
             found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
         return None if lora is None or found is None else Adapters(self._merged[0].views(found), lora.scale)
 

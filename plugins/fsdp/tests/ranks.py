@@ -24,9 +24,10 @@ from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
 from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
+from corerl.testing.inprocess import InProcessSender
 from corerl.testing.scenarios.training import Replayed, replay_experts
 from corerl.types import Array, MemoryKind, Output, SampleBatch, TrainResult, UpdateResult
-from corerl.weights import Chunk, TensorSource, WeightSender
+from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
 
@@ -99,6 +100,15 @@ def after_a_pass(setup: Setup, raises: bool) -> tuple[Array, int]:
             hook.remove()
         found = forward(worker, setup, samples_at(1)).outputs[Output.LOGPROBS]
         return found, len(policy._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
+def largest_of_an_update(setup: Setup) -> tuple[int, int]:
+    """Bytes of the largest storage that an update from rank 0 makes here, and of this rank's part of the adapters."""
+    with running(setup) as worker:
+        adapters = [each.view for each in worker.backend.weights if is_adapter(each.name)]
+        with Allocations() as found:
+            worker.host.update_weights(InProcessSender(lambda tensors: None), 1)
+        return found.largest, sum(view.nbytes for view in adapters)
 
 
 def _left(found: Allocations, wanted: int) -> int:

@@ -11,7 +11,7 @@ from attrs import evolve
 from torch.distributed.fsdp import FSDPModule
 
 from corerl.checkpoint import begin
-from corerl.config import TrainConfig
+from corerl.config import LoraConfig, TrainConfig, WeightsConfig
 from corerl.testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
 from corerl.testing.suite import CHECKS
 from plugins.fsdp.tests import ranks
@@ -62,6 +62,14 @@ def test_a_pass_that_raised_leaves_no_weights_of_its_own_to_the_next(
     for (after_error, noted), (logprobs, _) in zip(found, wanted, strict=True):
         assert np.array_equal(after_error, logprobs)
         assert noted == 0  # or a role without backward passes would note more and more
+
+
+def test_a_rank_that_sends_nothing_has_no_memory_for_all_adapters(runs: Runs, rank_pool: RankPool) -> None:
+    lora = LoraConfig(rank=64).settled({})
+    setup = evolve(runs.setup("fsdp", "qwen3"), lora=lora, weights=WeightsConfig(bucket_bytes=2**14))
+    (sender, its_part), (largest, part) = rank_pool.run(ranks.largest_of_an_update, setup)
+    assert sender >= its_part + part  # which are merged there
+    assert largest == part  # on its way to the sender
 
 
 @pytest.mark.parametrize(
