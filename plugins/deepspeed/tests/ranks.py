@@ -21,7 +21,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from corerl.backend.base import SAVED, StateKey
+from corerl.backend import StateKey
+from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
