@@ -30,7 +30,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  -- as torch calls it
         changed: Tensor = self.lora_B(self.lora_A(input)) * self.scale
-        # Looked up at each call, as `nn.Linear` does it: who shards parameters may put a product of its own there, which
+        # Looked up at each call, as `nn.Linear` does it: what shards parameters may put a product of its own there that
         # keeps no gathered weight for the backward pass.
         return nn.functional.linear(input, self.weight, self.bias) + changed
 
