@@ -106,7 +106,6 @@ class Backend(BackendBase, ABC):
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     handover: Handover | None = None  # of other ranks' state, to go on with; set before `init`
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
-    _closes: Sequence[Callable[[], None]] = ()  # what `shutdown` closes, last ones first; nothing before `init`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # An overriding method lacks pluggy's mark, so the hook would silently have no implementation.
@@ -220,7 +219,6 @@ class Backend(BackendBase, ABC):
         self._snapshots = Snapshots(self._sleeper.host)
         self._copies = StateCopies(self.device)
         self._writer = BackgroundWriter()
-        self._closes = (self._sleeper.close, self._copies.close, self._writer.close)
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
         if Capability.BUFFERS in self.declared:  # else the model need not be looked at
@@ -318,9 +316,10 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        with contextlib.ExitStack() as closing:  # each, whatever the others raise
-            for close in self._closes:
-                closing.callback(close)
+        with contextlib.ExitStack() as closing:  # each that `build` has come to, whatever the others raise
+            for name in ("_sleeper", "_copies", "_writer"):
+                if (held := getattr(self, name, None)) is not None:
+                    closing.callback(held.close)
 
     # ---- what the worker calls besides the hooks --------------------------------------------------------------------
 

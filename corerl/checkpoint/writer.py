@@ -106,8 +106,9 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
         publish(temporary, path)
         return path.stat().st_size + write_index(directory, rank, index)
     except Exception as error:  # OSError, or the safetensors library's own
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # a part that fills the disk, and of what is free counts as used
+        with contextlib.suppress(OSError):  # what fills the disk counts as used; without an index it is part of nothing
+            temporary.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         room = room_for(staged.bytes, path, error)
         raise SaveFailed(f"cannot write {path}: {error}{room}; {UNTOUCHED}") from error
 

@@ -48,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     # What is missing is a config file only by its name; else a run's directory that is misspelt, or a checkpoint that
     # retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
-    config = (
-        None if directory else load_config(what, given, more=wrong_names)
-    )  # first: shows its errors without importing torch
+    # First: shows its errors without importing torch.
+    config = None if directory else load_config(what, given, more=wrong_names)
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary

@@ -115,7 +115,12 @@ class Room(Mapping[str, Sequence[Slot]]):
         several machines."""
         if self._bundles:
             self._look()  # machines may be gone on which no process was, and others may have come
-        return self._arranged(placement, {name: list(self._slots[name][:count]) for name, count in staying.items()})
+        kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
+        if any(slot.lost for slots in kept.values() for slot in slots):
+            raise CorerlError(
+                "a machine is gone, with processes that were to stay; ask again once there are others in their place"
+            )
+        return self._arranged(placement, kept)
 
     def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
         began = bool(self._slots)
@@ -201,7 +206,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         there = {(group, index) for group in self._groups for index in self._nodes(group)}
         used = {(each.group, each.index) for each in self._used(self._slots)}
         free = ray.available_resources()
-        more = min(int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount)
+        more = min((int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount), default=0)
         return len(there), len(there - used), more
 
     def _used(self, groups: Iterable[str]) -> set[Bundle]:
@@ -272,7 +277,7 @@ class Room(Mapping[str, Sequence[Slot]]):
             at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
             numbers, silent = gpus_of_bundles(group, at) if bundle.get("GPU") else ({}, {})
             if silent:
-                raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine, and start again")
+                raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine")
         except BaseException:
             if services.gcs_lives():
                 remove_placement_group(group)

@@ -21,10 +21,12 @@ from ray._private import ray_constants
 
 from corerl.cluster import with_parent, witness
 from corerl.descendants import descendants
+from corerl.messages import note
 
 INTERRUPT = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGTERM  # one that nobody else sends
 AGAIN_SECONDS = 1.0  # between two interruptions: the first may hit a place where Python drops exceptions
 SEEN_SECONDS = 1.0  # for a death to be seen here after its consequences: the kernel closes a process's sockets first
+WITNESS_SECONDS = 5.0  # for a process that looks on to end
 GCS, RAYLET = ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET
 # Ray ends without any of these. Its agents are children of raylet, known by their script or, later, by their title.
 LOGS = {GCS: "gcs_server.out", RAYLET: "raylet.out"}
@@ -135,14 +137,19 @@ def _witnessed(services: Sequence[Service]) -> Iterator[None]:
     # GCS ends with this process, so it is the cause only where nothing else has ended.
     by_cause = sorted(services, key=lambda service: service.name == GCS)
     lines = [f"{service.handle}:corerl: error: {service.death}" for service in by_cause]
-    looks_on = subprocess.Popen(
-        [sys.executable, "-IS", witness.__file__, *lines],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        bufsize=0,
-        pass_fds=[service.handle for service in services],
-        process_group=0,  # Ctrl-C is for this process
-    )
+    try:
+        looks_on = subprocess.Popen(
+            [sys.executable, "-IS", witness.__file__, *lines],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            pass_fds=[service.handle for service in services],
+            process_group=0,  # Ctrl-C is for this process
+        )
+    except OSError as error:
+        note(f"nobody will tell of it if Ray ends this process, as no other can be started: {error}")
+        yield
+        return
     assert looks_on.stdin is not None
     try:
         yield
@@ -150,7 +157,11 @@ def _witnessed(services: Sequence[Service]) -> Iterator[None]:
         with contextlib.suppress(BrokenPipeError):  # it was killed
             looks_on.stdin.write(b".")
         looks_on.stdin.close()
-        looks_on.wait()
+        try:
+            looks_on.wait(WITNESS_SECONDS)
+        except subprocess.TimeoutExpired:
+            looks_on.kill()
+            looks_on.wait()
 
 
 def arm(armed: bool) -> None:

@@ -18,7 +18,8 @@ OF_WEIGHTS = frozenset({"update_weights", "hold", "sleep", "wake_up", "replace"}
 
 def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence[str]) -> list[Idle]:
     """When the ranks, which work together, and each engine did nothing between `began` and `ended`, by the clock of
-    `spans`, among which each engine has some of its name.
+    `spans`, among which those of an engine have its name. The engines are those of the step's end: one that came in
+    the step is idle until then.
 
     Ranks do nothing without a verb, and wait for
         samples   of engines

@@ -47,6 +47,7 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError
 from corerl.event_loop import EventLoop
+from corerl.messages import message_of
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -370,14 +371,17 @@ class Run:
             failed = "the run was stopped"
             try:
                 failed = self._resize(request.overrides, changed)
-            except CorerlError as error:  # such as of ranks that have died, whose successors know of no request
-                failed = error.message
+            except Exception as error:  # such as of ranks that have died, whose successors know of no request
+                failed = message_of(error)
                 raise
             finally:
-                answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
+                try:
+                    answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
+                except ConfigError as error:
+                    self.progress.notice(f"nobody hears of the request for other sizes: {error.message}")
         if self.scaling is not None:
-            devices = self.sizes.devices
             try:
+                devices = self.sizes.devices
                 wanted = self.scaling.wanted(self.progress.step, self.sizes.now, devices)
             except CorerlError as error:
                 self.progress.notice(f"{error.message}; it is not asked again")

@@ -16,7 +16,17 @@ from typing import IO, Any, TypeAlias
 from corerl.messages import printable
 from corerl.observability.files import keep
 from corerl.observability.specs import TraceOptions
-from corerl.plugin.events import CallFinished, Evaluated, Event, Notice, PhaseStarted, RunFinished, Span, StepFinished
+from corerl.plugin.events import (
+    CallFinished,
+    Evaluated,
+    Event,
+    Idle,
+    Notice,
+    PhaseStarted,
+    RunFinished,
+    Span,
+    StepFinished,
+)
 from corerl.plugin.hookspecs import hookimpl
 
 TRACE_FILE = "trace.json"
@@ -56,9 +66,8 @@ class Trace:
                 )
             case StepFinished():
                 self._end_phase()
-                for each in event.idle:
-                    waited = Span(name=each.waits_for, started=each.started, ended=each.ended)
-                    self._put(self._slice(IDLE, each.who, waited, "idle"))
+                if event.idle:
+                    self._put(*map(self._waited, event.idle))
             case Evaluated() | RunFinished():
                 self._end_phase()
             case Notice():
@@ -95,6 +104,9 @@ class Trace:
             *[self._slice(work.process, track, span, "span") for span in work.spans],
             *[self._slice(work.process, "collectives", span, "collective") for span in work.waits],
         )
+
+    def _waited(self, idle: Idle) -> Record:
+        return self._slice(IDLE, idle.who, Span(name=idle.waits_for, started=idle.started, ended=idle.ended), "idle")
 
     def _call(self, work: CallFinished) -> list[Record]:
         """The start of an arrow: the call on the driver's row, drawn once however many processes it went to."""

@@ -29,7 +29,7 @@ from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
-from corerl.trainer.results import Gradients, agreed, common, gradients, scatter, trained, updated
+from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     Array,
@@ -420,7 +420,7 @@ class TrainGroup:
     def manifest(self, *, adapters: bool = False) -> Future[Manifest]:
         """The manifest of all updates, for `Engine.receive`; with `adapters` of those that send these alone. Raises
         ContractError if ranks disagree, and Unsupported if the role sends no adapters."""
-        return self._add(self._start("manifest", adapters), partial(common, role=self.role))
+        return self._add(self._start("manifest", adapters), partial(common_manifest, role=self.role))
 
     def meeting(self, address: Address) -> Address:
         """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in

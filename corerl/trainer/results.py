@@ -39,6 +39,7 @@ class Gradients:
 
 def agreed(results: Sequence[InitResult], plan: RolePlan) -> InitResult:
     """That of all ranks of `plan`, which have the same state, and layouts that fit together."""
+    dp_size = results[0].layout.dp_size
     for rank, result in enumerate(results):
         for what in ("optimizer_step", "weights_version"):
             if getattr(result, what) != getattr(results[0], what):
@@ -46,7 +47,6 @@ def agreed(results: Sequence[InitResult], plan: RolePlan) -> InitResult:
                     f"{plan.role}: ranks disagree on {what}: rank 0 reports {getattr(results[0], what)}, "
                     f"rank {rank} reports {getattr(result, what)}; all ranks must load the same checkpoint"
                 )
-        dp_size = results[0].layout.dp_size
         if result.layout.rank != rank or result.layout.dp_size != dp_size:
             raise ContractError(
                 f"{plan.role}: the layout of rank {rank} has rank {result.layout.rank} and dp_size "
@@ -113,7 +113,7 @@ def gradients(
     )
 
 
-def common(manifests: Sequence[Manifest], *, role: str) -> Manifest:
+def common_manifest(manifests: Sequence[Manifest], *, role: str) -> Manifest:
     if any(manifest != manifests[0] for manifest in manifests):
         raise ContractError(f"{role}: ranks disagree on the manifest; their chunk maps differ in order or shape")
     return manifests[0]

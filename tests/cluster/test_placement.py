@@ -97,7 +97,7 @@ def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
     monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": {0: "a", 1: "b"}})
     monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: ({0: Gpu(0, "0")}, {1: "cannot tell which"}))
     monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
-    with pytest.raises(CorerlError, match="^cannot tell which; see Ray's logs on that machine, and start again$"):
+    with pytest.raises(CorerlError, match="^cannot tell which; see Ray's logs on that machine$"):
         Room(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
     assert given_back == [group]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,10 +45,16 @@ class Witnessed:
         return sum(line.startswith("tfd:") for each in found for line in each.read_text().splitlines())
 
     def kill(self, *numbers: int) -> None:
+        """All before it looks; returns once it has."""
+        self.process.send_signal(signal.SIGSTOP)
         for number in numbers:
             self.services[number].kill()
-        for number in numbers:
             self.services[number].wait()
+        self.process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + paced(60.0)
+        while self._registered() > len(self.services):  # the driver is no longer among them
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.01)
 
     def told(self, last: bytes) -> bytes:
         """What is said, if these are the driver's last bytes."""
@@ -65,8 +72,7 @@ def witnessed() -> Iterator[Witnessed]:
 
 
 def test_a_driver_that_ends_without_a_word_after_a_death_is_spoken_for(witnessed: Witnessed) -> None:
-    witnessed.kill(2)
-    witnessed.kill(1)  # with which it ended, a moment later
+    witnessed.kill(2, 1)  # one with the other, in whatever order
     assert witnessed.told(b"") == b"line of 1: it died\n"
 
 

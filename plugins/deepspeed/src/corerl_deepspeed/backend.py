@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from pathlib import Path
@@ -120,12 +121,11 @@ class DeepSpeedBackend(Backend):
         return super().save(path, step, background)
 
     def shutdown(self, reason: str) -> None:
-        try:
-            super().shutdown(reason)
-        finally:
+        with contextlib.ExitStack() as closing:  # each, whatever the others raise
+            closing.callback(leave)
             if hasattr(self, "model"):
-                state.let_go(self.model)
-            leave()
+                closing.callback(state.let_go, self.model)
+            super().shutdown(reason)
 
     def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:
         return moments(self.optimizer, flat, self.adam_step)[key.value]
