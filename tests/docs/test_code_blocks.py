@@ -75,7 +75,7 @@ def test_python_runs_as_it_stands(
 
 
 INSIDE = ("corerl.cluster.", "corerl.driver.", "corerl.plan.", "corerl.trainer.")  # packages without public names
-SHOWN = ("corerl.cluster.placement", "arrange")  # what its page explains, and nobody calls
+SHOWN = ("corerl.cluster.arrangement", "arrange")  # what its page explains, and nobody calls
 
 
 def test_python_imports_public_names_and_nothing_deeper() -> None:
