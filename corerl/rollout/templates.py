@@ -18,6 +18,8 @@ import os
 import pickle
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -33,7 +35,7 @@ from attrs import asdict, frozen
 from corerl.errors import ModelError
 from corerl.messages import LONGEST_LINE, one_line, printable
 
-WAITING = 120.0  # seconds, by the clock, for an answer: the process may get little of a busy machine
+WAITING = 120.0  # seconds, by the clock, to hear or be heard: the process may get little of a busy machine
 READY, TEXT, FAILED, COSTLY = b"!", b"+", b"-", b"$"  # kinds of messages of the process: the first byte of each
 # Sets this process's own sys.path, before the first import.
 START = """
@@ -129,6 +131,9 @@ class _Running:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), json.dumps(asdict(limits))]
         self._most = 4 * max(limits.characters, LONGEST_LINE)  # bytes of an answer
         self._connection, theirs = Pipe()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(WAITING * 1e6), 1_000_000)))
         try:
             self._process = subprocess.Popen(
                 command,
@@ -161,8 +166,6 @@ class _Running:
 
     def _hear(self) -> tuple[bytes, str]:
         try:
-            if not self._connection.poll(WAITING):
-                raise _Ended
             said = self._connection.recv_bytes(self._most)  # of bytes only: a template may have taken the process over
         except (EOFError, OSError) as error:
             raise _Ended from error

@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from corerl.errors import ModelError
 from corerl.rollout import templates
 from corerl.rollout.templates import Limits, TemplateCostly, TemplateFailed, TemplateProcess
+from tests.machine import paced
 
 pytestmark = pytest.mark.processes
 
@@ -167,3 +168,34 @@ def test_one_that_cannot_start_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(templates, "START", "raise SystemExit(3)")
     with pytest.raises(ModelError, match="ended with status 3 as it started; see what .* says$"):
         TemplateProcess(LIMITS).render("", chat())
+
+
+STOPS_SHORT = """
+import os, struct, time
+from multiprocessing.connection import Connection
+theirs = Connection(0)
+theirs.send_bytes(b"!")
+theirs.recv_bytes()
+os.write(0, struct.pack("!i", 8) + b"+123")
+time.sleep(600)
+"""
+DEAF = """
+import time
+from multiprocessing.connection import Connection
+theirs = Connection(0)
+theirs.send_bytes(b"!")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("program", [STOPS_SHORT, DEAF], ids=["stops short", "deaf"])
+def test_a_process_that_stops_in_the_middle_of_an_answer_or_does_not_read_a_question_is_ended(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one may that a template has taken over."""
+    monkeypatch.setattr(templates, "START", program)
+    monkeypatch.setattr(templates, "WAITING", paced(5.0))  # in which it also starts
+    process = TemplateProcess(LIMITS)
+    with pytest.raises(TemplateCostly):
+        process.render("x" * 2**24, chat())
+    assert process._running is None
