@@ -18,6 +18,7 @@ from corerl.cluster import nodes, services
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.deaths import cause
 from corerl.errors import CorerlError
+from corerl.messages import first_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOOK_SECONDS = 0.5  # between two looks where bundles are
@@ -202,10 +203,14 @@ class Room(Mapping[str, Sequence[Slot]]):
 
     def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
         """How many bundles there are, as far as Ray knows by now; on how many of them no process is; and how many more
-        the cluster may have free: fewer, if several machines have parts of one."""
-        there = {(group, index) for group in self._groups for index in self._nodes(group)}
+        the cluster may have free: fewer, if several machines have parts of one. Raises CorerlError if Ray does not
+        answer."""
+        try:
+            there = {(group, index) for group in self._groups for index in self._nodes(group)}
+            free = ray.available_resources()
+        except RayError as error:
+            raise CorerlError(f"Ray does not tell how many devices there are: {first_line(error)}") from error
         used = {(each.group, each.index) for each in self._used(self._slots)}
-        free = ray.available_resources()
         more = min((int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount), default=0)
         return len(there), len(there - used), more
 

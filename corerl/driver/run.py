@@ -382,6 +382,10 @@ class Run:
         if self.scaling is not None:
             try:
                 devices = self.sizes.devices
+            except CorerlError as error:
+                self.progress.notice(f"cluster.scaler is not asked after this step: {error.message}")
+                return
+            try:
                 wanted = self.scaling.wanted(self.progress.step, self.sizes.now, devices)
             except CorerlError as error:
                 self.progress.notice(f"{error.message}; it is not asked again")

@@ -7,7 +7,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, WorkerCrashedError
+from ray.exceptions import GetTimeoutError, RpcError, WorkerCrashedError
 
 from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
@@ -506,6 +506,13 @@ def test_bundles_are_counted_as_ray_knows_of_them_and_the_cluster_has_as_many_mo
     assert room.count({"GPU": 1.0}) == (5, 2, 3)
     room.take(room.moved({"actor": 5, "engines": 3}, {"actor": 1, "engines": 3}))
     assert room.count({"GPU": 1.0}) == (5, 0, 3)
+
+    def silent() -> dict[str, float]:
+        raise RpcError("GCS is unavailable\nin many lines")
+
+    monkeypatch.setattr(placement.ray, "available_resources", silent)
+    with pytest.raises(CorerlError, match="^Ray does not tell how many devices there are: GCS is unavailable$"):
+        room.count({"GPU": 1.0})
 
 
 def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_comes_to_a_third_one(

@@ -882,6 +882,33 @@ def test_a_request_is_answered_with_what_was_changed_and_why_no_more_was(
     assert found == Answer(changed=("roles.actor.ranks is 1",), error="gone") and died == [sizes.error]
 
 
+def test_a_scaler_is_asked_again_after_a_step_at_whose_end_nobody_told_what_devices_there_are(
+    make_run: Callable[..., Run], tmp_path: Path, pushed: list[int | None]
+) -> None:
+    seen: list[int] = []
+
+    def decide(sizing: scaling.Sizing) -> Any:
+        seen.append(sizing.step)
+        return {}
+
+    class Silent(Changing):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "devices" and run.progress.step == 2:
+                raise CorerlError("Ray does not tell how many devices there are: GCS is unavailable")
+            return super().__getattribute__(name)
+
+    ears = Ears()
+    asks = scaling.Scaling(name="mine:decide", scaler=decide)
+    run = make_run(make_config(run={"steps": 9}), ears=ears, run_dir=tmp_path, sizes=Silent(), scaling=asks)
+    for step in (1, 2, 3):
+        run.progress.step = step
+        run.resize()
+    assert seen == [1, 3] and pushed == []
+    assert told(ears) == [
+        "cluster.scaler is not asked after this step: Ray does not tell how many devices there are: GCS is unavailable"
+    ]
+
+
 def test_a_scaler_is_asked_after_each_step_but_the_last_and_no_more_once_it_has_failed(
     make_run: Callable[..., Run], tmp_path: Path, pushed: list[int | None]
 ) -> None:
