@@ -27,7 +27,7 @@ def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
 @lru_cache(maxsize=64)  # bounded: an adaptive coefficient makes a new entry at every step
 def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
     params: dict[str, Any] = dict(given)
-    function = _find(loss)
+    function = find_loss(loss)
     parameters = _parameters(function, name=loss)
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     unknown = [name for name in params if name not in named]
@@ -66,7 +66,7 @@ def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float
     name = loss or own.name
     common: dict[str, Scalar] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_estimator": kl_estimator}
     fields = {**own.params, **common}
-    function = _find(name)
+    function = find_loss(name)
     if function is value:
         raise ConfigError(f"algorithm.loss={name!r} is the loss of a critic; choose a loss for the policy")
     parameters = _parameters(function, name=name)
@@ -92,7 +92,8 @@ def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float
     return spec
 
 
-def _find(name: str) -> Loss:
+def find_loss(name: str) -> Loss:
+    """The loss of this name, or the user's. Raises ConfigError if there is none."""
     if name in LOSSES:
         return LOSSES[name]
     if ":" not in name:

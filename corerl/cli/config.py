@@ -23,12 +23,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import beside
+    from corerl.cli.trial import beside, wrong_apart
     from corerl.config.load import load_config
-    from corerl.plan.names import wrong_names
     from corerl.plan.user_code import code_of
 
-    config = load_config(args.file, args.overrides, more=wrong_names)
+    config = load_config(args.file, args.overrides, more=wrong_apart)
     code = code_of(config)
     tried = beside(code.modules, code.plugins)
     if args.action == "show":

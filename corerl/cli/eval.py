@@ -37,10 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     from attrs import evolve
 
-    from corerl.cli.trial import beside
+    from corerl.cli.trial import beside, wrong_apart
     from corerl.config.load import load_config
     from corerl.imports import uncollected
-    from corerl.plan.names import wrong_names
     from corerl.plan.user_code import code_of
 
     what = Path(args.what)
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     # retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
     # First: shows its errors without importing torch.
-    config = None if directory else load_config(what, given, more=wrong_names)
+    config = None if directory else load_config(what, given, more=wrong_apart)
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary

@@ -17,7 +17,9 @@ from corerl.algorithms.base import (
     Postprocess,
 )
 from corerl.algorithms.functions import users_estimate, users_postprocess
-from corerl.algorithms.registry import policy_loss
+from corerl.algorithms.registry import find_loss, policy_loss
+from corerl.config.functions import imported
+from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, Config, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
@@ -105,6 +107,20 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
         objectives=_objectives(config, algorithm),
         compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
     )
+
+
+def require_functions(config: Config, problems: Problems) -> None:
+    """Check that there are the user's functions that `[algorithm]` names, whatever the algorithm is."""
+    if config.run.mode == "eval":
+        return
+    own = config.algorithm
+    if own.loss:
+        with problems.stage("algorithm.loss", path="algorithm.loss"):
+            find_loss(own.loss)
+    for name, function in (("algorithm.advantages", own.advantages), ("algorithm.postprocess", own.postprocess)):
+        if function:
+            with problems.stage(name):
+                imported(function, setting=name)
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -17,13 +17,13 @@ ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may ha
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
-    checks = (_mode, _source, _model, _tokenizer, _batch, _algorithm, _cluster, _extensions, _files)
+    checks = (_mode, _source, _model, _tokenizer, _batch, _algorithm, _cluster, _extensions, missing_directories)
     return [line for check in checks for line in check(config)]
 
 
 def contradictions_of_a_group(config: Config) -> list[str]:
     """Those that concern the ranks of a role alone."""
-    return [line for check in (_model, _algorithm, _cluster, _files) for line in check(config)]
+    return [line for check in (_model, _algorithm, _cluster, missing_directories) for line in check(config)]
 
 
 def _mode(config: Config) -> Iterator[str]:
@@ -266,7 +266,8 @@ def _extensions(config: Config) -> Iterator[str]:
             yield f"extensions: {name!r} is listed {count} times; keep one"
 
 
-def _files(config: Config) -> Iterator[str]:
+def missing_directories(config: Config) -> Iterator[str]:
+    """A line for each directory that is to be there and is not."""
     own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
     for table, model in {"model": config.model, **own}.items():
         if model.path and not os.path.isdir(model.path):

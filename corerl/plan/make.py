@@ -14,7 +14,13 @@ from corerl.config.functions import imported
 from corerl.config.load import recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
-from corerl.plan.algorithm import AlgorithmPlan, check_algorithm, plan_algorithm, told_sampling
+from corerl.plan.algorithm import (
+    AlgorithmPlan,
+    check_algorithm,
+    plan_algorithm,
+    require_functions,
+    told_sampling,
+)
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions
 from corerl.plan.devices import against_taking_turns, device_memory, has_bfloat16, resolve_device
@@ -108,7 +114,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             problems.add(line)
     config = load_plugins(config, problems)
     algorithm: AlgorithmPlan | None = None
-    if problems.none_in("plugins"):
+    require_functions(config, problems)
+    if problems.none_in("plugins.algorithms"):
         own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
         with problems.stage("algorithm.loss", path="algorithm.loss" if own else "algorithm.name"):
             algorithm = plan_algorithm(config)
@@ -128,8 +135,9 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         algorithm=algorithm,
     )
     processes: ProcessPlan | None = None
-    if problems.none_in("plugins", "cluster.device"):
-        config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
+    if problems.none_in("cluster.device", "algorithm's spec"):  # which says what the roles are
+        if problems.none_in("plugins.backends"):
+            config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
         processes = planned(config, problems)
     problems.raise_all()
 

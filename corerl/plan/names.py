@@ -1,18 +1,22 @@
-"""Check the names of plugins and rewards in a config, without importing what they name."""
+"""Check what a config names, each by itself: plugins with their tables, rewards, functions, files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from corerl.config.functions import imported
 from corerl.config.schema import Config
-from corerl.errors import ConfigError, PluginError
-from corerl.plan.resolve import selected
-from corerl.plugin.registry import locate
+from corerl.errors import ConfigError, PluginConflict, PluginError, PluginNotFound
+from corerl.plan.check import missing_directories
+from corerl.plan.resolve import resolved_tables, selected
+from corerl.plan.user_code import functions_of, require_no_code_of_a_model
+from corerl.plugin.registry import load, locate
 from corerl.rollout.rewards.lookup import require_known
 
 
 def wrong_names(config: Config) -> Iterator[str]:
-    """A line for each name of a plugin or reward that names nothing; names that are empty are left out."""
+    """A line for each name of a plugin, reward or directory that names nothing; names that are empty are left out.
+    Nothing is imported."""
     for each in selected(config):
         if each.name:
             try:
@@ -26,3 +30,28 @@ def wrong_names(config: Config) -> Iterator[str]:
                 require_known(name, table=table)
             except ConfigError as error:
                 yield error.message
+    yield from missing_directories(config)
+
+
+def wrong_apart(config: Config) -> Iterator[str]:
+    """`wrong_names`, and a line for each plugin that cannot be loaded, each option that does not fit its plugin, and
+    each function that cannot be imported: all that is wrong whatever the rest of the config says."""
+    yield from wrong_names(config)
+    try:
+        require_no_code_of_a_model(config)
+    except ConfigError as error:
+        yield error.message
+        return
+    for each in selected(config):
+        try:
+            load(each.kind, each.name)
+        except PluginError as error:
+            if not isinstance(error, (PluginNotFound, PluginConflict)):  # which `wrong_names` tells
+                yield f"{each.path}: {error.message}"
+    for _, line in resolved_tables(config)[1]:
+        yield line
+    for setting, name in functions_of(config).items():
+        try:
+            imported(name, setting=setting)
+        except ConfigError as error:
+            yield error.message

@@ -72,31 +72,38 @@ def plan_processes(
 ) -> ProcessPlan | None:
     """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
     models on meta, `layouts` the ways through them, `context_length` the most tokens of a sample (0: unlimited),
-    `algorithm` says how each role is trained. None if there is any problem, new or found before."""
+    `algorithm` says how each role is trained. None if there is any problem, new or found before; what builds on a
+    plugin that is missing, or on options that do not fit it, is not checked then."""
     from corerl.models.build import stored_buffers  # slow to import: takes seconds
 
     fields = {role: hf.to_dict() for role, hf in models.items()}
     clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
-    engine = load(Kind.ENGINES, config.rollout.engine)
+    fit = {kind: problems.none_in(f"plugins.{kind.value}") for kind in Kind}
     engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
     own_devices = list(config.own_devices)
     widths: dict[str, int] = {}
     transport: str = config.weights.transport
     sending: tuple[int, ...] = ()
-    with problems.stage("weights.transport"):
-        if config.run.samples:
-            groups[ENGINES] = config.rollout.replicas
-            widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
-            own_devices += [ENGINES] if config.cluster.placement == "disaggregated" else []
-        transport, sending = transport_of(config, arrange(groups, own_devices=own_devices, widths=widths), device)
-    with problems.stage("engines"):
-        check_spec(engine, config.engines[engine.name], engines, config=config)
-        require_form(config, engine, engines)
-    check_extensions(config, clusters[ACTOR], problems)
+    engine = load(Kind.ENGINES, config.rollout.engine) if fit[Kind.ENGINES] else None
+    if engine is not None and fit[Kind.BACKENDS]:
+        with problems.stage("weights.transport"):
+            if config.run.samples:
+                groups[ENGINES] = config.rollout.replicas
+                widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
+                own_devices += [ENGINES] if config.cluster.placement == "disaggregated" else []
+            transport, sending = transport_of(config, arrange(groups, own_devices=own_devices, widths=widths), device)
+    if engine is not None:
+        with problems.stage("engines"):
+            check_spec(engine, config.engines[engine.name], engines, config=config)
+            require_form(config, engine, engines)
+    if fit[Kind.EXTENSIONS]:
+        check_extensions(config, clusters[ACTOR], problems)
     chosen = evolve(config, weights=evolve(config.weights, transport=transport))
+    if not fit[Kind.EXTENSIONS]:
+        chosen = evolve(chosen, extensions=())  # none is known to be there
     plans: dict[str, RolePlan] = {}
-    for role in config.chosen_roles:
+    for role in config.chosen_roles if fit[Kind.BACKENDS] else ():
         with problems.stage(f"roles.{role}", path=f"roles.{role}"):
             plans[role] = plan_role(
                 role,
@@ -112,7 +119,7 @@ def plan_processes(
             )
             if not is_frozen(config, role) and (line := uneven(role, config, data_parallel=plans[role].data_parallel)):
                 problems.add(line)
-    if problems or algorithm is None:
+    if problems or algorithm is None or engine is None:
         return None
     common = process_environment(cluster=config.cluster, device=device, transport=transport)
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)

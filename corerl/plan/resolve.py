@@ -140,45 +140,50 @@ def resolve_tables(config: Config) -> Config:
     Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
     in a table.
     """
-    lines: list[str] = []
+    for each in selected(config):
+        load(each.kind, each.name)
+    resolved, wrong = resolved_tables(config)
+    if wrong:
+        raise ConfigError("\n".join(line for _, line in wrong))
+    return resolved
+
+
+def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str]]]:
+    """As `resolve_tables`, with the lines of problems, each with the kind of the selected plugin whose options it is
+    about, or None. What does not fit stays as it is, as do options of plugins that cannot be loaded."""
+    wrong: list[tuple[Kind | None, str]] = []
     tables: dict[Kind, dict[str, Any]] = {kind: dict(getattr(config, kind.value)) for kind in TABLES}
     for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
-        loaded = load(kind, name)
-        table = tables[kind].get(loaded.name, {})
-        tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
+        if (loaded := _found(kind, name)) is not None:
+            table = tables[kind].get(loaded.name, {})
+            tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), kind=kind, wrong=wrong)
+
+    def own(options: Any, kind: Kind, name: str, path: str) -> Any:
+        loaded = _found(kind, name)
+        return options if loaded is None else _options(options, loaded, path=path, kind=kind, wrong=wrong)
+
     extensions = tuple(
-        evolve(
-            choice,
-            options=_options(
-                choice.options, load(Kind.EXTENSIONS, choice.name), path=f"extensions[{index}].options", lines=lines
-            ),
-        )
-        for index, choice in enumerate(config.extensions)
+        evolve(each, options=own(each.options, Kind.EXTENSIONS, each.name, f"extensions[{index}].options"))
+        for index, each in enumerate(config.extensions)
     )
     roles: dict[str, Any] = {
         role: evolve(
             choice,
-            options=_options(
-                choice.options,
-                load(Kind.BACKENDS, backend_name(config, role)),
-                path=f"roles.{role}.options",
-                lines=lines,
-            ),
+            options=own(choice.options, Kind.BACKENDS, backend_name(config, role), f"roles.{role}.options"),
         )
         for role, choice in config.chosen_roles.items()
         if choice.options is not None
     }
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded):
-            _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
+            _options(tables[kind][name], plugin, path=_table(kind, name), kind=None, wrong=wrong)
         elif not plugin and (meant := _meant(config, kind, name)):
-            lines.append(
+            line = (
                 f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? "
                 "Otherwise install it or remove the table"
             )
-    if lines:
-        raise ConfigError("\n".join(lines))
-    return evolve(
+            wrong.append((None, line))
+    resolved = evolve(
         config,
         backends=tables[Kind.BACKENDS],
         engines=tables[Kind.ENGINES],
@@ -186,21 +191,23 @@ def resolve_tables(config: Config) -> Config:
         roles=evolve(config.roles, **roles),
         extensions=extensions,
     )
+    return resolved, wrong
 
 
 def load_plugins(config: Config, problems: Problems) -> Config:
     """The same config as `resolve_tables` returns, if all plugins are found and their tables are valid. What is wrong
-    goes to `problems`, and so does what CoreRL and the plugins require of other packages and is not met, also by a
-    plugin that cannot be loaded."""
+    goes to `problems`, under "plugins" and a kind's value if it is about a selected plugin of this kind, and so does
+    what CoreRL and the plugins require of other packages and is not met, also by a plugin that cannot be loaded."""
     with problems.stage("versions"):
         require_met(distributions_of(config))
     for each in selected(config):
-        with problems.stage("plugins", path=each.path):
+        with problems.stage(f"plugins.{each.kind.value}", path=each.path):
             load(each.kind, each.name)
-    if problems.none_in("plugins"):
-        with problems.stage("plugins"):
-            return resolve_tables(config)
-    return config
+    resolved, wrong = resolved_tables(config)
+    for kind, line in wrong:
+        with problems.stage(f"plugins.{kind.value if kind else 'others'}"):
+            raise ConfigError(line)
+    return resolved
 
 
 def ignored_tables(config: Config) -> list[str]:
@@ -283,15 +290,23 @@ def _meant(config: Config, kind: Kind, name: str) -> str:
     return nearest(name, [*chosen, *installed_names(kind)])
 
 
-def _options(table: Any, loaded: Loaded, *, path: str, lines: list[str]) -> Any:
-    """`table` as the plugin's config class; if it does not fit, append the problems to `lines` and return it as is."""
+def _found(kind: Kind, name: str) -> Loaded | None:
+    """The plugin; None if it cannot be loaded, which is told where that is asked for."""
+    with contextlib.suppress(PluginError):
+        return load(kind, name)
+    return None
+
+
+def _options(table: Any, loaded: Loaded, *, path: str, kind: Kind | None, wrong: list[tuple[Kind | None, str]]) -> Any:
+    """`table` as the plugin's config class; if it does not fit, append the problems to `wrong`, each with `kind`, and
+    return it as is."""
     cls = loaded.spec.config
     if isinstance(table, cls):
         return table
     try:
         return structure(table, cls, path=path)
     except ConfigError as error:
-        lines += error.message.splitlines()
+        wrong += [(kind, line) for line in error.message.splitlines()]
         return table
 
 

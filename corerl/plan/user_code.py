@@ -31,16 +31,29 @@ def code_of(config: Config) -> UserCode:
     CoreRL and the plugins require: then the imports that a command does next may raise anything."""
     require_no_code_of_a_model(config)
     require_met(distributions_of(config))
-    rewards = (config.reward.name, *(each.name for each in config.reward.functions))
-    names = (*rewards, config.rollout.function, config.rollout.postprocess, config.cluster.scaler)
-    names += (config.algorithm.loss, config.algorithm.advantages, config.algorithm.postprocess)
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.
     plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
     return UserCode(
-        modules=tuple(name.partition(":")[0] for name in names if ":" in name),
+        modules=tuple(name.partition(":")[0] for name in functions_of(config).values()),
         plugins=tuple(dict.fromkeys(plugins)),
     )
+
+
+def functions_of(config: Config) -> dict[str, str]:
+    """The user's functions that a config names as 'module:function', by the settings that do."""
+    rewards = {f"reward.functions[{place}].name": each.name for place, each in enumerate(config.reward.functions)}
+    algorithm = config.algorithm
+    names = {
+        **(rewards or {"reward.name": config.reward.name}),
+        "rollout.function": config.rollout.function,
+        "rollout.postprocess": config.rollout.postprocess,
+        "cluster.scaler": config.cluster.scaler,
+        "algorithm.loss": algorithm.loss,
+        "algorithm.advantages": algorithm.advantages,
+        "algorithm.postprocess": algorithm.postprocess,
+    }
+    return {setting: name for setting, name in names.items() if ":" in name}
 
 
 def require_no_code_of_a_model(config: Config) -> None:

@@ -90,6 +90,26 @@ def test_wrong_names_are_told_beside_keys_and_values_that_cannot_be_read(
     assert capsys.readouterr() == ("", checked)
 
 
+def test_options_of_plugins_and_functions_are_told_beside_keys_that_cannot_be_read(
+    sound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["run.stepps=3", "backends.plain.no_such_option=1", "engines.fake.no_such_option=1", "model.path=no/model"]
+    functions = ["reward.name=sub/other.py:f", "cluster.scaler=no_such_module:f"]
+    assert main(["config", "check", sound, *wrong, *functions]) == 2
+    out, checked = capsys.readouterr()
+    lines = [line.removeprefix("corerl: error: ") for line in checked.splitlines()]
+    assert out == "" and [line.partition(": ")[0] for line in lines] == [
+        "run.stepps",
+        "model.path",
+        "backends.plain.no_such_option",
+        "engines.fake.no_such_option",
+        "reward.name",
+        "cluster.scaler",
+    ]
+    assert main(["train", sound, *wrong, *functions]) == 2
+    assert capsys.readouterr() == ("", checked)
+
+
 def test_check_reports_contradictions_and_plugin_tables_together(
     sound: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,17 @@ def test_an_import_that_ends_its_process_is_one_line(
 
 
 @pytest.mark.processes
+def test_an_import_that_ends_its_process_is_a_line_beside_keys_that_cannot_be_read(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "cluster.scaler=exits_mod:f"]
+    assert main(["config", "check", here, *wrong]) == 2
+    lines = [line.removeprefix("corerl: error: ") for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(": ")[0] for line in lines[:2]] == ["run.stepps", "model.path"]
+    assert lines[2:] == ["importing leaves_mod ended its process with status 0; fix leaves_mod"]
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("module", "said"),
     [("exits_mod", "SystemExit: 0"), ("odd_mod", "Odd: no"), ("absent_mod", "ModuleNotFoundError: ")],

@@ -95,6 +95,24 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
     ]
 
 
+def test_what_does_not_build_on_a_plugin_that_is_missing_is_checked_all_the_same(tmp_path: Path) -> None:
+    actor = {"roles": {"actor": {"ranks": 2}}}  # the plain backend is one process
+    functions = {"name": "grpo", "loss": "cliped", "advantages": "no_such_module:f", "postprocess": "nor_this:f"}
+    for wrong in ({"extensions": [{"name": "jsnol"}]}, {"rollout": {"engine": "fakee"}}):
+        given = {"backends": {"other": {}}, **actor, "algorithm": functions, "engines": {"transformers": {"no": 1}}}
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config_in(tmp_path, **{**given, **wrong}))
+        place = "extensions[0].name" if "extensions" in wrong else "rollout.engine"
+        assert {line.partition(": ")[0].partition(" = ")[0] for line in caught.value.message.splitlines()} == {
+            place,
+            "engines.transformers.no",
+            "roles.actor.ranks",
+            "algorithm.loss",
+            "algorithm.advantages",
+            "algorithm.postprocess",
+        }
+
+
 def test_an_unknown_transport_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     config = evolve(config_in(tmp_path), weights=WeightsConfig(transport="colective"))
     with pytest.raises(ConfigError, match=r"'colective'; known: collective, .*, ipc; did you mean 'collective'?"):

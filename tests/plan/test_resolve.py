@@ -27,6 +27,7 @@ from corerl.plan.resolve import (
     check_spec,
     ignored_tables,
     resolve_tables,
+    resolved_tables,
     role_options,
     selected,
 )
@@ -142,6 +143,23 @@ def test_every_table_that_does_not_fit_is_reported_selected_or_not() -> None:
         "backends.other.shards",
     ]
     assert lines[0] == "backends.mine.shard: unknown key; did you mean 'shards'?"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_tables_are_checked_although_another_plugin_is_missing() -> None:
+    given = config(
+        backend=BackendChoice(name="mien"),
+        backends={"mine": {"shard": 2}},
+        engines={"quick": {"no": 1}},
+        extensions=(ExtensionChoice(name="wrpa", options={"evry": 5}), ExtensionChoice(name="wrap", options={"no": 5})),
+    )
+    resolved, wrong = resolved_tables(given)
+    assert [(kind, line.partition(":")[0]) for kind, line in wrong] == [
+        (Kind.ENGINES, "engines.quick.no"),
+        (Kind.EXTENSIONS, "extensions[1].options.no"),
+        (None, "backends.mine.shard"),
+    ]
+    assert resolved.extensions == given.extensions and resolved.engines == given.engines
 
 
 @pytest.mark.usefixtures("plugins")
