@@ -13,13 +13,14 @@ from corerl.data.mixture import MixedPrompts
 from corerl.data.prompts import PromptSource, SortDigits
 from corerl.data.reports import NO_REPORTS, Reports
 from corerl.data.rows import RowPrompts, open_rows
-from corerl.errors import ConfigError
-from corerl.messages import did_you_mean
+from corerl.errors import ConfigError, DataError
+from corerl.messages import did_you_mean, did_you_mean_path
 
 if TYPE_CHECKING:
     from corerl.config.schema import DataConfig
 
 PARTS = "reward"  # under eval/, where each source has a place too
+FILES = (".jsonl", ".parquet")
 GENERATED = {"sort-digits": SortDigits}
 KNOWN = (
     f"{', '.join(GENERATED)}, or the path of a .jsonl or .parquet file, a directory of .parquet files, or a data set "
@@ -42,6 +43,23 @@ def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) 
     if named and read and not any(each.has(data.tools_key) for each in read):
         read[0].require(data.tools_key, setting="data.tools_key")
     return source
+
+
+def require_source(source: str, *, setting: str = "data.source") -> None:
+    """Raise ConfigError if a source is neither generated nor a path, DataError if it is none that can be read; nothing
+    of it is read."""
+    if source in GENERATED:
+        return
+    if not source or (not os.path.exists(source) and Path(source).suffix not in FILES):
+        near = did_you_mean(source, GENERATED) or did_you_mean_path(source)
+        raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{near}")
+    try:
+        os.stat(source)
+    except OSError as error:
+        raise DataError(
+            f"{setting}: cannot read {source}: {error.strerror}; expected a .jsonl or .parquet file, a directory of "
+            f".parquet files, or a data set saved by `save_to_disk`{did_you_mean_path(source)}"
+        ) from error
 
 
 def _require_chat(source: PromptSource, setting: str, system: str | None) -> None:
@@ -106,9 +124,8 @@ def _rows(
     """The prompts as the source has them."""
     if source in GENERATED:
         return GENERATED[source](held_out=data.held_out, seed=seed)
+    require_source(source, setting=setting)
     path = Path(source)
-    if not source or (not os.path.exists(path) and path.suffix not in (".jsonl", ".parquet")):
-        raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{did_you_mean(source, GENERATED)}")
     answer_key = answer_key or data.answer_key
     rows = RowPrompts(
         open_rows(path, reports),

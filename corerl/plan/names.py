@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from corerl.config.functions import imported
 from corerl.config.schema import Config
-from corerl.errors import ConfigError, PluginConflict, PluginError, PluginNotFound
+from corerl.data.load import require_source
+from corerl.errors import ConfigError, PluginConflict, PluginError, PluginNotFound, UserError
 from corerl.plan.check import missing_directories
 from corerl.plan.resolve import resolved_tables, selected
 from corerl.plan.user_code import functions_of, require_no_code_of_a_model
@@ -15,8 +16,8 @@ from corerl.rollout.rewards.lookup import require_known
 
 
 def wrong_names(config: Config) -> Iterator[str]:
-    """A line for each name of a plugin, reward or directory that names nothing; names that are empty are left out.
-    Nothing is imported."""
+    """A line for each name of a plugin, reward, directory or source of prompts that names nothing; names that are empty
+    are left out. Nothing is imported."""
     for each in selected(config):
         if each.name:
             try:
@@ -31,6 +32,13 @@ def wrong_names(config: Config) -> Iterator[str]:
             except ConfigError as error:
                 yield error.message
     yield from missing_directories(config)
+    sources = [("data.sources", each.source) for each in config.data.sources] or [("data.source", config.data.source)]
+    for setting, source in sources:
+        if source:
+            try:
+                require_source(source, setting=setting)
+            except UserError as error:
+                yield error.message
 
 
 def wrong_apart(config: Config) -> Iterator[str]:

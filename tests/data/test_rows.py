@@ -100,7 +100,7 @@ def test_a_line_that_is_not_utf8_is_named_with_its_number(tmp_path: Path) -> Non
 
 
 def test_a_missing_an_empty_and_an_unknown_source_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot read .*none.jsonl: No such file or directory"):
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file or directory; expected .*`$"):
         load(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="p.jsonl is empty"):
         load(write(tmp_path / "p.jsonl", "", ""))

@@ -49,6 +49,7 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
         {
             "backend": {"name": "names_spec:SPEC"},
             "model": {"path": "no/model"},
+            "data": {"sources": [{"source": "sort-digits"}, {"source": "name_functions.py"}, {"source": "no.jsonl"}]},
             "roles": {"actor": {"backend": "plain", "options": {"no_such_option": 1}}},
             "backends": {"plain": {"nor_this": 1}},
             "rollout": {"engine": "fke", "function": "no_such_module:f", "postprocess": "names_functions:there"},
@@ -60,10 +61,14 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
         }
     )
     lines = list(wrong_apart(config))
-    assert lines[2].endswith("cannot be loaded from names_spec:SPEC: RuntimeError: no such library")
+    assert lines[2].endswith("did you mean 'names_functions.py'?")
+    assert lines[3].startswith("data.sources: cannot read no.jsonl: No such file or directory; expected a ")
+    assert lines[4].endswith("cannot be loaded from names_spec:SPEC: RuntimeError: no such library")
     assert [line.partition(": ")[0] for line in lines] == [
         "rollout.engine",
         "model.path",
+        "data.sources",
+        "data.sources",
         "backend.name",
         "backends.plain.nor_this",
         "extensions[0].options.sampels",
