@@ -3,6 +3,7 @@
     CorerlError                     a failure of the run                    exit status 1
       HookFailed                      a backend's hook raised, on one rank
       WorkerDied                      a worker or engine process is gone
+      NoPlaces                        there is no place for the processes of a machine that is gone
       ContractError                   a plugin violated the hook contract
       WrongState                      a verb was called in a state that does not allow it
         NotResident                     memory that the verb needs is asleep
@@ -55,6 +56,16 @@ class HookFailed(CorerlError):
 
 class WorkerDied(CorerlError):
     """A process ended without answering."""
+
+
+class NoPlaces(CorerlError):
+    """Processes of a machine that is gone have no other places; the message says why."""
+
+    def told_with(self, death: CorerlError) -> WorkerDied:
+        """The error of the process whose death led to that."""
+        died = WorkerDied(f"{death.message}; a machine is gone, and its processes have no other places: {self.message}")
+        died.details = death.details
+        return died
 
 
 class ContractError(CorerlError):

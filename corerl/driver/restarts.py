@@ -19,8 +19,8 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.sizes import Sizes
 from corerl.driver.stop import StopRequest
-from corerl.driver.updates import NoPlaces, WeightUpdates
-from corerl.errors import CorerlError, WorkerDied
+from corerl.driver.updates import WeightUpdates
+from corerl.errors import CorerlError, NoPlaces, WorkerDied
 from corerl.plan.start import Start
 from corerl.plugin.spec import ACTOR
 

@@ -16,9 +16,9 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.scaling import Devices
-from corerl.driver.updates import NoPlaces, WeightUpdates
+from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
+from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.messages import one_line
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan

@@ -14,7 +14,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
@@ -25,16 +25,6 @@ from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
 ANSWER_SECONDS = 60.0  # for an engine to answer after the senders are done
-
-
-class NoPlaces(CorerlError):
-    """Processes of a machine that is gone have no other places; the message says why."""
-
-    def told_with(self, death: CorerlError) -> WorkerDied:
-        """The error of the process whose death led to that."""
-        died = WorkerDied(f"{death.message}; a machine is gone, and its processes have no other places: {self.message}")
-        died.details = death.details
-        return died
 
 
 @frozen(kw_only=True)

@@ -16,8 +16,7 @@ from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.cluster.placement import Bundle, Slot
 from corerl.driver.restarts import Point, Restarts
-from corerl.driver.updates import NoPlaces
-from corerl.errors import DataError, SaveFailed, WorkerDied
+from corerl.errors import DataError, NoPlaces, SaveFailed, WorkerDied
 from corerl.types import InitResult, ParallelLayout
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told

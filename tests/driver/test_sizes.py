@@ -17,8 +17,8 @@ from corerl.cluster.arrangement import Placement
 from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.driver.scaling import Devices
 from corerl.driver.sizes import Sizes
-from corerl.driver.updates import NoPlaces, WeightUpdates
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
+from corerl.driver.updates import WeightUpdates
+from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ProcessPlan

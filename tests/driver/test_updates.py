@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from corerl.calls import Future
-from corerl.driver.updates import NoPlaces, WeightUpdates
+from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
-from corerl.errors import WeightUpdateError, WorkerDied
+from corerl.errors import NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
