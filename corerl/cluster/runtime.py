@@ -88,8 +88,8 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
         if forward:
             time.sleep(FORWARD_SECONDS)
         # Nobody looks on any more: nothing here is at the object store, for which Ray would end this process, so that it
-        # gets through although raylet is killed, whether before this or in it (tried in Ray 2.60). And as raylet ends
-        # here in any case, it would be blamed where this process is killed.
+        # ends well although raylet is killed, before this or in it (tried in Ray 2.60). And as raylet ends here anyway,
+        # it would be blamed where this process is killed.
         ray.shutdown()
 
 
