@@ -87,9 +87,9 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
     finally:
         if forward:
             time.sleep(FORWARD_SECONDS)
-        # Nobody looks on any more: nothing here is at the object store, for which Ray would end this process, so that it
-        # ends well although raylet is killed, before this or in it (tried in Ray 2.60). And as raylet ends here anyway,
-        # it would be blamed where this process is killed.
+        # Nobody looks on any more: nothing here is at the object store, for which Ray would end this process, so that
+        # it ends well although raylet is killed, before this or in it (tried in Ray 2.60). And as raylet ends here in
+        # any case, it would be blamed where this process is killed.
         ray.shutdown()
 
 
