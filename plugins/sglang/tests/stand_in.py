@@ -384,6 +384,10 @@ class Server:
 
     def abort(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.log.append("abort")
+        if self.misbehave.get("aborts") == "unanswered":
+            threading.Event().wait()
+        if self.misbehave.get("aborts") == "ignored":
+            return 200, ""
         self.interrupted = True
         self.aborted.set()
         return 200, ""

@@ -69,10 +69,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         stand_in: Mapping[str, Any] = {},
         context_length: int = 0,
         lora: LoraConfig | None = None,
+        server: Mapping[str, Any] = {},
         **more: Any,
     ) -> Any:
         options = SglangConfig(
-            launcher=STAND_IN, tensor_parallel=ranks, requests=2, server={"stand_in": dict(stand_in)}, **more
+            launcher=STAND_IN, tensor_parallel=ranks, requests=2, server={"stand_in": dict(stand_in), **server}, **more
         )
         given = evolve(
             context(),
@@ -364,14 +365,14 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     late: list[Sample] = []
     aborted, post = threading.Event(), engine._server.post
 
-    def delayed(path: str, body: Mapping[str, Any]) -> bytes:
+    def delayed(path: str, body: Mapping[str, Any], **how: Any) -> bytes:
         if path == "/generate" and body["input_ids"][0] == [5]:
             aborted.wait()
             answer = post(path, body)
             late.extend(read_samples(answer))
             return answer
         try:
-            return post(path, body)
+            return post(path, body, **how)
         finally:
             if path == "/abort_request":
                 aborted.set()
@@ -487,6 +488,28 @@ def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> N
         await_holding(engine)
         engine.close()
         with pytest.raises(WorkerDied, match="engine-0: its server was killed by SIGKILL"):
+            call.result()
+
+
+@pytest.mark.parametrize(
+    ("aborts", "what"),
+    [
+        ("unanswered", r"did not respond for 1 s \(engines.sglang.health_timeout\) and was killed"),
+        ("ignored", "had not ended requests 1.5 s after they were aborted and was killed"),
+    ],
+)
+def test_a_server_that_answers_all_but_does_not_abort_keeps_no_pause_waiting(
+    start: Start, tmp_path: Path, aborts: str, what: str
+) -> None:
+    misbehaviour = {"held_at": 3, "aborts": aborts}
+    engine = start(TIED, stand_in=misbehaviour, health_timeout=1.0, server={"watchdog_timeout": 0.5})
+    received, _ = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
+    assert received.error == ""
+    with ThreadPoolExecutor(1) as others:
+        call = others.submit(engine.generate, REQUEST)
+        await_holding(engine)
+        engine.pause()
+        with pytest.raises(WorkerDied, match=f"engine-0: its server {what}"):
             call.result()
 
 

@@ -6,7 +6,8 @@ import base64
 import contextlib
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -46,6 +47,7 @@ WEIGHTS = "weights"
 CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
 IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
 ABORT_SECONDS = 0.1  # between two attempts to abort what is being generated
+WATCHDOG_SECONDS = 300.0  # for a forward pass, after which SGLang ends itself: its default of `watchdog_timeout`
 # What SGLang (0.5.17) refuses a request with, all of its rows, if it is aborted before the scheduler has them: with
 # adapters, for instance, while they are looked up.
 ABORTED = "was aborted"
@@ -136,9 +138,10 @@ class SglangEngine(Engine):
                     first = self._first(failures[0])
                     # All requests, also of other calls, whose samples are lost too; and again, since some may still be
                     # on their way to the server.
-                    self._abort()
+                    abort = self._aborting()
+                    abort()
                     while wait(futures, timeout=ABORT_SECONDS).not_done:
-                        self._abort()
+                        abort()
             if failures:
                 raise first
             with self._failing:
@@ -189,14 +192,25 @@ class SglangEngine(Engine):
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
-    def _abort(self) -> None:
-        if self._adapters is not None:
-            self._adapters.interrupted()
-        with contextlib.suppress(CorerlError):  # the earlier error takes precedence
-            self._server.post("/abort_request", {"rid": "", "abort_all": True})
+    def _aborting(self) -> Callable[[], None]:
+        """A function to call until nothing is being generated: it aborts all requests, and ends a server that has not
+        ended them in time, such as one that has lost a request."""
+        # The forward pass that a request is in may take as long as SGLang lets it.
+        limit = (self._options.server.get("watchdog_timeout") or WATCHDOG_SECONDS) + self._options.health_timeout
+        until = time.monotonic() + limit
+
+        def abort() -> None:
+            if self._adapters is not None:
+                self._adapters.interrupted()
+            if time.monotonic() > until and self._server.alive:
+                self._server.give_up(f"had not ended requests {limit:g} s after they were aborted and was killed")
+            with contextlib.suppress(CorerlError):  # the earlier error takes precedence
+                self._server.post("/abort_request", {"rid": "", "abort_all": True}, at_once=True)
+
+        return abort
 
     def pause(self) -> None:
-        self._serving.pause(self._abort)
+        self._serving.pause(self._aborting())
 
     def resume(self) -> None:
         self._serving.resume()

@@ -125,11 +125,16 @@ class Server:
     def get(self, path: str) -> Any:
         return json.loads(self._answer("GET", path, None))
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, at_once: bool = False) -> bytes:
         """Post a request; returns the answer. Raises WorkerDied if the server is or becomes dead, Refused if it answers
         so, EngineFailed if it hangs up but still runs. An answer may take any time, but a server that meanwhile does
-        not even answer pings is ended, and counts as dead."""
-        return self._answer("POST", path, body or {})
+        not even answer pings is ended, and counts as dead; as does one that does not give an answer that it has
+        `at_once`, since its HTTP process asks nobody else."""
+        return self._answer("POST", path, body or {}, at_once=at_once)
+
+    def give_up(self, why: str) -> None:
+        """End a server that still runs, and counts as dead then: it `why`."""
+        self._end(why)
 
     def stop(self) -> None:
         """End the server and all its children, and remove its directory; idempotent."""
@@ -154,10 +159,10 @@ class Server:
             shutil.rmtree(self.directory, ignore_errors=True)  # its own watcher died with it
             return self._died_of
 
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, *, at_once: bool = False) -> bytes:
         self.require_alive(path)
         try:
-            status, answer = self._ask(method, path, body, timeout=self._health_timeout, watched=True)
+            status, answer = self._ask(method, path, body, timeout=self._health_timeout, watched=not at_once)
         except TimeoutError as silent:
             if self.alive:
                 limit = f"{self._health_timeout:g} s (engines.sglang.health_timeout)"
