@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from corerl.errors import ConfigError
 from corerl_sglang.arguments import plain_allocator
+from corerl_sglang.config import INSTALL, LAUNCHER
 from corerl_sglang.server import Server
 
 if TYPE_CHECKING:
@@ -17,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def begin(options: SglangConfig, context: EngineContext) -> Server:
-    """Start the server of an engine, which `Server.configure` then gives its arguments."""
+    """Start the server of an engine, which `Server.configure` then gives its arguments. Raises ConfigError where SGLang
+    is not installed."""
+    if options.launcher == LAUNCHER and find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.engine: 'sglang' starts SGLang's server, but SGLang is not installed with this Python "
+            f"({sys.executable}); run {INSTALL} on a machine with a GPU, or choose rollout.engine='transformers'"
+        )
     directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))  # not writable by others: ranks unpickle what is in it
     try:
         return Server(

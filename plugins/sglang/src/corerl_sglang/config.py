@@ -12,6 +12,8 @@ from corerl.config import above, at_least, between, option
 # Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has
 # prompts, where each is to be answered by itself, since what finds no free call is not decoded meanwhile.
 CALLS = 128
+LAUNCHER = "corerl_sglang.launch"
+INSTALL = "python -m pip install 'corerl[sglang]'"
 ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
 
 
@@ -63,7 +65,7 @@ class SglangConfig:
     launcher: str = option(
         "module that starts the server, run with -m; your own may register a model before it calls "
         "corerl_sglang.launch.main",
-        default="corerl_sglang.launch",
+        default=LAUNCHER,
     )
     server: Mapping[str, Any] = option(
         "further arguments of SGLang's server, by the names of its ServerArgs: {chunked_prefill_size = 8192}; those "

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from corerl.plugin import Finding, Level, check_library
+from corerl_sglang.config import INSTALL
 
 OLDEST, END = (0, 5, 15), (0, 6)  # SGLang versions, as in pyproject.toml
-MEND = "python -m pip install 'corerl[sglang]'"
 
 
 def probe() -> Iterator[Finding]:
@@ -20,7 +20,7 @@ def probe() -> Iterator[Finding]:
         oldest=OLDEST,
         end=END,
         why="it relies on how those versions answer requests and load weights",
-        mend=MEND,
+        mend=INSTALL,
         plugin="engine",
     )
     yield found

@@ -1,0 +1,25 @@
+"""What is said before a server is started."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import ConfigError
+from corerl_sglang import begin as module
+from corerl_sglang.begin import begin
+from corerl_sglang.config import SglangConfig
+from tests.engines.models import context
+
+
+@pytest.mark.processes
+def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "find_spec", lambda name: {"sglang": None}[name])
+    with pytest.raises(ConfigError, match=r"^rollout.engine: 'sglang' .* run python -m pip install 'corerl\[sglang\]'"):
+        begin(SglangConfig(), context())
+    assert list(tmp_path.iterdir()) == []
+    own = begin(SglangConfig(launcher="plugins.sglang.tests.stand_in"), context())  # which may need no SGLang
+    own.stop()
