@@ -94,6 +94,15 @@ class EventLoop:
         self._loop.close()
 
 
+def in_coroutine() -> bool:
+    """Whether the caller is one, or is called by one: it must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()

@@ -187,6 +187,10 @@ def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list
     """[n] each text's tokens, without any that the tokenizer adds by itself."""
     if not texts:
         return []
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is not None and inner.truncation is None and inner.padding is None:
+        # What transformers itself asks; its own part takes five times as long for a short text.
+        return [each.ids for each in inner.encode_batch_fast(list(texts), add_special_tokens=False)]
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 

@@ -87,9 +87,12 @@ def _tokens(
     chats = {row: text for row, (prompt, text) in enumerate(written) if prompt.messages and isinstance(text, str)}
     texts = {row: prompt.text for row, (prompt, _) in enumerate(written) if not prompt.messages}
     # A chat template writes <bos> itself.
-    for encoder, rows in ((plain, chats), (begun, texts)):
-        for row, ids in zip(rows, encoder(tokenizer, list(rows.values())), strict=True):
-            encoded[row] = ids
+    found = [
+        plain(tokenizer, list(chats.values())),
+        TextEncoder(tokenizer).begun(list(texts.values())) if texts else [],
+    ]
+    for row, ids in zip([*chats, *texts], itertools.chain(*found), strict=True):
+        encoded[row] = ids
     return [_told(prompt, ids) for (prompt, _), ids in zip(written, encoded, strict=True)]
 
 
@@ -104,13 +107,57 @@ def _told(prompt: Prompt, ids: list[int] | Rejected) -> list[int] | DataError:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), of
-    which a text that begins with some of that gets only the rest. What it puts behind one ends it, and would leave
-    nothing to continue."""
-    encoded = plain(tokenizer, texts)
-    before = _put_before(tokenizer, texts[0]) if encoded else []
-    return [_begun(ids, before) for ids in encoded]
+class TextEncoder:
+    """Encodes texts that begin a row, and texts that follow others, with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._before = self._put_before(PROBES)
+        self._anchors = {
+            anchor: (ids, self._decoded(ids))
+            for anchor, ids in zip(ANCHORS, plain(tokenizer, ANCHORS), strict=True)
+            if ids
+        }
+
+    def begun(self, texts: Sequence[str]) -> list[list[int]]:
+        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), of
+        which a text that begins with some of that gets only the rest. What it puts behind one ends it, and would leave
+        nothing to continue."""
+        before = self._put_before(texts[:1]) if self._before is None else self._before
+        return [_begun(ids, before or []) for ids in plain(self._tokenizer, texts)]
+
+    def _put_before(self, texts: Sequence[str]) -> list[int] | None:
+        """The tokens that the tokenizer puts before a text, found with the first of these that it knows; None if it
+        knows none."""
+        for text in texts:
+            (inner,), whole = plain(self._tokenizer, [text]), self._tokenizer(text)["input_ids"]
+            places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
+            if places:
+                return list(whole[: places[0]])
+        return None
+
+    def behind(self, text: str) -> list[int]:
+        """The tokens of a text that follows another one, such that nothing stands between the two when they are
+        decoded.
+
+        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand
+        between. A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins
+        a row.
+        """
+        (ids,) = plain(self._tokenizer, [text])
+        for anchor, (before, said) in self._anchors.items():
+            told = self._decoded(before + ids)
+            if told == said + text:  # as most tokenizers have it
+                return ids
+            (whole,) = plain(self._tokenizer, [anchor + text])
+            if told == self._decoded(whole):
+                return ids
+            if whole[: len(before)] == before:  # else the two grew together where they meet
+                return whole[len(before) :]
+        return ids
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _begun(ids: list[int], before: list[int]) -> list[int]:
@@ -125,38 +172,6 @@ def _begun(ids: list[int], before: list[int]) -> list[int]:
     if all(token in places for token in own):
         return before + ids[len(own) :]
     return ids  # it has them in an order of its own
-
-
-def _put_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens that the tokenizer puts before a text. They are found with an ordinary one, or else with `text`."""
-    for probe in (*PROBES, text):
-        (inner,), whole = plain(tokenizer, [probe]), tokenizer(probe)["input_ids"]
-        places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
-        if places:
-            return list(whole[: places[0]])
-    return []
-
-
-def behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that follows another one, such that nothing stands between the two when they are decoded.
-
-    Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand between.
-    A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins a row.
-    """
-    for anchor in ANCHORS:
-        ids, before, whole = plain(tokenizer, [text, anchor, anchor + text])
-        wanted = _decoded(tokenizer, whole)
-        if not before:
-            continue
-        if _decoded(tokenizer, before + ids) == wanted:
-            return ids
-        if whole[: len(before)] == before:  # else the two grew together where they meet
-            return whole[len(before) :]
-    return ids
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------

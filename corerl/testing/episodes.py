@@ -29,7 +29,7 @@ from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.conversation import Refused
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
-from corerl.rollout.encoding import behind
+from corerl.rollout.encoding import TextEncoder
 from corerl.rollout.sampler import sampling_params
 
 END = "<|end|>"
@@ -55,14 +55,14 @@ class Scripted:
     @property
     def text(self) -> str:
         """What the reward gets where the function returns None: the last answer so far."""
-        return self.state.root.final.conversation.text
+        return next((row.text for row in self.state.rows if row.final), "")
 
     @property
     def rows(self) -> list[list[tuple[str, bool]]]:
         """What each row of the episode would be so far: its texts with special tokens, and whether they are trained
         on."""
         rows = []
-        for row in self.state.root.rows:
+        for row in self.state.rows:
             edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
             parts = zip(np.split(row.tokens, edges), np.split(row.loss_mask, edges), strict=True)
             rows.append([(str(self.tokenizer.decode(tokens)), bool(mask[0])) for tokens, mask in parts])
@@ -147,7 +147,7 @@ def _positions(model: ModelConfig | None) -> int:
 def _drawn(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
     """The text and an end token, as an engine would draw them for this request of one row."""
     ends = request.params.stop_tokens
-    tokens = [*behind(tokenizer, text), ends[0]]
+    tokens = [*TextEncoder(tokenizer).behind(text), ends[0]]
     tokens = tokens[: 1 + next(at for at, token in enumerate(tokens) if token in ends)]
     tokens = tokens[: Stops(tokenizer, request.params.stop).end(tokens)]
     left = int(request.left[0])

@@ -70,7 +70,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
     """The whole answer as clients get it."""
-    return episode._server.ask(episode.base_url, {"messages": messages, **parameters})
+    return episode._server.ask(episode.base_url, {"messages": messages, **parameters}).result()
 
 
 def talk(episode: Episode) -> list[Any]:

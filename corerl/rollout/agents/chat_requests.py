@@ -120,7 +120,7 @@ FIELDS: Mapping[str, Field] = {
 }
 
 
-def read_request(body: bytes, sampling: Mapping[str, float]) -> ChatRequest:
+def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatRequest:
     """`sampling`: the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused."""
     try:
         asked = parse_json(body)

@@ -59,8 +59,7 @@ class _Reply:
 
 
 class ChatServer:
-    """The server. Listens on localhost only, from construction until `close`. Any thread may call it, the loop's own
-    too, except for `ask`."""
+    """The server. Listens on localhost only, from construction until `close`. Any thread may call it."""
 
     def __init__(self, loop: EventLoop, *, temperature: float, top_p: float, top_k: int = 0) -> None:
         """Serves in `loop`, which must run until `close`. Requests may repeat the values of sampling and are refused
@@ -98,18 +97,14 @@ class ChatServer:
         """Refuse all further requests to this base URL."""
         del self._open[_name(base_url)]
 
-    def ask(self, base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Waits for the answer,
-        so raises RuntimeError in a coroutine."""
-        if _in_coroutine():
-            raise RuntimeError(
-                "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
-                "asyncio.to_thread(episode.chat, ...)`, or an async client"
-            )
+    def ask(self, base_url: str, body: Mapping[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
+        """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Whoever cancels the
+        future is a client that has gone."""
         # Through JSON, as a client's, so that what a function does to its messages changes nothing here.
-        sent = json.dumps(body).encode()
-        reply = self._loop.begin(self.reply(_name(base_url), sent)).result()
-        content: dict[str, Any] = json.loads(json.dumps(reply.content))
+        return self._loop.begin(self._answered(_name(base_url), json.dumps(body)))
+
+    async def _answered(self, name: str, body: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(json.dumps((await self.reply(name, body)).content))
         return content
 
     def close(self) -> None:
@@ -141,7 +136,7 @@ class ChatServer:
         why = _NOBODY if refusing is None else known
         return _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing)
 
-    async def reply(self, name: str, body: bytes) -> _Reply:
+    async def reply(self, name: str, body: str | bytes) -> _Reply:
         """Answer a POST to its chat path."""
         answering, refusing = self._open.get(name, (None, None))
         try:
@@ -161,14 +156,6 @@ class ChatServer:
 
 
 _NOBODY = "no running episode has this URL; send requests to an episode's base_url + '/chat/completions'"
-
-
-def _in_coroutine() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _refusal(refused: Refused, refusing: Refusing | None) -> _Reply:

@@ -15,8 +15,9 @@ from corerl.data.chat import read_message
 from corerl.engines.base import Generation, SamplingParams
 from corerl.engines.stops import Stops
 from corerl.messages import note, short_repr, shorten
+from corerl.models.tokenizer import plain
 from corerl.rollout.agents.tool_calls import CallFormat, as_told, meant
-from corerl.rollout.encoding import Rejected, begun, behind, plain, render, wrong_option
+from corerl.rollout.encoding import Rejected, TextEncoder, render, wrong_option
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -189,17 +190,18 @@ class Conversation:
 
     def row(self, *, shared: int = 0, truncated: bool = False, final: bool = True) -> Row:
         """The row that trains on all answers but the first `shared` ones."""
-        masks, logprobs, versions = [], [], []
-        for number, said in enumerate(self.said):
-            own, asked = number >= shared, np.zeros(len(said.asked))
-            masks += [asked, np.full(len(said.tokens), own)]
-            logprobs += [asked, said.logprobs if own else np.zeros(len(said.tokens))]
-            versions += [asked, said.versions if own else np.zeros(len(said.tokens))]
+        own = self.said[shared:]
+        lengths = [length for said in self.said for length in (len(said.asked), len(said.tokens))]
+        chosen = [sampled and number >= shared for number in range(len(self.said)) for sampled in (False, True)]
+        loss_mask = np.repeat(np.array(chosen, np.bool_), lengths)
+        logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
+        logprobs[loss_mask] = _joined([said.logprobs for said in own], np.float32)
+        versions[loss_mask] = _joined([said.versions for said in own], np.int64)
         return Row(
             tokens=self.tokens,
-            loss_mask=_joined(masks, np.bool_),
-            logprobs=_joined(logprobs, np.float32),
-            versions=_joined(versions, np.int64),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
             routed_experts=self.routed_experts,
             prompt_length=self.prompt_length,
             turns=len(self.said) - shared,
@@ -272,6 +274,8 @@ class Renderer:
         `unshown_tools`: tools that the chat template does not show to the model are noted, not refused."""
         self._special_tokens = special_tokens
         self._tokenizer = tokenizer
+        self._texts = TextEncoder(tokenizer)
+        self._stops = functools.cache(functools.partial(Stops, tokenizer))  # looks through the vocabulary
         self._calls = calls
         self._options = options or {}
         self._unshown_tools = unshown_tools
@@ -325,7 +329,7 @@ class Renderer:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
             text = "".join(message["content"] for message in messages[said:])
-            return behind(self._tokenizer, text) if said else begun(self._tokenizer, [text])[0]
+            return self._texts.behind(text) if said else self._texts.begun([text])[0]
         if not said:
             text = self._rendered(messages, tools, options)
             if tools and not self._shows_tools:
@@ -351,7 +355,7 @@ class Renderer:
                 f"chat_template_kwargs: got, with the run's own, {short_repr(options, SHOWN)}, but earlier messages "
                 f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now"
             )
-        tokens = behind(self._tokenizer, following)
+        tokens = self._texts.behind(following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
         return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
 
@@ -379,7 +383,7 @@ class Renderer:
     def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
         tool calls are parsed out of it; malformed ones stay text."""
-        stops = Stops(self._tokenizer, params.stop)
+        stops = self._stops(params.stop)
         ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
         ended = ended or stops.end(said) is not None
@@ -417,4 +421,4 @@ def _as_is(value: Any) -> Any:
 
 
 def _joined(parts: Sequence[Array], dtype: type) -> Any:
-    return np.concatenate([np.zeros(0, dtype), *(part.astype(dtype) for part in parts)])
+    return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="unsafe")

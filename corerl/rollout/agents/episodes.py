@@ -8,6 +8,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from attrs import evolve, field, frozen
 from corerl.config.functions import imported, signature_of
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.event_loop import in_thread
+from corerl.event_loop import in_coroutine, in_thread
 from corerl.messages import short_repr
 from corerl.rollout import loop
 from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
@@ -42,17 +43,33 @@ class Episode:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
-        library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused."""
+        library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused, and in
+        a coroutine."""
+        if in_coroutine():
+            raise RuntimeError(
+                "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
+                "episode.chat_async(...)`"
+            )
         thread, turn = threading.current_thread(), 1 + sum(message.get("role") == "assistant" for message in messages)
         name, thread.name = thread.name, f"{thread.name}, turn {turn}"  # a stack trace shows it
         try:
-            answer = self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+            return _choice(self._ask(messages, parameters).result())
         finally:
             thread.name = name
-        if "error" in answer:
-            raise RuntimeError(answer["error"]["message"])
-        choice: dict[str, Any] = answer["choices"][0]
-        return choice
+
+    async def chat_async(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """`chat` for coroutines: as many requests side by side as there are tasks that wait for them."""
+        return _choice(await asyncio.wrap_future(self._ask(messages, parameters)))
+
+    def _ask(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        return self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise RuntimeError(answer["error"]["message"])
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
 
 
 @frozen(kw_only=True, eq=False)
@@ -63,16 +80,16 @@ class EpisodeFunction:
     function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
     options: Mapping[str, Any] = field(factory=dict)
 
-    async def play(self, episode: Episode, timeout: float, *, name: str = "rollout function") -> float | Failure | None:
+    async def play(self, episode: Episode, *, name: str = "rollout function") -> float | Failure | None:
         """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
-        coroutines, and are cancelled after `timeout` s; other functions run in threads of this `name`, which nothing
+        coroutines, and are cancelled with this one; other functions run in threads of this `name`, which nothing
         ends."""
         if inspect.iscoroutinefunction(self.function):
             value = self._called(episode)  # which runs none of it yet
         else:
             value = await in_thread(functools.partial(self._called, episode), name=name)
         if inspect.isawaitable(value):
-            value = await asyncio.wrap_future(loop.begin(self._awaited(timeout, value, episode.prompt), name=name))
+            value = await asyncio.wrap_future(loop.begin(self._awaited(value, episode.prompt), name=name))
         if value is None or isinstance(value, Failure):
             return value
         try:
@@ -89,13 +106,10 @@ class EpisodeFunction:
         except BaseException as error:  # SystemExit too: it would end the thread silently
             return self.failure("raised", f"raised {described(error)}", episode.prompt)
 
-    async def _awaited(self, timeout: float, value: Awaitable[Any], prompt: Prompt) -> Any:
+    async def _awaited(self, value: Awaitable[Any], prompt: Prompt) -> Any:
         try:
-            async with asyncio.timeout(timeout) as clock:
-                return await value
-        except BaseException as error:  # here, as the thread that waits gets another TimeoutError, from nowhere
-            if clock.expired() and isinstance(error, TimeoutError):
-                return self.late(timeout, prompt)
+            return await value
+        except BaseException as error:  # here, as who waits for it gets another TimeoutError, from nowhere
             return self.failure("raised", f"raised {described(error)}", prompt)
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from attrs import Factory, define, evolve
+from attrs import define, evolve, field
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
@@ -25,6 +25,7 @@ from corerl.rollout.agents.conversation import (
     Message,
     Refused,
     Renderer,
+    Row,
     read_messages,
 )
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
@@ -49,9 +50,9 @@ class EpisodeState:
     prompt: Prompt
     sample: int = 0  # its number among those of its prompt
     key: int  # noise key
-    root: History = Factory(lambda self: History(key=self.key), takes_self=True)
+    root: History = field(init=False)  # while it is played
     outcome: float | Failure | None = None
-    ended: bool = False
+    _rows: list[Row] | None = None  # once it has ended
     answered: int = 0  # requests so far
     refusal: str = ""  # why its last request was refused, until another one is answered
 
@@ -63,6 +64,23 @@ class EpisodeState:
     @property
     def turns(self) -> list[Turn]:
         return [turn for history in self.root for turn in history.turns]
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is trained on, so far."""
+        return self.root.rows if self._rows is None else self._rows
+
+    @property
+    def ended(self) -> bool:
+        return self._rows is not None
+
+    def end(self) -> None:
+        """Answer no more, and keep the rows alone: the garbage collector would look through all that the episodes of a
+        batch have said, again and again."""
+        for turn in self.turns:
+            turn.answer.cancel()
+        self._rows = self.root.rows
+        del self.root
 
 
 class EpisodeRunner:
@@ -94,7 +112,8 @@ class EpisodeRunner:
         self._params = params
         self._function = function
         self._timeout = config.timeout
-        self._places = asyncio.Semaphore(config.concurrency)  # taken in the order of asking
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._starting = asyncio.Lock()  # those that are asked for first
         self._longest_prompt = longest_prompt
         self._most_rows = config.max_rows
         self._noted_changed = False
@@ -122,53 +141,51 @@ class EpisodeRunner:
             ended += 1
             told(ended)
 
-        playing = [asyncio.create_task(one(state), name=f"episode of {state.name}") for state in states]
         try:
-            await asyncio.gather(*playing)
-        finally:
-            for task in playing:
-                task.cancel()
-            await asyncio.wait(playing)
+            async with asyncio.TaskGroup() as playing:
+                async with self._starting:
+                    for state in states:
+                        await self._places.acquire()
+                        task = playing.create_task(one(state), name=f"episode of {state.name}")
+                        task.add_done_callback(lambda _: self._places.release())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def _play(self, state: EpisodeState, draw: Draw, gathering: Gathering | None) -> None:
-        async with self._places:
-            # Gets the error of engines that could not answer.
-            failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+        state.root = History(key=state.key)
+        # Gets the error of engines that could not answer.
+        failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
-            async def drawn(request: GenerateRequest) -> Generation:
-                try:
-                    return await (gathering.generate(request, state.number) if gathering else draw(request))
-                except Refused:
-                    raise
-                except Exception as error:  # the run's, not the client's
-                    if not failed.done():
-                        failed.set_exception(error)
-                    raise _over() from error
-
-            base_url = self._server.open(
-                functools.partial(self._answer, state, drawn), functools.partial(setattr, state, "refusal")
-            )
-            if gathering is not None:
-                gathering.joins()
-            episode = Episode(prompt=state.prompt, base_url=base_url, server=self._server)
-            function = asyncio.create_task(
-                self._function.play(episode, self._timeout, name=f"function of {state.name}"), name=state.name
-            )
+        async def drawn(request: GenerateRequest) -> Generation:
             try:
-                waited: list[asyncio.Future[Any]] = [function, failed]
-                await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-                if failed.done():
-                    failed.result()
-                state.outcome = self._outcome(state, function)
-            finally:
-                state.ended = True
-                function.cancel()
-                failed.cancel()
-                self._server.shut(base_url)
-                for turn in state.turns:
-                    turn.answer.cancel()
-                if gathering is not None:
-                    gathering.leaves()
+                return await (gathering.generate(request, state.number) if gathering else draw(request))
+            except Refused:
+                raise
+            except Exception as error:  # the run's, not the client's
+                if not failed.done():
+                    failed.set_exception(error)
+                raise _over() from error
+
+        base_url = self._server.open(
+            functools.partial(self._answer, state, drawn), functools.partial(setattr, state, "refusal")
+        )
+        if gathering is not None:
+            gathering.joins()
+        episode = Episode(prompt=state.prompt, base_url=base_url, server=self._server)
+        function = asyncio.create_task(self._function.play(episode, name=f"function of {state.name}"), name=state.name)
+        try:
+            waited: list[asyncio.Future[Any]] = [function, failed]
+            await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            state.outcome = self._outcome(state, function)
+        finally:
+            state.end()
+            function.cancel()
+            failed.cancel()
+            self._server.shut(base_url)
+            if gathering is not None:
+                gathering.leaves()
 
     def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Failure | None]) -> float | Failure | None:
         if not function.done():

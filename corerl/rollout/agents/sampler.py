@@ -86,7 +86,7 @@ def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[Episo
 def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
     """The rollout of these episodes, all of which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
-    rows = [state.root.rows or [Row.unanswered(prompt)] for state, prompt in zip(states, request.by_row(), strict=True)]
+    rows = [state.rows or [Row.unanswered(prompt)] for state, prompt in zip(states, request.by_row(), strict=True)]
     episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
     batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
     return Rollout(

@@ -117,14 +117,14 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
 
 
 def test_what_is_not_asked_for_is_left_out_of_an_answer(front: ChatServer) -> None:
-    said = front.ask(front.open(Desk()), {"messages": [USER]})
+    said = front.ask(front.open(Desk()), {"messages": [USER]}).result()
     assert said["choices"][0]["logprobs"] is None and "token_ids" not in said["choices"][0]
     assert "prompt_token_ids" not in said
 
 
 def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
     body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
-    (choice,) = front.ask(front.open(Desk()), body)["choices"]
+    (choice,) = front.ask(front.open(Desk()), body).result()["choices"]
     assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": CALLS}
     assert choice["finish_reason"] == "tool_calls"
 
@@ -173,24 +173,15 @@ def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(f
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)
     for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
-        short, long = front.ask(url, body), post(f"{url}/chat/completions", body)[1]
+        short, long = front.ask(url, body).result(), post(f"{url}/chat/completions", body)[1]
         assert {**short, "id": "", "created": 0} == {**long, "id": "", "created": 0}
     assert refusals[0] == refusals[1] and refusals[2] == refusals[3] and len(refusals) == 4
     messages = [dict(USER)]
-    said = front.ask(url, {"messages": messages, "tools": TOOLS})
+    said = front.ask(url, {"messages": messages, "tools": TOOLS}).result()
     messages[0]["content"] = said["choices"][0]["message"]["tool_calls"][0]["id"] = "other"
     assert desk.requests[-1].messages == [USER] and CALLS[0]["id"] == "call00100"
     with pytest.raises(TypeError, match="not JSON serializable"):
         front.ask(url, {"messages": [USER], "max_tokens": np.int64(3)})
-
-
-def test_the_short_way_does_not_wait_in_the_loop_for_itself(front: ChatServer, loop: EventLoop) -> None:
-    async def ask() -> Any:
-        return front.ask(url, {"messages": [USER]})
-
-    url = front.open(Desk())
-    with pytest.raises(RuntimeError, match=r"in a coroutine, use `await asyncio.to_thread\(episode.chat, ...\)`"):
-        loop.run(ask())
 
 
 def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it_is_shut(front: ChatServer) -> None:
@@ -208,7 +199,7 @@ def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it
     ):
         assert (status, answer["error"]["code"]) == (404, "not_found")
         assert "no running episode has this URL; send requests to an" in answer["error"]["message"]
-    assert front.ask(urls[0], {"messages": [USER]})["error"]["code"] == "not_found"
+    assert front.ask(urls[0], {"messages": [USER]}).result()["error"]["code"] == "not_found"
     assert not first.requests
 
 
@@ -239,7 +230,7 @@ def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_t
     status, answer = post(front.open(breaks) + "/chat/completions", {"messages": [USER]})
     assert (status, answer["error"]["message"]) == (500, told)
     assert capfd.readouterr().err.count("in breaks\n") == 1
-    assert front.ask(front.open(Desk()), {"messages": [USER]})["choices"]  # it still serves
+    assert front.ask(front.open(Desk()), {"messages": [USER]}).result()["choices"]  # it still serves
 
 
 def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(

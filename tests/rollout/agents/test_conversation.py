@@ -23,7 +23,7 @@ from corerl.rollout.agents.conversation import (
     read_messages,
 )
 from corerl.rollout.agents.tool_calls import FORMATS
-from corerl.rollout.encoding import behind
+from corerl.rollout.encoding import TextEncoder
 
 STOP = "<eos>"
 PARAMS = SamplingParams(stop_tokens=(2,))
@@ -456,4 +456,4 @@ def test_a_byte_level_tokenizer_encodes_what_follows_as_it_encodes_any_text() ->
     inner.decoder = decoders.ByteLevel()
     ours = PreTrainedTokenizerFast(tokenizer_object=inner)
     for text in ("ab", " ab", "a b"):
-        assert behind(ours, text) == ours.encode(text)
+        assert TextEncoder(ours).behind(text) == ours.encode(text)

@@ -16,6 +16,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, resolve_function
 from corerl.rollout.rewards.base import Failure
+from tests.machine import paced
 
 
 def test_the_function_is_found_and_tried_before_anything_starts() -> None:
@@ -37,11 +38,6 @@ def test_an_episode_begins_with_the_prompts_own_messages() -> None:
     assert episodes[1].messages == list(chat) and episodes[1].messages is not episodes[1].messages
 
 
-async def patient(episode: Episode) -> float:
-    await asyncio.sleep(60)
-    return 1.0
-
-
 async def impatient(episode: Episode) -> float:
     raise TimeoutError("the tool did not answer")
 
@@ -58,15 +54,12 @@ async def impatient(episode: Episode) -> float:
         (lambda episode: {"right": 1.0}, "no-number", "returned {'right': 1.0}, wanted a finite number or None, on "),
         (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
         (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number or None, on prompt 0 ('q')"),
-        (patient, "timeout", "took longer than rollout.episodes.timeout=0.05 seconds on prompt 0 ('q')"),
         (impatient, "raised", "raised TimeoutError: the tool did not answer (tests/rollout/agents/test_episodes.py:"),
     ],
 )
-def test_what_is_no_reward_fails_the_episode_and_a_value_that_is_late_is_late(
-    function: Callable[[Episode], Any], kind: str, told: str
-) -> None:
+def test_what_is_no_reward_fails_the_episode(function: Callable[[Episode], Any], kind: str, told: str) -> None:
     episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
-    failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode, 0.05))
+    failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode))
     assert isinstance(failure, Failure) and failure.kind == kind
     assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
 
@@ -78,7 +71,7 @@ def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> 
 
     episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     for function in (later, lambda episode: value):
-        assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode, 60.0)) == 1.0
+        assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode)) == 1.0
 
 
 def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:
@@ -106,7 +99,7 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
 
     async def play(index: int) -> float | Failure | None:
         episode = Episode(prompt=Prompt(index=index, text="5>", answer=""), base_url="", server=None)  # type: ignore[arg-type]
-        return await mine.play(episode, timeout=10.0)
+        return await asyncio.wait_for(mine.play(episode), paced(20))
 
     async def all_of_them() -> dict[int, float | Failure | None]:
         first = asyncio.ensure_future(play(0))

@@ -208,12 +208,59 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
+def test_an_async_function_is_answered_as_a_plain_one_is(play: Play) -> None:
+    async def two_turns_async(episode: Episode) -> float:
+        messages = episode.messages
+        call = await episode.chat_async(messages, max_tokens=3)
+        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+        return float(len((await episode.chat_async(messages))["message"]["content"]))
+
+    ours, plain = play(two_turns_async), play(two_turns)
+    assert_equal(ours, plain)
+    assert ours.outcomes == plain.outcomes
+
+    async def refused(episode: Episode) -> float:
+        with pytest.raises(RuntimeError, match="^n: got 2, wanted 1; leave it out$"):
+            await episode.chat_async(episode.messages, n=2)
+        episode.chat(episode.messages)
+        return 1.0
+
+    for outcome in play(refused, samples=1).outcomes:
+        assert isinstance(outcome, Failure)
+        assert (
+            "would block the event loop that all async functions share; in a coroutine, use `await ep"
+            in outcome.message
+        )
+
+
+def test_an_async_function_that_gives_a_request_up_and_asks_again_gets_its_answer(play: Play) -> None:
+    oracle, drawing, given_up = Oracle(), threading.Event(), threading.Event()
+
+    def generate(request: GenerateRequest) -> Generation:
+        drawing.set()
+        assert given_up.wait(60)
+        return oracle(request)
+
+    async def impatient(episode: Episode) -> None:
+        first = asyncio.ensure_future(episode.chat_async(episode.messages))
+        await asyncio.to_thread(drawing.wait, 60)
+        first.cancel()
+        await asyncio.wait([first])
+        again = asyncio.ensure_future(episode.chat_async(episode.messages))
+        given_up.set()
+        await again
+
+    rollout = play(impatient, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert_equal(rollout, play(single, samples=1, prompts=PROMPTS[:1]))
+    assert len(oracle.requests) == 1
+
+
 def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(play: Play) -> None:
     loops, ended = set(), []
 
     async def later(episode: Episode) -> float:
         loops.add(asyncio.get_running_loop())
-        await asyncio.to_thread(episode.chat, episode.messages)
+        await episode.chat_async(episode.messages)
         if episode.prompt.index == 8:
             try:
                 await asyncio.sleep(20)
