@@ -149,12 +149,12 @@ def test_no_process_is_started_beside_those_that_compute_except_on_idle_cores(
 ) -> None:
     started = []
 
-    class Process(pool._Process):
+    class Process(pool.Process):
         def __init__(self, *args: Any) -> None:
             started.append(self)
             super().__init__(*args)
 
-    monkeypatch.setattr(pool, "_Process", Process)
+    monkeypatch.setattr(pool, "Process", Process)
     monkeypatch.setattr(pool, "HUNG", 0.001)
     monkeypatch.setattr(pool, "idle_cores", lambda: idle)
     found = scores(
