@@ -32,8 +32,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that means the same as `name`, or is most similar to it; "" if there is none."""
     if len(name) > LONGEST:  # no slip of the hand, and comparing takes time that grows with its square
         return ""
-    names, meant = list(known), OTHER_NAMES.get(name.lower(), "")
-    return meant if meant in names else next(iter(difflib.get_close_matches(name, names, n=1)), "")
+    names = {each.lower(): each for each in reversed(list(known))}
+    meant = OTHER_NAMES.get(name.lower(), "")
+    close = [meant] if meant in names else difflib.get_close_matches(name.lower(), names, n=1)
+    return names[close[0]] if close else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

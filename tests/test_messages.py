@@ -29,6 +29,7 @@ def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
     assert (nearest("cliped", known), did_you_mean("cliped", known)) == ("clipped", "; did you mean 'clipped'?")
     assert (nearest("grpo", known), did_you_mean("grpo", known)) == ("", "")
     assert nearest("a", iter(["ab", "a"])) == "a"
+    assert [nearest(name, ["fsdp", "GRPO"]) for name in ("FSDP", "Fdsp", "grpo", "gpro")] == ["fsdp"] * 2 + ["GRPO"] * 2
 
 
 def test_a_path_that_is_like_one_that_exists_is_asked_for(tmp_path: Path) -> None:

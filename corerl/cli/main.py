@@ -107,7 +107,10 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if rest and (rest != overrides or "overrides" not in args):
         from corerl.config.load import without_value
 
-        parser.error(f"unrecognized arguments: {' '.join(shorten(without_value(word), LONGEST) for word in rest)}")
+        dashed = any(word.startswith("--") and "." in word.partition("=")[0] for word in rest)
+        hint = "; settings are written KEY=VALUE, without dashes" if dashed and "overrides" in args else ""
+        shown = " ".join(shorten(without_value(word), LONGEST) for word in rest)
+        parser.error(f"unrecognized arguments: {shown}{hint}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args

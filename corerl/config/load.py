@@ -13,7 +13,7 @@ import tomli_w
 from attrs import evolve
 
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, Problem, fitting, is_setting, structure, try_structure
+from corerl.config.structuring import Keys, Problem, deeper, fitting, is_setting, structure, try_structure
 from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
@@ -28,6 +28,13 @@ NAMES = ("cluster", "secrets")  # which may be taken for the place of the values
 CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an override
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
+UNKNOWN = "unknown key; known: "  # how a problem begins for which there is no better advice
+# Tables of what all plugins of a kind have in common, with those of what only one knows.
+PLUGINS = {
+    "algorithm": ("algorithms", "grpo"),
+    "backend": ("backends", "NAME"),
+    "rollout": ("engines", "transformers"),
+}
 DEEPEST = 32  # levels of tables and arrays
 More = Callable[[Config], Iterable[str]]  # further problems of a config that has some, a line for each
 
@@ -89,6 +96,8 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str], mo
     """Build the Config. `lines` are the problems so far; if there are any, `data` could not be read."""
     readable = not lines
     applied: list[tuple[Keys, str]] = []
+    overrides, spaced = _joined(overrides)
+    lines += spaced
     for text in overrides:
         try:
             applied.append((_apply(text, data), text))
@@ -98,7 +107,8 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str], mo
     lines += [problem.line() + _blame(problem.keys, applied) for problem in too_large]
     if readable and not too_large:
         config, problems = try_structure(data, Config)
-        lines += [_concealed(problem, data).line() + _blame(problem.keys, applied) for problem in problems]
+        told = [evolve(each, text=each.text + _elsewhere(each)) for each in problems]
+        lines += [_concealed(problem, data).line() + _blame(problem.keys, applied) for problem in told]
         if config is not None and not lines:
             return config
         if (rest := fitting(data, Config)) is not None:
@@ -146,6 +156,18 @@ def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
 # ---- overrides -------------------------------------------------------------------------------------------------------
 
 
+def _joined(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides without those that are written as in TOML, with spaces around the sign, and a line for each of
+    these."""
+    rest, lines = list(overrides), []
+    while "=" in rest:
+        at = rest.index("=")
+        key = shorten("".join(rest[max(0, at - 1) : at]), LONGEST)
+        lines.append(f"override '{without_value(key)} = ...': write KEY=VALUE as one word, without spaces around the =")
+        del rest[max(0, at - 1) : at + 2]
+    return rest, lines
+
+
 def _apply(text: str, data: dict[str, Any]) -> Keys:
     """Apply one override to `data`; returns the keys that it sets."""
     said = short_repr(without_value(text))
@@ -178,6 +200,18 @@ def _keys(dotted: str) -> tuple[str, ...]:
         ((name, nested),) = nested.items()
         keys.append(name)
     return tuple(keys)
+
+
+def _elsewhere(problem: Problem) -> str:
+    """The end of a message about an unknown key that has no like in its table: where it is, or where settings are that
+    only one plugin knows."""
+    if not problem.text.startswith(UNKNOWN):
+        return ""
+    said = f"; there is {' and '.join(found[:2])}" if (found := deeper(Config, str(problem.keys[-1]))) else ""
+    if len(problem.keys) == 2 and problem.keys[0] in PLUGINS:
+        table, example = PLUGINS[problem.keys[0]]
+        said += f"; what only one {table[:-1]} knows is in a table of its own, such as {table}.{example}"
+    return said
 
 
 def _concealed(problem: Problem, data: Mapping[str, Any]) -> Problem:

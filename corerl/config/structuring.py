@@ -303,19 +303,19 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
 def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
     known = list(class_fields(error.cl))
     for key in sorted(error.extra_fields):
-        near = nearest(key, known) or next(iter(_deeper(error.cl, key)), "")
+        near = next(iter(deeper(error.cl, key)), "") or nearest(key, known)
         advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
         yield Problem((*keys, key), f"unknown key; {advice}")
 
 
-def _deeper(cls: type, key: str) -> list[str]:
+def deeper(cls: type, key: str) -> list[str]:
     """Dotted paths of `key` in the subtables of `cls`."""
     found = []
     for name, field in class_fields(cls).items():
         kind: Any = field.type
         if attrs.has(kind):
             found += [f"{name}.{key}"] if key in class_fields(kind) else []
-            found += [f"{name}.{path}" for path in _deeper(kind, key)]
+            found += [f"{name}.{path}" for path in deeper(kind, key)]
     return found
 
 

@@ -90,7 +90,9 @@ def _json(line: bytes, where: str) -> Any:
     try:
         return parse_json(line)
     except json.JSONDecodeError as error:  # whose own text has a line number, always 1
-        raise DataError(f"{where}: not valid JSON: {error.msg}, at character {error.pos + 1}") from error
+        raise DataError(
+            f"{where}: not valid JSON: {error.msg}, at character {error.pos + 1}; expected one JSON object per line"
+        ) from error
     except ValueError as error:  # broken UTF-8, or a value that cannot be held
         raise DataError(f"{where}: not valid JSON: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
 UNSET = AlgorithmConfig()
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model's name there, which a relative path may be too
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 
@@ -271,10 +273,11 @@ def missing_directories(config: Config) -> Iterator[str]:
     own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
     for table, model in {"model": config.model, **own}.items():
         if model.path and not os.path.isdir(model.path):
-            yield (
-                f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
-                f"{did_you_mean_path(model.path)}"
-            )
+            near = did_you_mean_path(model.path)
+            if not near and HUB.fullmatch(model.path):
+                near = f"; if that is a name of the Hugging Face Hub: hf download {model.path} --local-dir {model.path}"
+            advice = f"set it to a downloaded Hugging Face model directory{near}"
+            yield f"{table}.path: no directory {model.path!r}; {advice}"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):
         beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))

@@ -214,7 +214,7 @@ def check_weights(
             notices.append(f"{table}.path: {code}")
         frozen, lora = is_frozen(config, role), config.lora_of(role)
         if resume and not frozen and problems.none_in(config.lora_table_of(role)):
-            with problems.stage("checkpoint.model"):
+            with problems.stage("checkpoint.model", path="checkpoint.resume"):
                 value_head = has_value_head(config, role)
                 require_same_model(resume, role, saved_shapes(models[role], value_head=value_head, lora=lora))
         # A resume still reads the KL reference from it, if that is a snapshot.

@@ -55,15 +55,15 @@ def find_start(
     with problems.stage("run.dir"):
         require_writable(run_dir)
     if problems.none_in("checkpoint.resume", "run.dir"):
-        with problems.stage("checkpoint.resume"):
+        with problems.stage("checkpoint.resume", path="checkpoint.resume"):
             found = resume_from(config, run_dir, starting=starting, damaged=damaged)
             state = read_run(found) if found else {}
             resume = found
     if state and config.run.mode != "eval":
-        with problems.stage("checkpoint.source"):
+        with problems.stage("checkpoint.source", path="checkpoint.resume"):
             require_same_source(state, config, str(resume))
     if state and config.run.mode == "train" and prompts is not None and problems.none_in("data", "checkpoint"):
-        with problems.stage("checkpoint.data"):
+        with problems.stage("checkpoint.data", path="checkpoint.resume"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
     if starting and problems.none_in("checkpoint.resume"):
         for line in would_overwrite(config, run_dir, resume):

@@ -142,6 +142,15 @@ def test_what_is_neither_option_nor_override_is_refused(
     assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
 
 
+def test_settings_written_as_options_are_told_how_to_be_written(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["told", "F", "--cluster.environment.KEY=secret"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.partition(": error: ")[2] == (
+        "unrecognized arguments: --cluster.environment.KEY=...; settings are written KEY=VALUE, without dashes"
+    )
+
+
 def test_a_command_without_overrides_takes_none(
     run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,11 +277,42 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
         ("backends.absent=x", "backends.absent: expected table, got string 'x' (override backends.absent=x)"),
         ("engines.sglang=8", "engines.sglang: expected table, got integer 8 (override engines.sglang=8)"),
+        ("lr=1e-6", "lr: unknown key; did you mean 'train.optimizer.lr'? (override lr=...)"),  # not 'lora'
         ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout=...)"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> None:
     assert problems_of(write(tmp_path, SMALLEST), override) == [line]
+
+
+def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Path) -> None:
+    keys = ["train.seed", "backend.shards", "algorithm.clip_high", "rollout.memory", "model.config.x", "data.zzz"]
+    told = problems_of(write(tmp_path, SMALLEST), *[f"{key}=1" for key in keys])
+    ends = {
+        line.partition(":")[0]: line.partition("; known: ")[2].partition("; ")[2].partition(" (")[0] for line in told
+    }
+    assert ends == {
+        "train.seed": "there is run.seed",
+        "backend.shards": "what only one backend knows is in a table of its own, such as backends.NAME",
+        "algorithm.clip_high": "what only one algorithm knows is in a table of its own, such as algorithms.grpo",
+        "rollout.memory": (
+            "there is checkpoint.memory; what only one engine knows is in a table of its own, such as "
+            "engines.transformers"
+        ),
+        "data.zzz": "",
+    }
+
+
+def test_an_override_with_spaces_around_its_sign_is_one_problem_that_shows_no_value(tmp_path: Path) -> None:
+    given = ["run.steps", "=", "3", "cluster.environment.KEY", "=", "secret", "run.seed=x", "run.dir", "="]
+    advice = "write KEY=VALUE as one word, without spaces around the ="
+    assert problems_of(write(tmp_path, SMALLEST), *given) == [
+        f"override 'run.steps = ...': {advice}",
+        f"override 'cluster.environment.KEY = ...': {advice}",
+        f"override 'run.dir = ...': {advice}",
+        "run.seed: expected integer, got string 'x' (override run.seed=x)",
+    ]
+    assert problems_of(write(tmp_path, SMALLEST), "=") == [f"override ' = ...': {advice}"]
 
 
 def test_a_pipe_of_a_shell_is_read_and_any_other_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,10 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
-        ('{"prompt": "x",}', r"p.jsonl:2: not valid JSON: [\w ]+, at character 1[56]$"),
+        (
+            '{"prompt": "x",}',
+            r"p.jsonl:2: not valid JSON: [\w ]+, at character 1[56]; expected one JSON object per line$",
+        ),
         (
             '{"prompt": "x", "n": ' + "9" * 5000 + "}",
             r"p.jsonl:2: not valid JSON: a number in it has more than 4300 digits$",

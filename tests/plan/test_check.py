@@ -91,6 +91,19 @@ def test_a_model_is_either_read_or_described(model: ModelConfig, line: str) -> N
     assert contradictions(evolve(VALID, model=model)) == [line]
 
 
+def test_nothing_is_downloaded_which_a_name_of_the_hub_is_answered_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = "model.path: no directory 'Qwen/Qwen3-0.6B'; set it to a downloaded Hugging Face model directory"
+    config = evolve(VALID, model=ModelConfig(path="Qwen/Qwen3-0.6B"))
+    assert contradictions(config) == [
+        f"{start}; if that is a name of the Hugging Face Hub: hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"
+    ]
+    (tmp_path / "Qwen" / "Qwen3-06B").mkdir(parents=True)
+    assert contradictions(config) == [f"{start}; did you mean 'Qwen/Qwen3-06B'?"]
+
+
 def batch(prompts: int, samples: int, mini_batches: int, ranks: int) -> Config:
     return evolve(
         VALID,

@@ -172,12 +172,12 @@ def test_a_checkpoint_of_other_adapters_or_of_all_weights_is_refused(tmp_path: P
     plan = planned(tmp_path, str(adapted), lora={"rank": 3})
     assert plan.processes.roles["actor"].assignments[0].config.resume == f"{adapted}/actor"
     (line,) = refused(tmp_path, str(adapted))
-    assert line.startswith(f"{adapted}/actor holds adapters, this run's actor trains all weights; ")
+    assert line.startswith(f"checkpoint.resume: {adapted}/actor holds adapters, this run's actor trains all weights; ")
     (line,) = refused(tmp_path, str(adapted), lora={"rank": 4})
     assert "has [3, 32] for 'base_model.model.model.layers.0." in line
     whole = save(tmp_path / "whole", make_config(), make_model(make_config(), seed=1), step=2)
     (line,) = refused(tmp_path, str(whole), lora={})
-    assert line.startswith(f"{whole}/actor holds all weights, this run's actor trains adapters; ")
+    assert line.startswith(f"checkpoint.resume: {whole}/actor holds all weights, this run's actor trains adapters; ")
 
 
 def test_a_backend_that_cannot_train_adapters_is_named_with_the_setting(tmp_path: Path) -> None:

@@ -165,6 +165,16 @@ def test_one_that_samples_with_another_runs_weights_begins_at_its_own_first_step
     assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
 
 
+def test_a_directory_that_is_no_checkpoint_is_told_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(config_in(tmp_path / "run", str(tmp_path / "empty")))
+    assert caught.value.message == (
+        f"checkpoint.resume: {tmp_path}/empty is not a checkpoint; "
+        "use a directory such as .../checkpoints/step-00000050"
+    )
+
+
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 
