@@ -63,7 +63,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, more: More =
     except UnicodeDecodeError as error:
         lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); pass the path of a TOML file")
     except tomllib.TOMLDecodeError as error:
-        lines.append(f"{path}: is not valid TOML: {error}")
+        lines.append(f"{path}: is not valid TOML: {error}{_mending(str(error))}")
     except RecursionError:
         lines.append(f"{path}: is nested more deeply than can be read; at most {DEEPEST} levels are allowed")
     except ValueError:  # of int(), which Python guards against numbers that take for ever
@@ -114,6 +114,20 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str], mo
         if (rest := fitting(data, Config)) is not None:
             lines += more(rest)
     raise ConfigError("\n".join(lines))
+
+
+# What to do about what tomllib says of the mistakes that are made most.
+MENDING = {
+    "Invalid value": 'put text in quotes, as in name = "NAME", and write true and false in lower case',
+    "Cannot overwrite a value": "set each key once",
+    "Cannot declare": "begin each table once, and put all of its keys there",
+    "Invalid statement": "wanted tables such as [run], and below them keys such as steps = 10",
+    "Expected '=' after a key": "wanted tables such as [run], and below them keys such as steps = 10",
+}
+
+
+def _mending(told: str) -> str:
+    return next((f"; {advice}" for begin, advice in MENDING.items() if told.startswith(begin)), "")
 
 
 # What TOML lets stand in strings and a terminal obeys: C1 controls and marks that turn the direction of text around.

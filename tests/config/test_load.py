@@ -285,6 +285,23 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
     assert problems_of(write(tmp_path, SMALLEST), override) == [line]
 
 
+@pytest.mark.parametrize(
+    ("content", "place", "advice"),
+    [
+        ("[backend]\nname = plain", "line 2", "put text in quotes"),
+        ("[run]\ndir = 'a'\n[checkpoint]\nbackground = True", "line 4", "true and false in lower case"),
+        ("[run]\nsteps = 3\nsteps = 4", "line 3", "set each key once"),
+        ("[run]\nsteps = 3\n[run]\nseed = 4", "line 3", "begin each table once"),
+        ('{"run": {"steps": 3}}', "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
+        ("run:\n  steps: 3", "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
+    ],
+)
+def test_what_is_no_toml_is_told_with_what_to_do(tmp_path: Path, content: str, place: str, advice: str) -> None:
+    (line,) = problems_of(write(tmp_path, content))
+    assert line.startswith(f"{tmp_path}/run.toml: is not valid TOML: ")
+    assert place in line.partition("; ")[0] and advice in line.partition("; ")[2]
+
+
 def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Path) -> None:
     keys = ["train.seed", "backend.shards", "algorithm.clip_high", "rollout.memory", "model.config.x", "data.zzz"]
     told = problems_of(write(tmp_path, SMALLEST), *[f"{key}=1" for key in keys])
