@@ -69,7 +69,7 @@ COUNT = Field(
 TEXT, SWITCH, OBJECT = _kind(str, "a string"), _kind(bool, "True or False"), _kind(dict, "an object")
 
 FIELDS: Mapping[str, Field] = {
-    "messages": _list_of(object, "a list of messages"),
+    "messages": _kind(list, "a list of messages"),
     "max_tokens": COUNT,
     "max_completion_tokens": COUNT,
     "stop": Field(
@@ -131,12 +131,12 @@ def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatReques
     for name, value in asked.items():
         _require_fitting(name, value, sampling)
     given = {name: value for name, value in asked.items() if value is not None}
-    stop = given.get("stop", [])
+    stop = given.get("stop", ())
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     most_calls = None if given.get("parallel_tool_calls", True) else 1
     return ChatRequest(
         messages=given["messages"],
-        tools=given.get("tools", []),
+        tools=given.get("tools", ()),
         most_calls=0 if given.get("tool_choice") == "none" else most_calls,
         template_options=given.get("chat_template_kwargs", {}),
         max_tokens=min(limits, default=None),

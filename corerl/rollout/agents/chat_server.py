@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import itertools
 import json
 import secrets
@@ -13,7 +14,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from attrs import field, frozen
@@ -100,12 +100,11 @@ class ChatServer:
     def ask(self, base_url: str, body: Mapping[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
         """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Whoever cancels the
         future is a client that has gone."""
-        # Through JSON, as a client's, so that what a function does to its messages changes nothing here.
+        # As JSON, like a client's, so that what a function does to its messages changes nothing here.
         return self._loop.begin(self._answered(_name(base_url), json.dumps(body)))
 
     async def _answered(self, name: str, body: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(json.dumps((await self.reply(name, body)).content))
-        return content
+        return (await self.reply(name, body)).content
 
     def close(self) -> None:
         """Serve no longer. Idempotent. In the loop's own thread, returns before the port is closed."""
@@ -211,13 +210,13 @@ def _app(server: ChatServer) -> Starlette:
 
 
 def _name(base_url: str) -> str:
-    return urlsplit(base_url).path.removeprefix("/").partition("/")[0]
+    return base_url.split("/")[3]  # http://host:port/name/v1
 
 
 def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dict[str, Any]:
     """Format the answer as OpenAI's `chat.completion`; token ids are where vLLM has them."""
     before, said = len(answer.prompt_token_ids), len(answer.token_ids)
-    calls = {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {}
+    calls = {"tool_calls": copy.deepcopy(list(answer.tool_calls))} if answer.tool_calls else {}  # the client's own
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",

@@ -215,6 +215,8 @@ class Conversation:
         `since`, or that they add none; None if they continue it."""
         both = zip(self.messages[since:], messages[since : len(self.messages)], strict=False)
         for number, (had, got) in enumerate(both, start=since):
+            if had == got:
+                continue
             # A client may add fields to an answer, such as tool calls that it parsed itself.
             answer = number in self.answers
             for key in sorted(had if answer else {*had, *got}):
@@ -408,8 +410,8 @@ def _note_once(line: str) -> None:
 
 def _read(number: int, message: Any) -> Message:
     """Normalize a message as the data's are; clients leave out empty content."""
-    if isinstance(message, Mapping):
-        message = {**message, "content": message.get("content") or ""}
+    if isinstance(message, Mapping) and not message.get("content"):
+        message = {**message, "content": ""}
     try:
         return read_message(message)
     except ValueError as error:

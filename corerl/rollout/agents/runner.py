@@ -149,7 +149,8 @@ class EpisodeRunner:
                         task = playing.create_task(one(state), name=f"episode of {state.name}")
                         task.add_done_callback(lambda _: self._places.release())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            first = failed.exceptions[0]
+            raise first from first.__cause__
 
     async def _play(self, state: EpisodeState, draw: Draw, gathering: Gathering | None) -> None:
         state.root = History(key=state.key)

@@ -48,10 +48,10 @@ def test_the_documentation_has_every_field_and_what_it_says_is_taken_or_refused_
 
 
 def test_a_request_says_what_is_asked_for_in_either_of_a_fields_names() -> None:
-    assert read() == ChatRequest(messages=[USER], tools=[], stop=[])
+    assert read() == ChatRequest(messages=[USER])
     limits = [read(max_tokens=7), read(max_completion_tokens=7), read(max_tokens=9, max_completion_tokens=7)]
     assert [request.max_tokens for request in limits] == [7, 7, 7]
-    assert [read(stop=stop).stop for stop in ("x", ["x", "yz"], None)] == [["x"], ["x", "yz"], []]
+    assert [read(stop=stop).stop for stop in ("x", ["x", "yz"], None)] == [["x"], ["x", "yz"], ()]
     choices = [{}, {"tool_choice": "auto", "parallel_tool_calls": True}, {"parallel_tool_calls": False}]
     choices += [{"tool_choice": "none"}, {"tool_choice": "none", "parallel_tool_calls": True}]
     assert [read(tools=[TOOL], **choice).most_calls for choice in choices] == [None, None, 1, 0, 0]
