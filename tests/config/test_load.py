@@ -290,7 +290,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
     [
         ("[backend]\nname = plain", "line 2", "put text in quotes"),
         ("[run]\ndir = 'a'\n[checkpoint]\nbackground = True", "line 4", "true and false in lower case"),
-        ("[run]\nsteps = 3\nsteps = 4", "line 3", "set each key once"),
+        ("[run]\nsteps = 3\nsteps = 4\n", "line 3", "set each key once"),
         ("[run]\nsteps = 3\n[run]\nseed = 4", "line 3", "begin each table once"),
         ('{"run": {"steps": 3}}', "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
         ("run:\n  steps: 3", "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
