@@ -134,9 +134,8 @@ class Batch:
                 self.most = 0  # as when each process needs something that there is once
                 self._become(judge, State.LOST)
             case State.SCORES, Scored(found=found):
-                for place, outcome, at in found:
-                    told = Judged(reward=outcome) if isinstance(outcome, float) else outcome
-                    self.outcomes[judge.chunk[place]], judge.since = told, at
+                for place, told, judge.since in found:
+                    self.outcomes[judge.chunk[place]] = Judged(reward=told) if isinstance(told, float) else told
                 self._become(judge, State.SCORES, [row for row in judge.rows if row not in self.outcomes])
             case State.SCORES, Blocked(place=place):
                 self._become(judge, State.SCORES, [row for row in judge.rows if row == judge.chunk[place]])

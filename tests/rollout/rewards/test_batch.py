@@ -142,6 +142,7 @@ def test_a_batch_ends_with_an_error_where_no_process_can_start_and_goes_on_witho
     said = {Lost(): "did not import it within 120 seconds", Lost(5): r"ended \(exit status 5\) before importing it"}
     error = (RewardError, said[event]) if isinstance(event, Lost) else (ConfigError, "no module")
     found = batch(8, State.SCORES, State.STARTS, processes=2)
+    found.hung = True  # and this is no further one
     with pytest.raises(error[0], match=error[1]):
         found.hear(found.judges[1], event)
     found = batch(8, State.SCORES, State.STARTS)

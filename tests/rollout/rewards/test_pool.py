@@ -369,6 +369,25 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
     assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_thread_that_waits_for_processes_to_start_is_told_that_the_pool_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "rewards_that_take_long.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = Reward(name="rewards_that_take_long:f", function=lambda prompt, response: 1.0)
+    with ThreadPoolExecutor(1) as thread:
+        with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
+            scored = thread.submit(judge.score, rollout(["x"]))
+            end = time.monotonic() + paced(60)
+            while not begun.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        with pytest.raises(RewardError, match="were stopped because the run has ended"):
+            scored.result(timeout=paced(60))
+
+
 # Without torch, which takes its time: a rollout is what has samples.
 DRIVER = """
 import signal
