@@ -1,15 +1,22 @@
-"""Measure what an episode costs the driver: `episode.chat` through server, runner and sampler, with engines that answer
-at once, against the same conversations encoded in a loop."""
+"""Measure what an episode costs the driver: `episode.chat` and `chat_async` through server, runner and sampler, with
+engines that answer at once, against the same conversations encoded in a loop, or against commit 04b8963."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
+from benchmarks.report import ROOT, Comparison, Number, Report, finish, in_turns, parser
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
@@ -45,6 +52,13 @@ def play(episode: Episode) -> float:
     return 1.0
 
 
+async def play_async(episode: Episode) -> float:
+    messages = episode.messages
+    for _ in range(TURNS):
+        messages += [(await episode.chat_async(messages))["message"], TOOL]
+    return 1.0
+
+
 def encode(prompt: Prompt) -> Conversation:
     """What each turn of an episode has to compute."""
     renderer, conversation = Renderer(TOKENIZER), Conversation()
@@ -62,7 +76,40 @@ def encode(prompt: Prompt) -> Conversation:
     return conversation
 
 
-def measure(*, rounds: int, size: int, concurrency: int) -> Report:
+class Side:
+    """Plays all episodes, as often as it is called; `cpu` has the CPU seconds of each time."""
+
+    def __init__(self, play: Callable[[], dict[str, Any]]) -> None:
+        self._play = play
+        self.cpu: list[float] = []
+        self.digest = ""
+
+    def __call__(self, _: int = 0) -> float:
+        found = self._play()
+        self.cpu.append(found["cpu"])
+        self.digest = found["digest"]
+        return float(found["seconds"])
+
+
+def timed(tokens: Callable[[], Any]) -> dict[str, Any]:
+    gc.freeze()  # as `corerl train` does behind its imports
+    began, used = time.perf_counter(), time.process_time()
+    found = tokens()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - used
+    digest = hashlib.sha256(np.asarray(found, np.int64).tobytes()).hexdigest()
+    return {"seconds": seconds, "cpu": cpu, "digest": digest}
+
+
+def before(tree: Path, *arguments: int) -> dict[str, Any]:
+    """What commit 04b8963, which is in `tree`, takes for the same."""
+    command = [sys.executable, str(ROOT / "benchmarks/peers/episodes_04b8963.py"), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    run = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def measure(*, rounds: int, size: int, concurrency: int, against: Path | None) -> Report:
     loop = EventLoop("rollout")
     server = ChatServer(loop, temperature=1.0, top_p=1.0)
     prompts = [Prompt(index=index, text="21>", answer="12") for index in range(size // SAMPLES)]
@@ -70,44 +117,50 @@ def measure(*, rounds: int, size: int, concurrency: int) -> Report:
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
         return answers(request)
 
-    sampler = EpisodeSampler(
-        tokenizer=TOKENIZER,
-        generate=generate,
-        seed=0,
-        function=EpisodeFunction(name="play", function=play),
-        server=server,
-        config=EpisodesConfig(concurrency=concurrency),
-        calls=CALLS,
-    )
+    def ours(function: Callable[[Episode], Any]) -> Side:
+        sampler = EpisodeSampler(
+            tokenizer=TOKENIZER,
+            generate=generate,
+            seed=0,
+            function=EpisodeFunction(name="play", function=function),
+            server=server,
+            config=EpisodesConfig(concurrency=concurrency),
+            calls=CALLS,
+        )
 
-    def ours() -> int:
-        rollout = loop.run(sampler.sample(prompts, rollout_step=0, samples=SAMPLES, params=PARAMS))
-        return len(rollout.batch.tokens)
+        def play() -> Any:
+            return loop.run(sampler.sample(prompts, rollout_step=0, samples=SAMPLES, params=PARAMS)).batch.tokens
 
-    def alone() -> int:
-        return sum(len(encode(prompt).tokens) for prompt in prompts for _ in range(SAMPLES))
+        return Side(lambda: timed(play))
 
-    def timed(call: Callable[[], int]) -> float:
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
+    def alone() -> Any:
+        return np.concatenate([encode(prompt).tokens for prompt in prompts for _ in range(SAMPLES)])
 
-    if ours() != alone():
-        raise SystemExit("the episodes have other tokens than the conversations that are encoded alone")
-    seconds, others = in_turns(rounds, lambda _: timed(ours), lambda _: timed(alone))
+    kinds = {"plain functions": ours(play), "async functions": ours(play_async)}
+    other = Side(lambda: before(against, size, concurrency, CALLS) if against else timed(alone))
+    name = "04b8963" if against else "their conversations, encoded alone"
+    comparisons, numbers = [], []
+    for kind, side in kinds.items():
+        side()  # what only the first ones pay
+        side.cpu.clear()
+        seconds, others = in_turns(rounds, side, other)
+        if side.digest != other.digest:
+            raise SystemExit(f"episodes of {kind} have other tokens than those of: {name}")
+        comparisons.append(Comparison(what=f"episodes, {kind}", against=name, ours=seconds, other=others))
+        for what, each, cpu in ((kind, seconds, side.cpu), (f"{name}, beside {kind}", others, other.cpu[-rounds:])):
+            numbers.append(Number(what=f"episodes, {what}", values=[size / one for one in each], unit="a second"))
+            numbers.append(Number(what="CPU of one of them", values=[1e3 * one / size for one in cpu], unit="ms"))
     server.close()
     loop.close()
-    rates = [size / each for each in seconds]
     return Report(
         name="episodes",
         size=f"{size} episodes of {TURNS} turns, {concurrency} at a time",
-        comparisons=[
-            Comparison(what="episodes", against="their conversations, encoded alone", ours=seconds, other=others)
-        ],
-        numbers=[Number(what="episodes", values=rates, unit="a second")],
+        comparisons=comparisons,
+        numbers=numbers,
         note=(
-            "Plain functions, each in a thread, ask by `episode.chat`. Both sides make the same tokens of the same "
-            "messages; ours also checks requests, runs the functions and makes the batch."
+            "Plain functions, each in a thread, ask by `episode.chat`, async ones by `episode.chat_async`. Both sides "
+            "make the same tokens of the same messages; ours also checks requests, runs the functions and makes the "
+            "batch."
         ),
     )
 
@@ -115,5 +168,6 @@ def measure(*, rounds: int, size: int, concurrency: int) -> Report:
 if __name__ == "__main__":
     command = parser(__doc__, rounds=5, size=2000, unit="episodes")
     command.add_argument("--concurrency", type=int, default=256, help="episodes at a time (default: 256)")
+    command.add_argument("--against", type=Path, help="a tree of commit 04b8963, to compare with its episodes")
     args = command.parse_args()
-    finish(measure(rounds=args.rounds, size=args.size, concurrency=args.concurrency), args.output)
+    finish(measure(rounds=args.rounds, size=args.size, concurrency=args.concurrency, against=args.against), args.output)
