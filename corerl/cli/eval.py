@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
     from attrs import evolve
 
-    from corerl.cli.trial import beside, wrong_apart
+    from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
+    from corerl.plan.names import wrong_apart
     from corerl.plan.user_code import code_of
 
     what = Path(args.what)
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     # retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
     # First: shows its errors without importing torch.
-    config = None if directory else load_config(what, given, more=wrong_apart)
+    config = None if directory else load_config(what, given, more=partial(wrong_apart, trial=beside))
     with uncollected():
         from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary

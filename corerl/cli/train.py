@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 
@@ -14,12 +15,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import beside, wrong_apart
+    from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.imports import uncollected
+    from corerl.plan.names import wrong_apart
     from corerl.plan.user_code import code_of
 
-    config = load_config(args.file, args.overrides, more=wrong_apart)  # first: shows its errors without importing torch
+    # First: shows its errors without importing torch.
+    config = load_config(args.file, args.overrides, more=partial(wrong_apart, trial=beside))
     code = code_of(config)
     tried = beside(code.modules, code.plugins)
     with uncollected():

@@ -4,11 +4,10 @@ no word, and with whatever status it likes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.config.schema import Config
     from corerl.plugin.registry import Kind
 
 
@@ -33,22 +32,6 @@ def fatal_plugins(kind: Kind, names: Sequence[str]) -> dict[str, str]:
         except UserError as error:
             fatal[name] = error.message
     return fatal
-
-
-def wrong_apart(config: Config) -> Iterator[str]:
-    """`corerl.plan.names.wrong_apart`, after a trial of what that imports."""
-    from corerl.errors import UserError
-    from corerl.plan import names
-    from corerl.plan.user_code import code_of
-
-    try:
-        code = code_of(config)
-        beside(code.modules, code.plugins)()
-    except UserError as error:
-        yield from names.wrong_names(config)
-        yield from error.message.splitlines()
-    else:
-        yield from names.wrong_apart(config)
 
 
 def beside(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Callable[[], None]:

@@ -30,11 +30,7 @@ KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 UNKNOWN = "unknown key; known: "  # how a problem begins for which there is no better advice
 # Tables of what all plugins of a kind have in common, with those of what only one knows.
-PLUGINS = {
-    "algorithm": ("algorithms", "grpo"),
-    "backend": ("backends", "NAME"),
-    "rollout": ("engines", "transformers"),
-}
+PLUGINS = {"algorithm": "algorithms", "backend": "backends", "rollout": "engines"}
 DEEPEST = 32  # levels of tables and arrays
 More = Callable[[Config], Iterable[str]]  # further problems of a config that has some, a line for each
 
@@ -223,8 +219,8 @@ def _elsewhere(problem: Problem) -> str:
         return ""
     said = f"; there is {' and '.join(found[:2])}" if (found := deeper(Config, str(problem.keys[-1]))) else ""
     if len(problem.keys) == 2 and problem.keys[0] in PLUGINS:
-        table, example = PLUGINS[problem.keys[0]]
-        said += f"; what only one {table[:-1]} knows is in a table of its own, such as {table}.{example}"
+        table = PLUGINS[problem.keys[0]]
+        said += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"
     return said
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from corerl.config.functions import imported
 from corerl.config.schema import Config
@@ -10,9 +11,11 @@ from corerl.data.load import require_source
 from corerl.errors import ConfigError, PluginConflict, PluginError, PluginNotFound, UserError
 from corerl.plan.check import missing_directories
 from corerl.plan.resolve import resolved_tables, selected
-from corerl.plan.user_code import functions_of, require_no_code_of_a_model
-from corerl.plugin.registry import load, locate
+from corerl.plan.user_code import code_of, functions_of
+from corerl.plugin.registry import Kind, load, locate
 from corerl.rollout.rewards.lookup import require_known
+
+Trial: TypeAlias = Callable[[Sequence[str], Sequence[tuple[Kind, str]]], Callable[[], None]]
 
 
 def wrong_names(config: Config) -> Iterator[str]:
@@ -41,14 +44,22 @@ def wrong_names(config: Config) -> Iterator[str]:
                 yield error.message
 
 
-def wrong_apart(config: Config) -> Iterator[str]:
+def untried(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Callable[[], None]:
+    return lambda: None
+
+
+def wrong_apart(config: Config, *, trial: Trial = untried) -> Iterator[str]:
     """`wrong_names`, and a line for each plugin that cannot be loaded, each option that does not fit its plugin, and
-    each function that cannot be imported: all that is wrong whatever the rest of the config says."""
+    each function that cannot be imported: all that is wrong whatever the rest of the config says.
+
+    `trial` begins to import these modules and plugins elsewhere, and returns what waits for that; nothing is imported
+    here if that raises UserError."""
     yield from wrong_names(config)
     try:
-        require_no_code_of_a_model(config)
-    except ConfigError as error:
-        yield error.message
+        code = code_of(config)
+        trial(code.modules, code.plugins)()
+    except UserError as error:
+        yield from error.message.splitlines()
         return
     for each in selected(config):
         try:

@@ -310,11 +310,10 @@ def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Pa
     }
     assert ends == {
         "train.seed": "there is run.seed",
-        "backend.shards": "what only one backend knows is in a table of its own, such as backends.NAME",
-        "algorithm.clip_high": "what only one algorithm knows is in a table of its own, such as algorithms.grpo",
+        "backend.shards": "what only one backend knows is in a table of its own, backends.NAME",
+        "algorithm.clip_high": "what only one algorithm knows is in a table of its own, algorithms.NAME",
         "rollout.memory": (
-            "there is checkpoint.memory; what only one engine knows is in a table of its own, such as "
-            "engines.transformers"
+            "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME"
         ),
         "data.zzz": "",
     }
