@@ -3,7 +3,7 @@
 A process is in one of four states. What changes that, and what becomes of the rows that it has:
 
     STARTS  Free                     IDLE
-            ConfigError, Lost        LOST, and no further process is started, if this is one; else an error ends the batch
+            ConfigError, Lost        LOST, and no further one is started, if this was one; else an error ends the batch
     IDLE    `give`                   SCORES a chunk of what waits
     SCORES  Scored                   SCORES what remains of it; the time of the next row begins
             Blocked                  SCORES that row, the others wait again
