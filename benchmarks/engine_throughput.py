@@ -180,7 +180,7 @@ def measure(args: argparse.Namespace) -> Report:
                 tokens.add(drawn)
                 return float(took)
 
-            in_turns(WARM_UP, ours, theirs)
+            in_turns(args.warm, ours, theirs)
             for taken in stages.values():
                 taken.clear()
             took, others = in_turns(args.rounds, ours, theirs)
@@ -219,6 +219,7 @@ def main() -> None:
     command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
     command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
     command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
     command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"

@@ -29,6 +29,7 @@ import re
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ def model(args: argparse.Namespace) -> list[str]:
 def engine(args: argparse.Namespace) -> list[str]:
     if args.engine != "sglang":
         return [f"rollout.engine={args.engine}"]
-    rows = args.prompts * args.samples
+    rows = min(args.prompts * args.samples, args.running or sys.maxsize)
     return sglang(
         memory=args.memory,
         attention_backend=os.environ.get("ATTENTION", "triton"),
@@ -124,6 +125,7 @@ def engine(args: argparse.Namespace) -> list[str]:
         server={
             "cuda_graph_max_bs_decode": rows,
             "cuda_graph_bs_decode": [*(size for size in GRAPHS if size < rows), rows],
+            **({"max_running_requests": args.running} if args.running else {}),
         },
     )
 
@@ -462,6 +464,7 @@ def main() -> int:
     command.add_argument("--warm", type=int, default=1, help="steps before them in heal: memory is pinned")
     command.add_argument("--micro-batch", type=int, help="tokens; 16384, and 8192 in heal")
     command.add_argument("--memory", type=float, help="share of the GPU for engines; 0.8, and 0.4 in heal")
+    command.add_argument("--running", type=int, help="samples that the engine draws at once at most; all without it")
     command.add_argument("--engine", default="sglang", help="or transformers")
     command.add_argument("--ahead", type=int, default=2, help="steps of one-step-off that count")
     command.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="of heal")

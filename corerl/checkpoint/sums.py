@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-PIECE = 2**20  # bytes that a core's cache keeps from one pass over them to the next
+PIECE = 2**24  # bytes from one call to the next: each takes the interpreter's lock, for which the rank's kernels wait
 THREADS = 8  # at most: a few read memory as fast as all cores would
 
 Look: TypeAlias = tuple[int, bool]  # the CRC-32 of a tensor's bytes; whether all values are finite

@@ -115,7 +115,9 @@ def test_offloaded_memory_is_on_the_host_and_numbers_stay(
     found = ran(evolve(setup, options={**eager, "offload": offload}), tmp_path / offload)
 
     relative = RELATIVE[precision]
-    assert [result.applied for result in found.results] == [True] * 4
+    applied = [[result.applied for result in each.results] for each in (found, wanted)]
+    assert applied[0] == applied[1]
+    assert all(applied[0][precision == "float16" :])  # whose scale may begin too high
     for name in ("loss", "entropy"):
         means = [
             [run.metrics[name].total / run.metrics[name].weight for run in each.results] for each in (found, wanted)
