@@ -184,16 +184,22 @@ def test_a_half_written_or_damaged_checkpoint_is_named_and_never_resumed(
     (torn / "checkpoint.json").unlink()
     before = content(earlier)
     assert refused(f"checkpoint.resume={partial}") == [
-        f"checkpoint.resume: {partial} was never completed; resume from a checkpoint whose name does not end in "
-        "'.partial'"
+        (
+            f"checkpoint.resume: {partial} was never completed; resume from a checkpoint whose name does not end in "
+            "'.partial'"
+        )
     ]
     assert refused(f"checkpoint.resume={damaged}") == [
-        f"checkpoint.resume: {weights} has {size - 1} bytes instead of {size}; the checkpoint is damaged, so resume "
-        "from another one"
+        (
+            f"checkpoint.resume: {weights} has {size - 1} bytes instead of {size}; the checkpoint is damaged, so "
+            "resume from another one"
+        )
     ]
     assert refused(f"checkpoint.resume={torn}") == [
-        f"checkpoint.resume: {torn}/checkpoint.json is missing; the checkpoint is incomplete, so resume from another "
-        "one"
+        (
+            f"checkpoint.resume: {torn}/checkpoint.json is missing; the checkpoint is incomplete, so resume from "
+            "another one"
+        )
     ]
     assert content(earlier) == before
 
@@ -206,12 +212,16 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
     advice = "resume with the [model] it was trained with, or start a new run in another run.dir"
     resume = [f"run.dir={earlier}", "checkpoint.resume=auto"]
     assert refused(*resume, "model.config.hidden_size=64") == [
-        f"checkpoint.resume: {checkpoint}/actor has [16, 32] for 'model.embed_tokens.weight', this run's actor needs "
-        f"[16, 64]; {advice}"
+        (
+            f"checkpoint.resume: {checkpoint}/actor has [16, 32] for 'model.embed_tokens.weight', this run's actor "
+            f"needs [16, 64]; {advice}"
+        )
     ]
     assert refused(*resume, "model.config.num_hidden_layers=3") == [
-        f"checkpoint.resume: {checkpoint}/actor lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor needs "
-        f"[32, 32]; {advice}"
+        (
+            f"checkpoint.resume: {checkpoint}/actor lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor "
+            f"needs [32, 32]; {advice}"
+        )
     ]
     (line,) = refused(*resume, "run.seed=1")
     assert line == (
