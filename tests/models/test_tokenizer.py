@@ -9,7 +9,7 @@ from packaging.version import Version
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, plain, require_room_for_tokens
 from corerl.testing.models import tiny_fields
 
 DIGITS = "characters:0123456789>s"
@@ -34,6 +34,18 @@ def test_characters_are_joined_without_spaces_when_decoded_and_special_tokens_ca
     ids = tokenizer("a b\nb")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a b\nb"
     assert tokenizer.decode([1, 4, 2], skip_special_tokens=False) == "<bos>a<eos>"
+
+
+def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer_was_saved_with():
+    texts = ["350>s", "", "<eos>3", "3xé日3"]
+    alone = [load_tokenizer(tokenizer=DIGITS, path="")(text, add_special_tokens=False)["input_ids"] for text in texts]
+    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
+    assert plain(tokenizer, texts) == alone
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    assert plain(tokenizer, texts) == alone
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert plain(tokenizer, texts) == alone
+    assert plain(tokenizer, []) == []
 
 
 def test_a_saved_character_tokenizer_loads_from_its_directory_and_encodes_alike(tmp_path: Path):

@@ -62,6 +62,30 @@ def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
     assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
 
 
+def test_episodes_begin_in_the_order_in_which_they_are_asked_for(loop: EventLoop, front: ChatServer) -> None:
+    begun: list[int] = []
+
+    def noted(episode: Episode) -> None:
+        begun.append(episode.prompt.index)
+        single(episode)
+
+    sampler = EpisodeSampler(
+        tokenizer=TOKENIZER,
+        generate=engines(Oracle()),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=noted),
+        server=front,
+        config=EpisodesConfig(concurrency=1),
+    )
+
+    async def side_by_side() -> None:
+        each = (sampler.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
+        await asyncio.gather(*each)
+
+    loop.run(side_by_side())
+    assert begun == [40, 40, 40, 8, 8, 8]
+
+
 def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(play: Play) -> None:
     def slow(episode: Episode) -> float:
         time.sleep(0.02 * np.random.default_rng().random())
