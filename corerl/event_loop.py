@@ -8,11 +8,13 @@ import contextvars
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 IDLE = "idle"  # the name of a thread that waits for a call of `in_thread`
 IDLE_SECONDS = 5.0  # after which it ends
@@ -24,11 +26,38 @@ Call: TypeAlias = tuple[str, Callable[[], Any], "Future[Any]"]  # name, function
 _idle: list[queue.SimpleQueue[Call]] = []  # of threads with nothing to do, where they wait
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Is woken once for all that other threads have for it until it looks: each waking is a system call, at which the
+    caller loses Python's lock and waits for it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived: deque[tuple[asyncio.Handle, Callable[[], object]]] = deque()
+        self._woken = False
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._arrived.append((handle, functools.partial(self.call_soon, callback, *args, context=context)))
+        if not self._woken or self.is_closed():  # which is told there
+            self._woken = True
+            super().call_soon_threadsafe(self._take)
+        return handle
+
+    def _take(self) -> None:
+        self._woken = False  # first: what arrives from now on may come too late for this
+        while self._arrived:
+            handle, call = self._arrived.popleft()
+            if not handle.cancelled():
+                call()
+
+
 class EventLoop:
     """An event loop that runs until `close`, in a daemon thread: at exit nothing must wait for it."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         self._closed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # for the thread in `run`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

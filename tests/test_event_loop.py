@@ -90,6 +90,37 @@ def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
     assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
 
 
+def test_what_arrives_while_the_loop_is_busy_is_done_in_its_order_and_none_is_lost(loop: EventLoop) -> None:
+    busy, go, done = threading.Event(), threading.Event(), list[int]()
+
+    async def work(number: int) -> None:
+        done.append(number)
+
+    async def blocks() -> None:
+        busy.set()
+        go.wait(LIMIT)
+
+    blocking = loop.begin(blocks())
+    assert busy.wait(LIMIT)
+    early = [loop.begin(work(number)) for number in range(50)]
+    go.set()
+    blocking.result(LIMIT)
+    late = [loop.begin(work(number)) for number in range(50, 100)]  # some before it has looked, some behind that
+    for future in (*early, *late):
+        future.result(LIMIT)
+    assert done == list(range(100))
+
+    async def one_of_two() -> list[int]:
+        ours, called = asyncio.get_running_loop(), list[int]()
+        given_up, kept = (ours.call_soon_threadsafe(called.append, number) for number in (1, 2))
+        given_up.cancel()
+        await asyncio.sleep(0.01)
+        assert given_up.cancelled() and not kept.cancelled()
+        return called
+
+    assert loop.run(one_of_two()) == [2]
+
+
 def test_a_thread_takes_one_call_after_another_and_ends_when_none_comes(
     loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
