@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptSource
+from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import place_of, role_options
 from corerl.plan.roles import RolePlan
@@ -59,6 +61,18 @@ def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:
         if layout.why
     ]
     return list(dict.fromkeys(lines))
+
+
+def swapped_weights(algorithm: AlgorithmPlan, source: str) -> list[str]:
+    """One line for each snapshot whose weights a streamed batch swaps in and out again and again."""
+    if source != "streamed":
+        return []
+    return [
+        f"{wanted}: with rollout.source='streamed' the actor's weights are swapped for it at each part of a batch that "
+        "arrives, which can take longer than the passes themselves"
+        + ("; a table [roles.reference] makes it a model that stays in memory" if tag == REFERENCE else "")
+        for tag, wanted in algorithm.snapshots(ACTOR).items()
+    ]
 
 
 def slow_paths(

@@ -108,3 +108,21 @@ def test_only_packed_attention_is_told_and_every_reason_has_a_price(why: InPiece
     size = ModelSize(layers=(1,), experts=(0,), embedding=1, head=1, rest=1, hidden=1, in_pieces=why)
     found = list(slow_attention(ClusterInfo(device="cuda", ranks=1), size))
     assert [each.price for each in found] == ([] if why is InPieces.OWN else [IN_PIECES[why]])
+
+
+@pytest.mark.parametrize(
+    ("source", "tables", "wanted"),
+    [
+        ("streamed", {"algorithm": {"kl_coef": 0.1}}, ["algorithm.kl_coef = 0.1 (its reference is a snapshot)"]),
+        ("streamed", {"algorithm": {"kl_coef": 0.1}, "roles": {"reference": {}}}, []),
+        ("streamed", {"algorithm": {}}, []),
+        ("synchronous", {"algorithm": {"kl_coef": 0.1}}, []),
+    ],
+)
+def test_a_snapshot_that_a_streamed_batch_swaps_in_for_each_of_its_parts_is_told(
+    tmp_path: Path, source: str, tables: dict[str, Any], wanted: list[str]
+) -> None:
+    rollout = {**DATA["rollout"], "source": source}
+    lines = told(planned(tmp_path, rollout=rollout, cluster={"offload": "never"}, **tables))
+    assert [line.partition(": with rollout.source='streamed'")[0] for line in lines] == wanted
+    assert all("[roles.reference]" in line for line in lines)
