@@ -152,7 +152,8 @@ def measure(args: argparse.Namespace) -> Report:
                     [sys.executable, "-m", "benchmarks.engine_throughput", OFFLINE, str(listener.address)]
                 )
                 pipe = listener.accept()
-            pipe.send((arguments_of(config, Path(directory)), args.tiny))
+            saver = {"enable_memory_saver": True} if args.saver else {}
+            pipe.send(({**arguments_of(config, Path(directory)), **saver}, args.tiny))
             assert pipe.recv() == "there"
             tokens: set[int] = set()
             stages: dict[str, list[float]] = {"prompts encoded": [], "engines asked": [], "laid out, decoded": []}
@@ -220,6 +221,7 @@ def main() -> None:
     command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
+    command.add_argument("--saver", action="store_true", help="the other side has the memory saver too, as a run's has")
     command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"

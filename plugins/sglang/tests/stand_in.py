@@ -292,7 +292,7 @@ class Server:
 
         ordered, order = logprobs.exp().sort(descending=True)
         ordered[(ordered.cumsum(-1) - ordered) > params["top_p"]] = 0.0
-        if params["top_k"] != -1:
+        if params.get("top_k", -1) != -1:
             ordered[params["top_k"] :] = 0.0
         generator = torch.Generator()
         if self.arguments["enable_deterministic_inference"]:
