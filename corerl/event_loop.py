@@ -38,6 +38,8 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
+        if context is None:
+            context = contextvars.copy_context()  # the caller's, as `_take` runs in that of the first who called
         handle = asyncio.Handle(callback, args, self, context)
         self._arrived.append((handle, functools.partial(self.call_soon, callback, *args, context=context)))
         if not self._woken or self.is_closed():  # which is told there

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -119,6 +121,30 @@ def test_what_arrives_while_the_loop_is_busy_is_done_in_its_order_and_none_is_lo
         return called
 
     assert loop.run(one_of_two()) == [2]
+
+
+def test_what_is_begun_together_has_the_variables_of_who_began_it_each_its_own(loop: EventLoop) -> None:
+    variable = contextvars.ContextVar("variable", default=-1)
+    go, blocked = threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        blocked.set()
+        go.wait(LIMIT)
+
+    async def seen() -> int:
+        await asyncio.sleep(0)
+        return variable.get()
+
+    def begin(number: int) -> Future[int]:
+        variable.set(number)
+        return loop.begin(seen())
+
+    blocking = loop.begin(blocks())
+    assert blocked.wait(LIMIT)
+    begun = [contextvars.copy_context().run(begin, number) for number in range(5)]
+    go.set()
+    blocking.result(LIMIT)
+    assert [future.result(LIMIT) for future in begun] == list(range(5))
 
 
 def test_a_thread_takes_one_call_after_another_and_ends_when_none_comes(
