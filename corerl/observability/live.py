@@ -194,7 +194,8 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
     if waits := list(state.waits()):
         parts += [Text("\n".join(waits)), Text()]
     if event.before and event.before == event.after:
-        parts += [_answers(event.after, ""), Text()]
+        title = f"held-out prompts after step {state.scored}" if state.trained_since else ""
+        parts += [_answers(event.after, title), Text()]
     elif event.before and event.after:
         answers = _table("prompt", "expected", "before", "after", title="")
         answers.add_column("reward", justify="right", no_wrap=True)

@@ -127,8 +127,9 @@ def summary(state: RunState, event: RunFinished) -> Iterator[str]:
         yield ""
         yield from waits
     if event.before and event.before == event.after:
+        heading = f"at step {state.scored}" if state.trained_since else "answer"
         yield ""
-        yield f"{'prompt':18}  {'expected':12}  {'answer':>13}  {'reward':>7}"
+        yield f"{'prompt':18}  {'expected':12}  {heading:>13}  {'reward':>7}"
         for answer in event.after:
             yield (
                 f"{shorten_to_end(answer.prompt, 18):18}  {shorten(answer.answer, 12):12}"

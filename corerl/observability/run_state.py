@@ -62,6 +62,7 @@ class RunState:
         self.first_step = 0  # the step at which this process began
         self.done = 0  # rollout steps finished, those before a resume included
         self.history = History()
+        self.scored: int | None = None  # rollout steps that were done at the latest evaluation
         self.shown: Sequence[SampleShown] = ()
         self.shown_at = ""  # what those answers are, and of which step
         self.phase: Phase | None = None
@@ -98,6 +99,7 @@ class RunState:
                 if event.shown:
                     self.shown, self.shown_at = event.shown, f"sampled in step {self.done}"
             case Evaluated():
+                self.scored = event.step
                 self.history.add(event.step, event.metrics)
                 if event.shown:
                     self.shown, self.shown_at = event.shown, f"held-out prompts after step {event.step}"
@@ -108,6 +110,11 @@ class RunState:
         """How the run ended, and after how long."""
         steps = "" if self.scores else f"{event.steps_done} of {self.steps} steps, "
         return f"{event.reason} after {steps}{duration(event.seconds)}"
+
+    @property
+    def trained_since(self) -> bool:
+        """Whether the latest evaluation is of earlier weights, as in a run that is stopped between two of them."""
+        return self.scored is not None and self.scored < self.done
 
     def waits(self) -> Iterator[str]:
         """What ranks and engines waited for in all steps, the longest first."""

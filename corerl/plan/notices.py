@@ -28,6 +28,7 @@ def title_of(config: Config, processes: ProcessPlan, prompts: PromptSource, layo
     ranks = [
         f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
         + (f" for the {role}" if role != ACTOR else "")
+        + (" (LoRA)" if config.lora_of(role) else "")
         + (" (whole)" if config.run.trains and layouts[role].name == "whole" else "")
         for role, plan in processes.roles.items()
     ]

@@ -135,6 +135,18 @@ def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_al
     assert "before" not in text
 
 
+def test_the_summary_tells_of_which_step_answers_are_that_the_run_has_trained_since() -> None:
+    state, console = RunState(Clock()), terminal(80)
+    for event in [started("runs/small"), evaluated(0), StepFinished(step=0, metrics=metrics(0))]:
+        state.update(event)
+    end = finished("runs/small")
+    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
+    state.update(evaluated(1))
+    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
+    first, second = console.export_text().split("interrupted")[1:]
+    assert "held-out prompts after step 0" in first and "held-out prompts" not in second
+
+
 def test_an_evaluation_has_no_steps() -> None:
     clock = Clock()
     state = RunState(clock)

@@ -139,6 +139,16 @@ def test_a_metric_that_was_heard_once_has_no_end() -> None:
     ]
 
 
+def test_answers_of_weights_that_the_run_has_trained_since_are_told_with_their_step() -> None:
+    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
+    assert told[-2:] == [
+        "prompt              expected          at step 0   reward",
+        "35018>              01358                     9    0.000",
+    ]
+    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), evaluated(1))
+    assert told[-2] == "prompt              expected             answer   reward"
+
+
 def test_a_run_that_ended_after_its_first_step_says_so() -> None:
     told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)))
     assert told[:3] == [

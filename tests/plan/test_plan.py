@@ -43,6 +43,12 @@ def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_
     assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
 
 
+def test_ranks_that_train_adapters_say_so_in_the_title(tmp_path: Path) -> None:
+    critic = {"algorithm": {"name": "ppo"}, "roles": {"actor": {"ranks": 1}, "critic": {"ranks": 1}}}
+    plan = make_plan(config_in(tmp_path / "run", lora={}, **critic))
+    assert ": qwen3 from scratch, 1 plain rank (LoRA), 1 plain rank for the critic, " in plan.title
+
+
 def test_a_mix_is_titled_by_the_names_of_its_sources(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "0>"}\n{"prompt": "1>"}\n')
     sources = [{"source": "sort-digits"}, {"source": str(tmp_path / "rows.jsonl"), "name": "mine"}]
