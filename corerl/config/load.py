@@ -15,7 +15,7 @@ from attrs import evolve
 from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, deeper, fitting, is_setting, structure, try_structure
 from corerl.config.variables import READ_AT_START
-from corerl.config.words import parse_toml, to_plain
+from corerl.config.words import class_fields, parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 from corerl.regular import require_regular
@@ -217,7 +217,9 @@ def _elsewhere(problem: Problem) -> str:
     only one plugin knows."""
     if not problem.text.startswith(UNKNOWN):
         return ""
-    said = f"; there is {' and '.join(found[:2])}" if (found := deeper(Config, str(problem.keys[-1]))) else ""
+    key = str(problem.keys[-1])
+    found = [key] if key in class_fields(Config) else deeper(Config, key)  # a table of all rather than others inside
+    said = f"; there is {' and '.join(found[:2])}" if found else ""
     if len(problem.keys) == 2 and problem.keys[0] in PLUGINS:
         table = PLUGINS[problem.keys[0]]
         said += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"

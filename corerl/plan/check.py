@@ -13,7 +13,8 @@ from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
 UNSET = AlgorithmConfig()
-HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model's name there, which a relative path may be too
+# A model's name there, which a relative path may be too; nobody has the name models there.
+HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 

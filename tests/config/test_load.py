@@ -304,7 +304,7 @@ def test_what_is_no_toml_is_told_with_what_to_do(tmp_path: Path, content: str, p
 
 def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Path) -> None:
     keys = ["train.seed", "backend.shards", "algorithm.clip_high", "rollout.memory", "model.config.x", "data.zzz"]
-    told = problems_of(write(tmp_path, SMALLEST), *[f"{key}=1" for key in keys])
+    told = problems_of(write(tmp_path, SMALLEST), *[f"{key}=1" for key in (*keys, "model.lora")])
     ends = {
         line.partition(":")[0]: line.partition("; known: ")[2].partition("; ")[2].partition(" (")[0] for line in told
     }
@@ -315,6 +315,7 @@ def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Pa
         "rollout.memory": (
             "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME"
         ),
+        "model.lora": "there is lora",
         "data.zzz": "",
     }
 

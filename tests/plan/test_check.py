@@ -100,6 +100,8 @@ def test_nothing_is_downloaded_which_a_name_of_the_hub_is_answered_with(
     assert contradictions(config) == [
         f"{start}; if that is a name of the Hugging Face Hub: hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"
     ]
+    beside = evolve(VALID, model=ModelConfig(path="models/Qwen3-0.6B"))  # where the examples have theirs
+    assert contradictions(beside) == [start.replace("Qwen/", "models/")]
     (tmp_path / "Qwen" / "Qwen3-06B").mkdir(parents=True)
     assert contradictions(config) == [f"{start}; did you mean 'Qwen/Qwen3-06B'?"]
 
