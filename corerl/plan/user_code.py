@@ -41,7 +41,7 @@ def code_of(config: Config) -> UserCode:
 
 
 def functions_of(config: Config) -> dict[str, str]:
-    """The user's functions that a config names as 'module:function', by the settings that do."""
+    """The user's functions that a run may call, named as 'module:function', by the settings that name them."""
     rewards = {f"reward.functions[{place}].name": each.name for place, each in enumerate(config.reward.functions)}
     algorithm = config.algorithm
     names = {
@@ -49,10 +49,11 @@ def functions_of(config: Config) -> dict[str, str]:
         "rollout.function": config.rollout.function,
         "rollout.postprocess": config.rollout.postprocess,
         "cluster.scaler": config.cluster.scaler,
-        "algorithm.loss": algorithm.loss,
-        "algorithm.advantages": algorithm.advantages,
-        "algorithm.postprocess": algorithm.postprocess,
     }
+    if config.run.mode != "eval":  # which asks nothing of the algorithm
+        names["algorithm.loss"] = algorithm.loss
+        names["algorithm.advantages"] = algorithm.advantages
+        names["algorithm.postprocess"] = algorithm.postprocess
     return {setting: name for setting, name in names.items() if ":" in name}
 
 

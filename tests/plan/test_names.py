@@ -82,6 +82,16 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
     ]
 
 
+def test_functions_of_the_algorithm_are_looked_for_unless_the_run_only_evaluates() -> None:
+    named = {"loss": "no_loss:f", "advantages": "no_advantages:f", "postprocess": "no_postprocess:f"}
+    settings = {"backend": {"name": "plain"}, "algorithm": {"name": "grpo", **named}}
+    told = {
+        mode: [line.partition(":")[0] for line in wrong_apart(config_of({**settings, "run": {"mode": mode}}))]
+        for mode in ("train", "eval")
+    }
+    assert told == {"train": ["algorithm.loss", "algorithm.advantages", "algorithm.postprocess"], "eval": []}
+
+
 def test_nothing_is_imported_in_a_models_directory_with_code(here: Path) -> None:
     (here / "names_of_a_model.py").write_text("")
     config = config_of({"model": {"path": "."}, "backend": {"name": "plain"}, "reward": {"name": "names_of_a_model:f"}})
