@@ -689,7 +689,7 @@ def heal(args: argparse.Namespace, found: Found) -> None:
         with phase("samples are written", args.limit):
             write_samples(args, directory / "saved", args.saved_steps)
         norms: dict[int, list[float]] = {}
-        for kind in ("memory", "disk"):
+        for kind in ("disk",) if args.from_disk else ("memory", "disk"):
             for step, values in healed(args, kind, directory / kind, directory / "saved", found).items():
                 norms.setdefault(step, []).extend(values)
             shutil.rmtree(directory / kind, ignore_errors=True)
@@ -718,6 +718,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     command.add_argument("--block", type=int, default=3, help="steps of a block that count (default: 3)")
     command.add_argument("--warm", type=int, default=4, help="steps before the kill (default: 4)")
     command.add_argument("--saved-steps", type=int, default=30, help="batches of the killed runs (default: 30)")
+    command.add_argument("--from-disk", action="store_true", help="heal from disk alone, not from memory before")
     command.add_argument("--compile", action="store_true", help="compile layers: ranks start more slowly")
     command.add_argument("--limit", type=float, default=120.0, help="seconds of any phase (default: 120)")
     command.add_argument("--runs", help="a directory on the disk to measure, for heal's runs (default: TMPDIR)")

@@ -72,8 +72,9 @@ def test_state_comes_back_bit_for_bit_after_kernels_that_were_not_waited_for(
 def test_the_driver_counts_what_was_freed_and_again_what_was_restored(
     device: torch.device, sleeper: StorageSleeper
 ) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # these would lie in larger pieces that earlier tests have left, and free all of them
     held, meter = state(device), DeviceMeter(device)
-    gc.collect()  # what earlier tests have left would be freed as these sleep
     torch.cuda.empty_cache()
     awake = meter.held(held)
     sleeper.release(MemoryKind.PARAM, held)
