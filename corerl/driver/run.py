@@ -112,6 +112,8 @@ class Run:
     kl_coef: float  # algorithm.kl_coef, as adapted so far
 
     _step_started: float = field(factory=time.perf_counter)
+    # Of that clock, by time.time(); once, so that a step begins where the one before has ended.
+    _epoch: float = field(factory=lambda: time.time() - time.perf_counter())
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[SampleShown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[SampleShown, ...] = ()
@@ -481,14 +483,15 @@ class Run:
         for line in self.notices.of(scored, batch, results):
             self.progress.notice(line)
         self._step_started = now
-        epoch = time.time() - time.perf_counter()
         self.progress.tell(
             StepFinished(
                 step=scored.step,
                 metrics=metrics,
                 shown=scored.shown(),
                 samples=scored.samples(),
-                idle=[evolve(each, started=epoch + each.started, ended=epoch + each.ended) for each in waits],
+                idle=[
+                    evolve(each, started=self._epoch + each.started, ended=self._epoch + each.ended) for each in waits
+                ],
             )
         )
 

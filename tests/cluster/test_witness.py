@@ -41,8 +41,11 @@ class Witnessed:
 
     def _registered(self) -> int:
         """How many descriptors it waits for."""
-        found = Path(f"/proc/{self.process.pid}/fdinfo").iterdir()
-        return sum(line.startswith("tfd:") for each in found for line in each.read_text().splitlines())
+        count = 0
+        for each in Path(f"/proc/{self.process.pid}/fdinfo").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it reads a file, which it has closed meanwhile
+                count += sum(line.startswith("tfd:") for line in each.read_text().splitlines())
+        return count
 
     def kill(self, *numbers: int) -> None:
         """All before it looks; returns once it has."""

@@ -102,9 +102,11 @@ def test_a_checkpoint_of_adapters_and_one_of_all_weights_are_no_substitute_for_e
     actor = on_fsdp.checkpoint(2) / "actor"
     (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}")
     advice = "resume with the [lora] it was trained with, or start a new run from its export"
-    assert line == f"{actor} holds adapters, this run's actor trains all weights; {advice}"
+    assert line == f"checkpoint.resume: {actor} holds adapters, this run's actor trains all weights; {advice}"
     (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}", "lora.rank=4")
-    assert line.startswith(f"{actor} has [8, 32] for 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'")
+    assert line.startswith(
+        f"checkpoint.resume: {actor} has [8, 32] for 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'"
+    )
 
 
 def test_adapters_are_not_put_beside_other_weights(on_fsdp: Trained, tmp_path: Path) -> None:
