@@ -70,6 +70,9 @@ def test_an_argument_of_the_user_passes_through_unless_it_has_another_place() ->
     context = EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
     arguments = server_arguments(SglangConfig(server={"chunked_prefill_size": 512}), context, model=Path("m"))
     assert arguments["chunked_prefill_size"] == 512 and not arguments["enable_memory_saver"]
+    assert arguments["schedule_conservativeness"] == 0.3
+    own = server_arguments(SglangConfig(server={"schedule_conservativeness": 1.0}), context, model=Path("m"))
+    assert own["schedule_conservativeness"] == 1.0
     assert problems(server={"chunked_prefill_size": 512}) == {}
     assert list(problems(server={"allow_auto_truncate": True})) == ["server.allow_auto_truncate"]
     assert problems(server={"tp_size": 2, "--max-running-requests": 3, "mem-fraction-static": 0.5}) == {

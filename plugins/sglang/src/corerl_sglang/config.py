@@ -11,7 +11,7 @@ from corerl.config import above, at_least, between, option
 
 # Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has
 # prompts, where each is to be answered by itself, since what finds no free call is not decoded meanwhile.
-CALLS = 128
+CALLS = 256
 LAUNCHER = "corerl_sglang.launch"
 INSTALL = "python -m pip install 'corerl[sglang]'"
 ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
