@@ -117,12 +117,16 @@ class EventLoop:
     def _run(self) -> None:
         """Run the loop. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and with
         it all other tasks."""
-        while not self._closed:
+        self._run_until(lambda: self._closed)
+        ending = self._loop.create_task(_cancelled(asyncio.all_tasks(self._loop)))
+        ending.add_done_callback(lambda _: self._loop.stop())
+        self._run_until(ending.done)
+        self._loop.close()
+
+    def _run_until(self, over: Callable[[], bool]) -> None:
+        while not over():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            self._loop.run_until_complete(_cancelled(asyncio.all_tasks(self._loop)))
-        self._loop.close()
 
 
 def in_coroutine() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -90,6 +91,34 @@ def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
     with pytest.raises(SystemExit, match="^bad argument$"):
         loop.begin(exits()).result(LIMIT)
     assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_task_that_exits_as_the_loop_ends_leaves_the_others_to_be_cancelled(
+    turns: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    loop, ended = EventLoop("exits"), list[str]()
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(LIMIT)
+        finally:
+            ended.append("waits")
+
+    async def closes_and_exits() -> None:
+        loop.close()  # does not wait for its own thread
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended.append("exits")
+        raise SystemExit
+
+    waiting, exiting = loop.begin(waits()), loop.begin(closes_and_exits())
+    (thread,) = (each for each in threading.enumerate() if each.name == "exits")
+    thread.join(LIMIT)
+    assert not thread.is_alive() and waiting.done() and exiting.done()
+    assert "waits" in ended  # the other may have been cancelled first
+    gc.collect()
+    assert [str(each.message) for each in recwarn] == []
 
 
 def test_what_arrives_while_the_loop_is_busy_is_done_in_its_order_and_none_is_lost(loop: EventLoop) -> None:
