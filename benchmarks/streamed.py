@@ -244,7 +244,7 @@ def main_in_turns() -> int:
 
 
 def sources(args: argparse.Namespace, directory: Path) -> tuple[Report, bool]:
-    turns = [SYNCHRONOUS, STREAMED] * (1 + args.steps) + [AHEAD] * (2 + args.ahead if args.ahead else 0)
+    turns = [SYNCHRONOUS, STREAMED] * (1 + args.steps) + [AHEAD] * (3 + args.ahead if args.ahead else 0)
     own = [f"run.steps={len(turns)}", f"rollout.source={STREAMED}", "checkpoint.every=0"]
     # Log-probs are computed again, as is usual: with that, training takes more than half as long as sampling.
     own += ["cluster.placement=disaggregated", "rollout.save=true", "algorithm.old_logprobs=recompute"]
@@ -266,12 +266,12 @@ def sources_report(
     done: Sequence[Mapping[str, float]],
     sampled: Sequence[Sampled],
 ) -> Report:
-    """Of all that was done, each source's first step aside; of one-step-off two: nothing was drawn ahead of the first,
-    and the update before the second waited for what it drew."""
+    """Of all that was done, each source's first step aside. Of one-step-off the first two and the last are left out:
+    nothing was drawn ahead of the first, whose update waited for what it drew, and nothing is drawn beside the last."""
     of: dict[str, list[int]] = {source: [] for source in dict.fromkeys(turns)}
     for number, source in enumerate(turns[: len(done)]):
         of[source].append(number)
-    counted = {source: numbers[2 if source == AHEAD else 1 :] for source, numbers in of.items()}
+    counted = {source: numbers[2:-1] if source == AHEAD else numbers[1:] for source, numbers in of.items()}
     pairs = min(len(counted[SYNCHRONOUS]), len(counted[STREAMED]))
     if not pairs:
         raise SystemExit("the run has no step that counts; see above")

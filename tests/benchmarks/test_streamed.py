@@ -27,9 +27,9 @@ def test_a_trainer_that_is_never_idle_ends_after_what_comes_last() -> None:
     assert streamed.bounds(step, even) == pytest.approx((4.5, 5.5))
 
 
-def test_the_first_steps_of_each_source_do_not_count() -> None:
-    turns = [SYNCHRONOUS, STREAMED, SYNCHRONOUS, STREAMED, AHEAD, AHEAD, AHEAD]
-    seconds = [50.0, 50.0, 10.0, 7.0, 50.0, 50.0, 6.0]
+def test_steps_that_are_not_as_the_others_of_their_source_do_not_count() -> None:
+    turns = [SYNCHRONOUS, STREAMED, SYNCHRONOUS, STREAMED, AHEAD, AHEAD, AHEAD, AHEAD]
+    seconds = [50.0, 50.0, 10.0, 7.0, 50.0, 50.0, 6.0, 3.0]
     done = [
         {"time/step": each, "time/rollout": 6.0, "time/train": 3.0, "idle/ranks/total": 1.0, "rollout/reward": 0.5}
         for each in seconds
