@@ -14,7 +14,7 @@ class Tolerance:
 
 
 # float32 on a CPU
-LOSS = Tolerance(1e-5, 1e-7)  # eight steps against the plain backend, or after a resume elsewhere
+LOSS = Tolerance(1e-5, 1e-7)  # eight steps against the plain backend, after a resume elsewhere, or streamed
 GRAD_NORM = Tolerance(1e-5)
 ROUTER_GRADS = 1e-4  # L2 relative; they come from differences of experts' outputs, which are similar in small models
 METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of nearly equal numbers
