@@ -737,7 +737,9 @@ class CheckpointConfig:
     )
     background: bool = option("write checkpoints while training continues", default=True)
     resume: str = option(
-        "never, auto (the newest complete checkpoint in run.dir), or a checkpoint's path", default="never"
+        "never, auto (the newest complete checkpoint in run.dir), or the path of a checkpoint or of another run, of "
+        "which it is the newest",
+        default="never",
     )
     memory: bool = option(
         "also keep a copy of every step in this machine's memory (/dev/shm), written while training continues, from "

@@ -134,7 +134,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
             try:
                 run = _start(plan, progress, stop, stack)
             except CheckpointDamaged as error:
-                if start.resume is not None and start.falls_back:
+                if start.resume is not None and start.resumed is not None:
                     damaged[start.resume] = error.message
                 raise
             with _rescuing(run):
@@ -143,7 +143,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         lost = start.resume if isinstance(error, CheckpointDamaged) else None
-        if lost is not None and lost in damaged and latest(start.run_dir, damaged=damaged) is not None:
+        if lost in damaged and start.resumed is not None and latest(start.resumed, damaged=damaged) is not None:
             progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
             progress.observers.shutdown("restarted")
             raise

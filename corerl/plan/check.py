@@ -284,5 +284,5 @@ def missing_directories(config: Config) -> Iterator[str]:
         beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
         kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
         near = did_you_mean(resume, ("never", "auto")) or did_you_mean_path(resume)
-        advice = f"set 'never', 'auto', or a checkpoint's directory{near}"
+        advice = f"set 'never', 'auto', or a checkpoint's or a run's directory{near}"
         yield f"checkpoint.resume: no directory {resume!r}{kept}; {advice}"

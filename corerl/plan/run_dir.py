@@ -27,6 +27,13 @@ SHOWN_CHANGES = 8  # settings named in one line
 SHOWN_CHARACTERS = 40  # of a setting's value
 
 
+def resumed_run(config: Config, run_dir: Path) -> Path | None:
+    """The run whose newest intact checkpoint is resumed; None if a checkpoint itself is named, or none is."""
+    resume = config.checkpoint.resume
+    named = run_dir if resume == "auto" else Path(resume).absolute()
+    return named if resume == "auto" or (resume != "never" and checkpoints_dir(named).is_dir()) else None
+
+
 def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
     """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
     rather than overwrite another run."""
@@ -48,6 +55,14 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
     if resume == "auto":
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()
+    if (other := resumed_run(config, run_dir)) is not None:
+        chosen = latest(other, damaged=damaged)
+        if chosen is None:
+            faults = [ADVICE.split(fault)[0] for fault in passed_over(other, damaged=damaged).values()]
+            raise ConfigError(
+                f"checkpoint.resume: {other} is a run without {'an intact' if faults else 'a complete'} checkpoint"
+                f"{': ' + faults[0] if faults else ''}; set the path of another run or checkpoint"
+            )
     # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
     if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
         raise ConfigError(
@@ -58,10 +73,9 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
 
 
 def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
-    """A line for each checkpoint that `checkpoint.resume = "auto"` skipped."""
-    if config.checkpoint.resume != "auto":
-        return []
-    return [skipping(path, fault) for path, fault in passed_over(run_dir, damaged=damaged).items()]
+    """A line for each checkpoint of the resumed run that was skipped."""
+    run = resumed_run(config, run_dir)
+    return [skipping(path, fault) for path, fault in passed_over(run, damaged=damaged).items()] if run else []
 
 
 def skipping(checkpoint: Path, fault: str) -> str:

@@ -18,6 +18,7 @@ from corerl.plan.run_dir import (
     lost_checkpoints,
     require_steps_left,
     resume_from,
+    resumed_run,
     would_overwrite,
 )
 from corerl.plan.state import read_run
@@ -32,7 +33,7 @@ class Start:
     resume: Path | None  # a checkpoint that fits this run, if it resumes
     state: Mapping[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
-    falls_back: bool  # whether to resume from an older checkpoint if ranks find this one damaged
+    resumed: Path | None  # the run that `resume` is the newest intact checkpoint of; None if it was named itself
 
     @property
     def same_run(self) -> bool:
@@ -76,7 +77,7 @@ def find_start(
         resume=resume,
         state=state,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
-        falls_back=config.checkpoint.resume == "auto",
+        resumed=resumed_run(config, run_dir),
     )
 
 

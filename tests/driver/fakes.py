@@ -169,7 +169,7 @@ class Group:
 
 def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
     """As far as a run that has started reads it."""
-    start = Start(run_dir=run_dir, resume=None, state={}, lost=(), falls_back=False)
+    start = Start(run_dir=run_dir, resume=None, state={}, lost=(), resumed=None)
     rollout = {each.name: None for each in attrs.fields(RolloutPlan)} | {"settings": config.rollout}
     slices = {each.name: getattr(config, each.name, None) for each in attrs.fields(Plan)}
     return Plan(

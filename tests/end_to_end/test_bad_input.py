@@ -58,8 +58,8 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
             "model.path: no directory '/no/model'; set it to a downloaded Hugging Face model directory",
         ),
         (
-            "checkpoint.resume=/no/checkpoint",
-            "checkpoint.resume: no directory '/no/checkpoint'; set 'never', 'auto', or a checkpoint's directory",
+            "checkpoint.resume=/no/none",
+            "checkpoint.resume: no directory '/no/none'; set 'never', 'auto', or a checkpoint's or a run's directory",
         ),
         (
             "data.source=no.jsonl",

@@ -208,8 +208,8 @@ def test_all_contradictions_are_found_together() -> None:
         *contradictions(evolve(VALID, model=ModelConfig())),
         "extensions: 'jsonl' is listed 2 times; keep one",
         (
-            "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's directory; did you mean "
-            "'never'?"
+            "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's or a run's directory; did "
+            "you mean 'never'?"
         ),
     ]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     assert resume_from(config_in(empty, "auto"), empty, starting=True) is None
     assert resume_from(config_in(run, "auto"), run, starting=True) == newest
     assert resume_from(config_in(empty, str(older)), empty, starting=True) == older
+    assert resume_from(config_in(empty, str(run)), empty, starting=True) == newest  # of another run
+    assert resume_from(config_in(run, str(run)), run, starting=True) == newest
     assert resume_from(config_in(run, str(newest)), run, starting=True) == newest
     for resume in ("never", str(older)):
         with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
@@ -44,6 +47,19 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
     (told,) = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
     assert told.startswith(f"{line}{newest}/actor/rank-00001.json is missing")
     assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
+    elsewhere = tmp_path / "elsewhere"
+    assert resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True) == older
+    assert lost_checkpoints(config_in(elsewhere, str(tmp_path)), elsewhere) == [told]
+    shutil.rmtree(older)
+    with pytest.raises(ConfigError) as caught:
+        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
+    assert caught.value.message == (
+        f"checkpoint.resume: {tmp_path} is a run without an intact checkpoint: {newest}/actor/rank-00001.json is "
+        "missing; the checkpoint is damaged; set the path of another run or checkpoint"
+    )
+    shutil.rmtree(newest)
+    with pytest.raises(ConfigError, match="^checkpoint.resume: .* is a run without a complete checkpoint; set the"):
+        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_damaged(tmp_path: Path) -> None:
@@ -58,6 +74,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_dam
         f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
         for path, fault in damaged.items()
     )
+    other = make_plan(config_in(tmp_path / "other", str(tmp_path)), damaged)
+    assert (other.start.resume, other.start.resumed, other.start.lost) == (first, tmp_path, plan.start.lost)
+    assert make_plan(config_in(tmp_path / "other", str(third))).start.resumed is None
     with pytest.raises(ConfigError, match="none of its checkpoints can be resumed: a rank said so; set another"):
         make_plan(auto, {**damaged, first: "and this"})
 
