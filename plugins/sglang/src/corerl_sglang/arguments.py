@@ -93,10 +93,10 @@ ELSEWHERE = {
 # last token of a row is drawn for an input of all others.
 KEPT_BACK = 6
 
-# SGLang admits a sample if memory has room for a share of all that those it draws may still draw: 0.7 after each pause,
-# and a seventh of that 600 steps later. A batch for training comes at once after a pause, and most of its samples end
-# long before `max_tokens`: what is not admitted at first is let in two or three at a time, each time with a prefill
-# that all others wait for. Where memory runs out, samples are taken back, and go on when there is room.
+# SGLang admits a sample if memory has room for a share of what those it draws may still draw, of 4,096 tokens each at
+# most: 0.7 after each pause, and a seventh of that 600 steps later. A batch for training comes at once after a pause,
+# and most of its samples end long before `max_tokens`: what is not admitted at first is let in two or three at a time,
+# each time with a prefill that all others wait for. Where memory runs out, samples are taken back, and go on later.
 CONSERVATIVENESS = 0.3  # times those shares, as SGLang itself chooses for DP attention
 
 
