@@ -222,7 +222,7 @@ def _of_gradients(found: Tensors, wanted: Tensors) -> str:
         return f"; the gradients of the first step are {known[0]:.4g} times what they must be in {_such(wrong, wanted)}"
     return (
         f"; the gradients of the first step differ in {_such(wrong, wanted)}: they may not be summed over all ranks, "
-        "or some samples be left out"
+        "or more than once, or some samples be left out"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from corerl.testing import suite
 from corerl.testing.marks import LEVELS, Check, check_of
 from corerl.testing.subject import Runs, Subject
-from corerl.testing.suite import CHECKS, test_memory, test_routing, test_training
+from corerl.testing.suite import CHECKS, test_halves, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:
@@ -81,6 +81,17 @@ def test_a_learning_rate_that_stays_is_told_as_that(runs: Runs, tmp_path: Path) 
         AssertionError, match="gradients and weights of the first step agree: .* the learning rate of later ones"
     ):
         test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
+
+
+def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_the_gradients_of_the_first(
+    runs: Runs, tmp_path: Path
+) -> None:
+    subject = subject_of("corerl.testing.broken:IGNORES_SCALE", runs, tmp_path)
+    with pytest.raises(AssertionError, match="clipped, the gradients agree: before, they are [0-9.]+ times what they"):
+        test_halves.test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject)
+    subject = subject_of("corerl.testing.broken:CLEARS_TOO_EARLY", runs, tmp_path)
+    with pytest.raises(AssertionError, match="the gradients of the first step are 0 times what they must be in 25 of"):
+        test_halves.test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject)
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:
