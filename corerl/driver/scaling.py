@@ -153,6 +153,7 @@ class Sizing:
     devices: Devices
     spent: Spent  # since the sizes are these
     earlier: Sequence[tuple[Mapping[str, int], Spent]]  # other sizes that the run had before, the latest last
+    refused: Sequence[Mapping[str, int]] = ()  # changes of these sizes that could not be had, on as many devices
 
 
 Scaler = Callable[[Sizing], Mapping[str, int]]  # returns sizes to change; {} for none
@@ -169,8 +170,8 @@ class Scaling:
     _steps: int = 0
     _changing: bool = False  # the sizes have changed since the last step: the next one has the seconds of that
     _earlier: list[tuple[Mapping[str, int], Spent]] = field(factory=list)
-    # Overrides that could not be had at the present sizes, and how many more devices there were then.
-    _refused: dict[frozenset[str], int] = field(factory=dict)
+    # Changes that could not be had at the present sizes, and how many more devices there were then.
+    _refused: dict[frozenset[tuple[str, int]], int] = field(factory=dict)
 
     def step_done(self, metrics: Mapping[str, float], sizes: Mapping[str, int]) -> None:
         """Note what a step took, at whose end the sizes are these."""
@@ -186,14 +187,21 @@ class Scaling:
     def wanted(self, step: int, sizes: Mapping[str, int], devices: Devices) -> list[str]:
         """Overrides of the config. Raises CorerlError if the function fails, or returns anything else than sizes."""
         self._see(sizes)
-        asked = Sizing(step=step, sizes=sizes, devices=devices, spent=self._spent, earlier=tuple(self._earlier))
+        refused = [dict(change) for change, had in self._refused.items() if devices.unused + devices.free <= had]
+        asked = Sizing(
+            step=step,
+            sizes=sizes,
+            devices=devices,
+            spent=self._spent,
+            earlier=tuple(self._earlier),
+            refused=tuple(refused),
+        )
         try:
             found = self.scaler(asked)
         except Exception as error:
             raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
-        wanted = [f"{name}={value}" for name, value in self._checked(found, sizes).items() if sizes[name] != value]
-        known = self._refused.get(frozenset(wanted))
-        return wanted if known is None or devices.unused + devices.free > known else []
+        wanted = {name: value for name, value in self._checked(found, sizes).items() if sizes[name] != value}
+        return [] if wanted in refused else [f"{name}={value}" for name, value in wanted.items()]
 
     def _checked(self, found: object, sizes: Mapping[str, int]) -> dict[str, int]:
         """What the function returned. Raises CorerlError unless it is other values of these sizes."""
@@ -214,7 +222,8 @@ class Scaling:
     def refused(self, wanted: Sequence[str], devices: Devices) -> None:
         """Note that these could not be had: they are not wanted again until the sizes are others, or there are more
         devices."""
-        self._refused[frozenset(wanted)] = devices.unused + devices.free
+        change = frozenset((name, int(value)) for name, value in (each.split("=") for each in wanted))
+        self._refused[change] = devices.unused + devices.free
         self._changing = True
 
     def _see(self, sizes: Mapping[str, int]) -> None:
@@ -233,9 +242,9 @@ class Scaling:
 
 
 def balance(sizing: Sizing) -> Mapping[str, int]:
-    """Move a device from the actor's ranks to the engines, or back, whichever side waits longer for the other; no
-    further once that has made steps longer. For `cluster.placement = "disaggregated"`, engines of one device each, and
-    an actor that can be of any number of ranks."""
+    """Move a device from the actor's ranks to the engines, or back, whichever side waits longer for the other, or as
+    few as make a number of ranks that the run can have; no further once that has made steps longer. For
+    `cluster.placement = "disaggregated"` and engines of one device each."""
     ranks, replicas = sizing.sizes["roles.actor.ranks"], sizing.sizes["rollout.replicas"]
     spent = sizing.spent
     if spent.steps < SETTLED:
@@ -249,7 +258,10 @@ def balance(sizing: Sizing) -> Mapping[str, int]:
     difference = spent.idle.get("idle/ranks/total", 0.0) - spent.idle.get("idle/engines/total", 0.0)
     if abs(difference) < WORTH * spent.seconds:
         return {}
-    move = -1 if difference > 0 else 1
-    wanted = {"roles.actor.ranks": ranks + move, "rollout.replicas": replicas - move}
-    tried = any({name: sizes.get(name) for name in wanted} == wanted for sizes, _ in earlier)
-    return {} if min(wanted.values()) < 1 or tried else wanted
+    more = -1 if difference > 0 else 1
+    for move in range(1, ranks if difference > 0 else replicas):  # no side loses its last device
+        wanted = {"roles.actor.ranks": ranks + more * move, "rollout.replicas": replicas - more * move}
+        if wanted not in sizing.refused:  # as of ranks over which a step's samples do not divide
+            tried = any({name: sizes.get(name) for name in wanted} == wanted for sizes, _ in earlier)
+            return {} if tried else wanted
+    return {}

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +379,31 @@ def test_nothing_moves_for_a_small_difference_or_after_few_steps() -> None:
     assert balanced((2, 2), spent(ranks=5.0, engines=2.5)) == (1, 3)
     assert balanced((2, 2), spent(ranks=9.0, steps=SETTLED - 1)) == {}
     assert balanced((2, 2), Spent(steps=9, seconds=10.0, idle={})) == {}
+
+
+def test_more_devices_move_where_ranks_cannot_be_of_one_less_or_more() -> None:
+    def wanted(now: Spent, *refused: tuple[int, int], earlier: tuple[int, int] = (9, 9)) -> Mapping[str, int]:
+        before = [(of(*earlier), spent(20.0))]
+        sizing = Sizing(step=9, sizes=of(4, 4), devices=NONE_MORE, spent=now, earlier=before)
+        return balance(evolve(sizing, refused=[of(*each) for each in refused]))
+
+    samples, training = spent(ranks=6.0), spent(engines=6.0)
+    assert wanted(samples, (3, 5)) == of(2, 6) and wanted(samples, (2, 6)) == of(3, 5)
+    assert wanted(samples, (3, 5), earlier=(2, 6)) == {}  # where it comes from
+    assert wanted(samples, (3, 5), (2, 6)) == of(1, 7) and wanted(samples, (3, 5), (2, 6), (1, 7)) == {}
+    assert wanted(training, (5, 3), (3, 5)) == of(6, 2)
+    assert wanted(training, (5, 3), (6, 2), (7, 1)) == {}
+
+
+def test_a_function_is_told_what_was_refused_as_long_as_that_holds() -> None:
+    got: list[Sequence[Mapping[str, int]]] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing.refused) or {})  # type: ignore[func-returns-value]
+    made.wanted(1, SIZES, NONE_MORE)
+    made.refused(["roles.actor.ranks=3", "rollout.replicas=1"], NONE_MORE)
+    made.wanted(2, SIZES, NONE_MORE)
+    made.wanted(3, SIZES, evolve(NONE_MORE, free=1))
+    made.wanted(4, {**SIZES, "rollout.replicas": 1}, NONE_MORE)
+    assert got == [(), (of(3, 1),), (), ()]
 
 
 def test_no_side_loses_its_last_device() -> None:
