@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field
 
-from corerl.messages import short_repr
+from corerl.messages import did_you_mean, short_repr
 
 
 def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
@@ -33,6 +33,20 @@ def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if value is not None and value <= bound:
             raise ValueError(f"must be above {bound}, got {value!r}")
+
+    return check
+
+
+def some_of(known: Sequence[str]) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator of options: one or several of these names, each once."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Sequence[str]) -> None:
+        for name in value:
+            if name not in known:
+                advice = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+                raise ValueError(f"unknown {name!r}{advice}")
+        if not value or len(set(value)) < len(value):
+            raise ValueError(f"must name one or several of {', '.join(known)}, each once, got {list(value)}")
 
     return check
 

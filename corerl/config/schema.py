@@ -25,16 +25,19 @@ from corerl.config.options import (
     finite_values,
     option,
     share,
+    some_of,
     variables,
     zero_or_several,
 )
 from corerl.fields import explain
+from corerl.kinds import MemoryKind
 
 Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 Precision = Literal["float32", "bfloat16", "float16"]
 ALL_LINEAR = "all-linear"  # of lora.targets
+KINDS = tuple(kind.value for kind in MemoryKind)
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -77,6 +80,12 @@ class ClusterConfig:
         "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda, and only "
         "until two steps have shown that there is room for both",
         default="auto",
+    )
+    offload_kinds: tuple[str, ...] = option(
+        "what of their memory these ranks put to sleep; kinds that are left out stay on the device: param (what passes "
+        "read), master (float32 copies, where a backend has them apart), grad, optimizer (moments)",
+        default=KINDS,
+        validator=some_of(KINDS),
     )
     max_residual_gib: float = option(
         "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "

@@ -48,6 +48,7 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
 from corerl.event_loop import EventLoop
+from corerl.kinds import MemoryKind
 from corerl.messages import one_line
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
@@ -236,7 +237,10 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     sharing = plan.processes.sharing
     residency = Residency(
         plan=residency_plan(
-            sharing, passed={each.role for each in plan.algorithm.passes}, frozen=roles.keys() - trained.keys()
+            sharing,
+            passed={each.role for each in plan.algorithm.passes},
+            frozen=roles.keys() - trained.keys(),
+            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
         ),
         groups={name: groups[name] for name in sharing},
         fleet=fleet,

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import MOST_SAMPLES, AlgorithmConfig, Config, EpisodesConfig
+from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
@@ -225,6 +225,13 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _cluster(config: Config) -> Iterator[str]:
+    if stays := [kind for kind in KINDS if kind not in config.cluster.offload_kinds]:
+        for setting in ("suspend_communicators", "max_residual_gib"):
+            if value := getattr(config.cluster, setting):
+                yield (
+                    f"cluster.{setting}: {value!r} is for ranks that sleep whole, but with cluster.offload_kinds their "
+                    f"{' and '.join(stays)} stay on the device; remove one of the two"
+                )
     if config.cluster.resources and not config.cluster.address:
         yield (
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "

@@ -93,7 +93,7 @@ class Forecaster:
         passing = dict.fromkeys(each.role for each in self.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
         if ACTOR in known and self.config.run.samples and ACTOR in self.plan.sharing:
-            stages.append(self._updating(known[ACTOR]))
+            stages.append(self._updating(known))
         return Forecast(
             stages={stage.stage: stage for stage in stages},
             unknown=tuple(
@@ -182,39 +182,51 @@ class Forecaster:
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[role]
-        held = {PARAM: memory.rank.kinds[PARAM]} if role in self.plan.sharing else _between_steps(memory)
+        held = _between_steps(memory)
+        if role in self.plan.sharing:
+            held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
         if role in self.plan.sharing:  # what takes turns passes at the same time
             others = {each.role for each in self.algorithm.passes if each.role in self.plan.sharing} - {role}
-            parts |= {f"the {each} as it passes": known[each].passing for each in sorted(others & known.keys())}
+            for each in sorted(others & known.keys()):
+                parts[f"the {each} as it passes"] = known[each].passing - self._stays(known[each]).get(PARAM, 0)
         return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:
         return f"activations of {max(self.plan.roles[role].train.tokens_per_micro_batch, self.longest):,} tokens"
 
-    def _updating(self, memory: RoleMemory) -> StageMemory:
+    def _updating(self, known: Mapping[str, RoleMemory]) -> StageMemory:
+        memory = known[ACTOR]
+        held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
         parts = {
-            f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
+            **{f"{ACTOR}'s {NAMES[kind]}": count for kind, count in held.items()},
             "buckets": 2 * (self.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
             "the engine's weights": self._engine,
         }
-        return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, {})})
+        return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
 
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
-        """What others hold on the device meanwhile: nothing but their processes, if they take turns. An engine's caches
-        are not known here."""
+        """What others hold on the device meanwhile: nothing but their processes and what stays there, if they take
+        turns. An engine's caches are not known here."""
         together = [
             each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.own_devices)
         ]
         engine = self.config.run.samples and self.config.cluster.placement == "colocated"
-        parts = {}
-        if role not in self.plan.sharing:
-            others = [each for each in together if each != role and each in known]
+        others = [each for each in together if each != role and each in known]
+        if role in self.plan.sharing:
+            found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}
+            parts = {what: count for what, count in found.items() if count}
+        else:
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
             if engine and role not in self.config.own_devices:
                 parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
+
+    def _stays(self, memory: RoleMemory) -> dict[MemoryKind, int]:
+        """What a rank that takes turns holds in every stage."""
+        sleeps = self.config.cluster.offload_kinds
+        return {kind: count for kind, count in _between_steps(memory).items() if kind not in sleeps}
 
     @property
     def _sent(self) -> int:

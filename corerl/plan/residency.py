@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.kinds import ALL_KINDS, MemoryKind
 from corerl.plugin.hookspecs import STATE
@@ -42,17 +42,23 @@ def saving(role: str) -> str:
     return f"save {role}"
 
 
-def residency_plan(roles: Sequence[str], passed: Collection[str], frozen: Collection[str] = ()) -> dict[str, Stage]:
+def residency_plan(
+    roles: Sequence[str],
+    passed: Collection[str],
+    frozen: Collection[str] = (),
+    sleeps: Collection[MemoryKind] = ALL_KINDS,
+) -> dict[str, Stage]:
     """The stages of a step by name, for the `roles` that share devices with engines; {} if there are none. Roles in
-    `passed` run a forward pass before training; those that are `frozen` neither train nor save.
+    `passed` run a forward pass before training; those that are `frozen` neither train nor save. Of their memory only
+    the kinds in `sleeps` ever leave the device.
 
     Each stage holds only what it reads, to minimize its peak: roles train and save one after the other, and engines
-    get memory for weights only once a rank holds nothing but its parameters.
+    get memory for weights only once a rank holds nothing but its parameters, and what never leaves.
     """
     if not roles:
         return {}
     trained = [role for role in roles if role not in frozen]
-    return {
+    stages = {
         COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # only for roles with devices of their own
@@ -62,3 +68,8 @@ def residency_plan(roles: Sequence[str], passed: Collection[str], frozen: Collec
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }
+    if stays := ALL_KINDS - frozenset(sleeps):
+        for name, stage in stages.items():
+            ranks = {role: stage.ranks.get(role, frozenset()) | stays for role in roles}
+            stages[name] = evolve(stage, ranks=ranks)
+    return stages

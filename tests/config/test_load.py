@@ -203,6 +203,14 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
         ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
+        (
+            '[cluster]\noffload_kinds = ["params"]',
+            "cluster.offload_kinds: unknown 'params'; did you mean 'param'?",
+        ),
+        (
+            "[cluster]\noffload_kinds = []",
+            "cluster.offload_kinds: must name one or several of param, master, grad, optimizer, each once, got []",
+        ),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
         ("[cluster]\nwatchdog = inf", "cluster.watchdog: must be finite, got inf"),
         ("[train.optimizer]\nlr = inf", "train.optimizer.lr: must be finite, got inf"),

@@ -49,6 +49,17 @@ def test_a_frozen_role_is_there_while_it_passes_samples_and_in_no_other_stage() 
     assert plan.keys() == residency_plan(["actor"], passed=[]).keys()
 
 
+def test_kinds_that_do_not_sleep_are_there_in_every_stage_beside_what_it_needs() -> None:
+    sleeps = [MemoryKind.PARAM, MemoryKind.GRAD]
+    stays = {MemoryKind.MASTER, MemoryKind.OPTIMIZER}
+    roles = ["actor", "critic"]
+    usual, plan = (residency_plan(roles, ["critic"], sleeps=kinds) for kinds in (ALL, sleeps))
+    assert plan.keys() == usual.keys() and len(plan) == 10
+    for name, stage in plan.items():
+        assert stage.engines == usual[name].engines
+        assert stage.ranks == {role: usual[name].ranks.get(role, frozenset()) | stays for role in roles}
+
+
 class Device:
     """What ranks of two roles and one engine hold, in bytes; each wants to know that it is not there already."""
 
@@ -124,6 +135,22 @@ def test_each_stage_holds_what_its_plan_says_whatever_stage_it_is_entered_from()
         assert device.held == {role: stage.ranks.get(role, set()) for role in device.held}
         engines = residency.plan[before].engines if stage.engines is None else stage.engines
         assert (device.engine > 0) == (engines is not EngineMemory.NOTHING)
+
+
+def test_only_the_kinds_that_sleep_are_moved() -> None:
+    device = Device()
+    engine = Engine(device)
+    groups = {role: Ranks(device, role) for role in device.held}
+    plan = residency_plan(list(groups), ["actor", "critic"], sleeps=[MemoryKind.GRAD, MemoryKind.OPTIMIZER])
+    residency = evolve(sharing(groups), plan=plan, fleet=engine)  # type: ignore[arg-type]
+    stays = {MemoryKind.PARAM, MemoryKind.MASTER}
+    for name in STEP:
+        residency.enter(name)
+        awake = {training("actor"): "actor", training("critic"): "critic"}.get(name)
+        saved = {saving("actor"): "actor", saving("critic"): "critic"}.get(name)
+        for role, held in device.held.items():
+            more = ALL if role == awake else {MemoryKind.OPTIMIZER} if role == saved else set()
+            assert held == stays | more, (name, role)
 
 
 def test_the_most_that_a_step_holds_is_one_role_in_training_and_it_is_told_by_stage() -> None:
@@ -273,21 +300,24 @@ def test_new_ranks_or_engines_and_those_that_are_to_move_take_turns_until_they_a
 
 def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(tmp_path: Path) -> None:
     steps = {}
-    for offload in ("never", "always"):
+    for name, offload in {"never": [], "always": [], "some": ["cluster.offload_kinds=['grad', 'optimizer']"]}.items():
         config = small(
             tmp_path,
-            f"run.dir={tmp_path}/{offload}",
-            f"cluster.offload={offload}",
+            f"run.dir={tmp_path}/{name}",
+            f"cluster.offload={'never' if name == 'never' else 'always'}",
+            *offload,
             *("run.steps=3", "checkpoint.every=2", "roles.critic.ranks=1", "extensions=[{name='jsonl'}]"),
             *("algorithm.name=ppo", "algorithm.kl_coef=0.1", "algorithm.old_logprobs=recompute"),
         )
         assert execute_here(config).reason == "finished"
-        steps[offload] = numbers(tmp_path / offload)
-    taken = {name for step in steps["always"] for name in step if name.startswith("memory/")}
-    assert taken >= {"memory/train_actor_gib", "memory/train_critic_gib", "memory/save_critic_gib"}
-    without = [{name: value for name, value in step.items() if name not in taken} for step in steps["always"]]
-    assert without == steps["never"]
-    assert len(without) == 3
+        steps[name] = numbers(tmp_path / name)
+    for name in ("always", "some"):
+        taken = {number for step in steps[name] for number in step if number.startswith("memory/")}
+        assert taken >= {"memory/train_actor_gib", "memory/train_critic_gib", "memory/save_critic_gib"}
+        assert ("memory/asleep_gib" in taken) == (name == "always")
+        without = [{number: value for number, value in step.items() if number not in taken} for step in steps[name]]
+        assert without == steps["never"]
+        assert len(without) == 3
 
 
 def test_engines_make_room_for_ranks_that_are_started_anew_and_sleep_only_once() -> None:

@@ -214,6 +214,19 @@ def test_all_contradictions_are_found_together() -> None:
     ]
 
 
+def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:
+    def lines(*kinds: str) -> list[str]:
+        cluster = ClusterConfig(offload_kinds=kinds, suspend_communicators=True, max_residual_gib=2.5)
+        return contradictions(evolve(VALID, cluster=cluster))
+
+    assert lines("grad", "param", "optimizer", "master") == contradictions(VALID) == []
+    assert lines("grad", "optimizer") == [
+        f"cluster.{setting}: {value} is for ranks that sleep whole, but with cluster.offload_kinds their param and "
+        "master stay on the device; remove one of the two"
+        for setting, value in {"suspend_communicators": True, "max_residual_gib": 2.5}.items()
+    ]
+
+
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 
 

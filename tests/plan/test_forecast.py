@@ -132,6 +132,24 @@ def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside
     assert "the critic" not in alone and "the engine's weights" not in alone
 
 
+def test_what_does_not_sleep_is_counted_in_each_stage_and_for_each_role(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
+    usual = forecaster_of(config)
+    some = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload_kinds=("param", "grad"))))
+    kinds = {}
+    for role in ("actor", "critic"):
+        memory = usual.role(role)
+        assert not isinstance(memory, str)
+        kinds[role] = {kind: memory.rank.kinds[kind] for kind in (MemoryKind.MASTER, MemoryKind.OPTIMIZER)}
+        assert kinds[role][MemoryKind.OPTIMIZER] > 0
+    both = sum(count for each in kinds.values() for count in each.values())
+    before, after = usual.forecast().stages, some.forecast().stages
+    assert before.keys() == after.keys() and len(before) > 3
+    for name, stage in after.items():
+        own = name.partition(" ")[2] if name.startswith("train") else ""  # its own were there before
+        assert stage.total - before[name].total == both - sum(kinds.get(own, {}).values()), name
+
+
 def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
     forecaster = forecaster_of(on_gpus(tmp_path))
     plan = forecaster.plan.roles["actor"]
@@ -204,3 +222,6 @@ def test_roles_that_take_turns_with_engines_pass_samples_at_the_same_time(tmp_pa
     assert actor.total == teacher.total
     own = sum(count for part, count in actor.parts.items() if part.startswith(("actor's", "activations")))
     assert teacher.parts["the actor as it passes"] == own > 0
+    sleeps = {"cluster": {"offload_kinds": ["master", "grad", "optimizer"]}}
+    again = memory_of(on_gpus(tmp_path, **{**TEACHER, **sleeps, "algorithm": algorithm})).stages
+    assert again["forward actor"].total == again["forward teacher"].total == actor.total
