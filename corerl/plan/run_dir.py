@@ -31,7 +31,8 @@ def resumed_run(config: Config, run_dir: Path) -> Path | None:
     """The run whose newest intact checkpoint is resumed; None if a checkpoint itself is named, or none is."""
     resume = config.checkpoint.resume
     named = run_dir if resume == "auto" else Path(resume).absolute()
-    return named if resume == "auto" or (resume != "never" and checkpoints_dir(named).is_dir()) else None
+    # os.path: a name that no file can have is no directory either.
+    return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
 
 
 def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
