@@ -10,20 +10,18 @@ from attrs import evolve, frozen
 from corerl.data.plan import count_loss_tokens
 from corerl.testing.harness import (
     Setup,
-    State,
     error_of,
     forward,
     parts_of_step,
     running,
     samples_at,
     start,
-    state_of,
     step_at,
     train,
 )
 from corerl.testing.inprocess import InProcessSender
 from corerl.testing.scenarios.states import Fault, failing
-from corerl.testing.scenarios.training import FIRST, Skipped, Trained, skip_a_step
+from corerl.testing.scenarios.training import Skipped, Trained, skip_a_step, taken
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, Output, PackedBatch, SampleBatch, TrainResult
 
@@ -62,22 +60,12 @@ def train_in_calls(setup: Setup, steps: int, announced: bool, unit: float = 0.0,
     worker, init = start(setup)
     if visit == "pass":
         worker.create_snapshot("start")
-    at_start = state_of(worker)
-    results: list[TrainResult] = []
-    first: State = {}
-    for number in range(steps):
-        results.append(take_step(worker, setup, number, announced=announced, unit=unit, between=visits[visit]))
-        first = first or state_of(worker, FIRST)
-    report = Trained(
-        init=init,
-        at_start=at_start,
-        results=results,
-        state=state_of(worker),
-        adam_step=worker.backend.adam_step,
-        first=first,
+    return taken(
+        worker,
+        init,
+        range(steps),
+        lambda number: take_step(worker, setup, number, announced=announced, unit=unit, between=visits[visit]),
     )
-    worker.shutdown("the check is done")
-    return report
 
 
 def pass_through(worker: Worker, call: int) -> None:

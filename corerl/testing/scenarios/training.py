@@ -24,6 +24,7 @@ from corerl.testing.harness import (
     train,
 )
 from corerl.testing.losses import LIKELIHOOD
+from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,
     ForwardResult,
@@ -55,16 +56,26 @@ def train_steps(
 ) -> Trained:
     """Train steps `numbers`; after step `save_after`, save the rank's part of a checkpoint to `save_to`."""
     worker, init = start(setup, resume=resume)
+
+    def take(number: int) -> TrainResult:
+        result = train(worker, setup, number)
+        if number == save_after:
+            saved = worker.save(save_to, step_at(number + 1), False)
+            assert saved.complete and saved.path == save_to, saved
+        return result
+
+    return taken(worker, init, numbers, take)
+
+
+def taken(worker: Worker, init: InitResult, numbers: Sequence[int], take: Callable[[int], TrainResult]) -> Trained:
+    """Take each of these steps, and shut the worker down."""
     at_start = state_of(worker)
     results: list[TrainResult] = []
     first: State = {}
     for number in numbers:
-        results.append(train(worker, setup, number))
+        results.append(take(number))
         if len(results) == 1 and len(numbers) > 1:
             first = state_of(worker, FIRST)
-        if number == save_after:
-            saved = worker.save(save_to, step_at(number + 1), False)
-            assert saved.complete and saved.path == save_to, saved
     report = Trained(
         init=init,
         at_start=at_start,
