@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,7 +22,7 @@ from corerl.errors import ModelError
 from corerl.models import layout
 from corerl.models.files import look_at
 from corerl.testing.models import tiny_config, tiny_fields
-from tests.forks.client import Forked, forked_for, processes_of
+from tests.forks.client import Forked, connect, forked_for, processes_of
 from tests.forks.once import look_once
 from tests.forks.ray import environment, place_of
 from tests.forks.server import RAYS, SOCKET
@@ -144,6 +147,30 @@ def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for
             assert time.monotonic() < deadline
             time.sleep(0.01)
         started.stdout.close()
+
+
+def test_the_server_outlives_one_that_ends_at_the_same_moment_as_whoever_asked_for_it(forked_python: None) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    with connect() as connection:
+        asked = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        server, _, _ = struct.unpack("3i", asked)
+    assert pid in forked_for(os.getsid(0)) and server != os.getpid()
+    ends = os.pidfd_open(pid)
+    os.kill(server, signal.SIGSTOP)  # then it hears of both at once
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([ends], [], [], paced(60.0))[0]
+        started.kill()
+        started.wait(paced(60.0))
+    finally:
+        os.kill(server, signal.SIGCONT)
+        os.close(ends)
+    started.stdout.close()
+    assert ran("-c", "print('served')").stdout == "served\n"
+    assert pid not in forked_for(os.getsid(0))
 
 
 def test_a_program_that_a_forked_one_starts_is_forked_too_and_no_other(forked_python: None) -> None:

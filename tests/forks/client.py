@@ -84,7 +84,7 @@ class Forked:
     def _line(self) -> int:
         while b"\n" not in self._read:
             more = self._answers.recv(64)
-            assert more, f"the fork server is gone: {(Path(os.environ[DIRECTORY]) / 'log').read_text()}"
+            assert more, gone()
             self._read += more
         line, _, self._read = self._read.partition(b"\n")
         return int(line)
@@ -116,8 +116,16 @@ def connect(place: str = SOCKET) -> socket.socket:
                 time.sleep(0.01)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(STARTS_WITHIN)
-    connection.connect(str(directory / place))
+    try:
+        connection.connect(str(directory / place))
+    except ConnectionRefusedError:
+        connection.close()
+        raise AssertionError(gone()) from None
     return connection
+
+
+def gone() -> str:
+    return f"the fork server is gone: {(Path(os.environ[DIRECTORY]) / 'log').read_text() or 'it said nothing'}"
 
 
 def processes_of(leader: int) -> dict[int, str]:

@@ -108,8 +108,8 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
 
     waiting = selectors.DefaultSelector()
     waiting.register(listening, selectors.EVENT_READ)
-    waiting.register(os.pidfd_open(owner), selectors.EVENT_READ)
-    running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process, and who asked
+    waiting.register(os.pidfd_open(owner), selectors.EVENT_READ, owner)
+    running: dict[int, tuple[int, socket.socket]] = {}  # process -> its pidfd, and who asked
     while True:
         for key, _ in waiting.select():
             if key.fileobj is listening:
@@ -122,36 +122,38 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                 pid = os.fork()
                 if pid == 0:
                     waiting.close()
-                    for each in (listening, asking, *(each for _, each in running.values())):
-                        each.close()
-                    for descriptor in running:
-                        os.close(descriptor)
+                    for watch, other in running.values():
+                        os.close(watch)
+                        other.close()
+                    listening.close()
+                    asking.close()
                     become(request, descriptors)
                     return request
                 for descriptor in descriptors:
                     os.close(descriptor)
                 (directory / PROCESSES / str(pid)).write_text(str(session_of(asking)))
                 tell(asking, pid)
-                watch = os.pidfd_open(pid)
-                waiting.register(watch, selectors.EVENT_READ)
-                running[watch] = pid, asking
+                running[pid] = os.pidfd_open(pid), asking
+                waiting.register(running[pid][0], selectors.EVENT_READ, pid)
                 if not request["leads"]:
-                    waiting.register(asking, selectors.EVENT_READ, watch)
-            elif key.data in running:  # whoever asked says no more: it has gone
+                    waiting.register(asking, selectors.EVENT_READ, pid)
+            elif key.data == owner:
+                os._exit(0)  # it is gone
+            elif key.data not in running:
+                continue  # it has ended at the same moment as whoever asked for it
+            elif key.fileobj is running[key.data][1]:  # whoever asked says no more: it has gone
                 waiting.unregister(key.fileobj)
-                os.kill(running[key.data][0], signal.SIGKILL)
-            elif key.fd in running:
-                pid, asking = running.pop(key.fd)
-                waiting.unregister(key.fd)
-                os.close(key.fd)
+                os.kill(key.data, signal.SIGKILL)
+            else:
+                watch, asking = running.pop(key.data)
+                waiting.unregister(watch)
+                os.close(watch)
                 if asking in waiting.get_map():
                     waiting.unregister(asking)
-                _, status = os.waitpid(pid, 0)
-                (directory / PROCESSES / str(pid)).unlink()
+                _, status = os.waitpid(key.data, 0)
+                (directory / PROCESSES / str(key.data)).unlink()
                 tell(asking, status)
                 asking.close()
-            else:
-                os._exit(0)  # its owner is gone
 
 
 def preload(modules: Sequence[str]) -> None:
