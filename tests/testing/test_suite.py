@@ -83,7 +83,7 @@ def test_a_learning_rate_that_stays_is_told_as_that(runs: Runs, tmp_path: Path) 
         test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
 
 
-def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_the_gradients_of_the_first(
+def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_its_gradients_and_weights(
     runs: Runs, tmp_path: Path
 ) -> None:
     subject = subject_of("corerl.testing.broken:IGNORES_SCALE", runs, tmp_path)
@@ -92,6 +92,9 @@ def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_the_gradients_of_
     subject = subject_of("corerl.testing.broken:CLEARS_TOO_EARLY", runs, tmp_path)
     with pytest.raises(AssertionError, match="the gradients of the first step are 0 times what they must be in 25 of"):
         test_halves.test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject)
+    subject = subject_of("corerl.testing.broken:STEPS_IN_EVERY_CALL", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others: only"):
+        test_halves.test_the_gradients_of_several_calls_are_those_of_one(subject, "qwen3-tied", False)
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:

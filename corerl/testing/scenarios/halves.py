@@ -7,6 +7,7 @@ from functools import partial
 
 from attrs import evolve, frozen
 
+from corerl.backend.base import StateKey
 from corerl.data.plan import count_loss_tokens
 from corerl.testing.harness import (
     Setup,
@@ -16,6 +17,7 @@ from corerl.testing.harness import (
     running,
     samples_at,
     start,
+    state_of,
     step_at,
     train,
 )
@@ -56,16 +58,30 @@ def take_step(
 def train_in_calls(setup: Setup, steps: int, announced: bool, unit: float = 0.0, visit: str = "") -> Trained:
     """Train the first steps in several calls each. `visit` is what is done between them: "pass" uses the model without
     training, "sleep" lets all but gradients sleep."""
-    visits: dict[str, Between] = {"": lambda worker, call: None, "pass": pass_through, "sleep": doze}
     worker, init = start(setup)
     if visit == "pass":
         worker.create_snapshot("start")
+    visits: dict[str, Between] = {"": unmoved(worker), "pass": pass_through, "sleep": doze}
     return taken(
         worker,
         init,
         range(steps),
         lambda number: take_step(worker, setup, number, announced=announced, unit=unit, between=visits[visit]),
     )
+
+
+def unmoved(worker: Worker) -> Between:
+    """Fails where a call of the first step moves weights."""
+    before = state_of(worker, (StateKey.MASTER,))[StateKey.MASTER]
+
+    def look(worker: Worker, call: int) -> None:
+        if worker.backend.adam_step:
+            return
+        after = state_of(worker, (StateKey.MASTER,))[StateKey.MASTER]
+        moved = [now.name for was, now in zip(before, after, strict=True) if (was.values != now.values).any()]
+        assert not moved, f"forward_backward moved {moved[0]}, and {len(moved) - 1} others: only optimizer_step may"
+
+    return look
 
 
 def pass_through(worker: Worker, call: int) -> None:
