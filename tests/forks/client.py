@@ -21,7 +21,13 @@ from tests.machine import paced
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY, OWNER = "CORERL_TEST_FORKS", "CORERL_TEST_FORKS_OWNER"  # where the server is, and whose end is its own
-SERVES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SERVES = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    # Read as torch is loaded: where a process has more threads, they would turn in circles while they wait.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+}
 STARTS_WITHIN = paced(240.0)  # seconds, against hangs
 
 

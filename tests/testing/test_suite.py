@@ -93,7 +93,7 @@ def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_its_gradients_and
     with pytest.raises(AssertionError, match="the gradients of the first step are 0 times what they must be in 25 of"):
         test_halves.test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject)
     subject = subject_of("corerl.testing.broken:STEPS_IN_EVERY_CALL", runs, tmp_path)
-    with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others: only"):
+    with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others"):
         test_halves.test_the_gradients_of_several_calls_are_those_of_one(subject, "qwen3-tied", False)
 
 
