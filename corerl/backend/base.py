@@ -232,7 +232,7 @@ class Backend(BackendBase, ABC):
                 "expected ParallelLayout; return this rank's layout"
             )
         if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
-            self._sleeper.reserve(self.sleeping_bytes(), self.group)
+            self._sleeper.reserve(self.sleeping_bytes(map(MemoryKind, config.sleeps)), self.group)
         self.phase = "load"
         saved = self._saved()
         optimizer_step = self._load_initial() if saved is None else self._resume(saved)
@@ -480,10 +480,12 @@ class Backend(BackendBase, ABC):
             return []
         return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
 
-    def sleeping_bytes(self) -> int:
-        """Bytes of host memory that this rank takes when all kinds sleep, after its first step."""
-        copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
-        return resident_bytes(copied) + (0 if self.config.frozen else self.moments_to_come())
+    def sleeping_bytes(self, kinds: Iterable[MemoryKind] = tuple(MemoryKind)) -> int:
+        """Bytes of host memory that this rank takes when these kinds sleep, after its first step."""
+        copied = frozenset(kinds) - {MemoryKind.GRAD}
+        held = resident_bytes(tensor for kind in copied for tensor in self.on_device(kind))
+        grows = MemoryKind.OPTIMIZER in copied and not self.config.frozen
+        return held + (self.moments_to_come() if grows else 0)
 
     def explained(self, hook: str, error: BaseException) -> str:
         """For an out-of-memory error: what holds the device's memory, and what would need less."""

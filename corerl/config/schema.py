@@ -852,7 +852,7 @@ class RoleConfig:
     lora: LoraConfig | None = None
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
-    sleeps: bool = False  # the run puts it to sleep, so host memory for that is reserved at the start
+    sleeps: tuple[str, ...] = ()  # kinds of memory that the run puts to sleep: host memory is reserved at the start
     max_residual_gib: float = 0.0  # device memory that a rank may hold while it sleeps; 0 is no bound
     suspend_communicators: bool = False  # while all memory kinds sleep
 

@@ -165,6 +165,8 @@ def _use_multiple(value: int, unit: int) -> str:
 
 
 def _algorithm(config: Config) -> Iterator[str]:
+    if config.run.mode == "eval":
+        return  # nothing learns: what is unset is not as the algorithm says
     algorithm = config.algorithm
     if algorithm.kl_target and not algorithm.kl_coef:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"

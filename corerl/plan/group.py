@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
 from corerl.config.problems import Problems
-from corerl.config.schema import CheckpointConfig, Config, RolloutConfig, RunConfig
+from corerl.config.schema import AlgorithmConfig, CheckpointConfig, Config, RolloutConfig, RunConfig
 from corerl.errors import ConfigError
 from corerl.models.build import stored_buffers
 from corerl.models.config import experts, hf_config
@@ -132,12 +132,17 @@ def with_sizes(
     return evolve(config, roles=evolve(config.roles, **changed))
 
 
+# Of an algorithm's settings, those that a whole run alone has a use for: with engines, or with the samples of a step.
+OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights")
+
+
 def _alone(config: Config) -> Config:
     """The config without what only a whole run has: engines, prompts, extensions, a directory."""
+    unset = AlgorithmConfig()
     return evolve(
         config,
         run=RunConfig(mode="train-only", seed=config.run.seed),
-        algorithm=evolve(config.algorithm, advantages="", postprocess=""),
+        algorithm=evolve(config.algorithm, **{name: getattr(unset, name) for name in OF_SAMPLES}),
         rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
         checkpoint=CheckpointConfig(every=0),
         extensions=(),

@@ -29,6 +29,8 @@ def settle_adapters(config: Config, problems: Problems) -> Config:
                 saved = saved_settings(lora.path)
         for line in _other_than_saved(lora, saved, table):
             problems.add(line)
+        if lora.path and lora.init != LoraConfig().init:
+            problems.add(f"{table}.init: {lora.init!r}, but those of {table}.path have begun; remove one of the two")
         config = _with(config, role, lora.settled(saved))
     return config
 

@@ -101,7 +101,7 @@ def plan_role(
         lora=cluster.lora,
         frozen=cluster.frozen,
         resume=resume,
-        sleeps=role in offloaded(config, device),
+        sleeps=config.cluster.offload_kinds if role in offloaded(config, device) else (),
         max_residual_gib=config.cluster.max_residual_gib,
         suspend_communicators=config.cluster.suspend_communicators,
     )

@@ -228,6 +228,7 @@ class Worker:
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
+                self.sender = None  # also where there will be no other
             self.sender, self._address = open_sender(address, rank=self.context.rank), address
         if not verify:
             return self.host.update_weights(sender=self.sender, version=version, adapters=adapters)

@@ -288,17 +288,21 @@ def host_memory(monkeypatch: pytest.MonkeyPatch) -> Noting:
 def test_host_memory_is_reserved_for_weights_and_moments_to_come_where_the_run_sleeps(
     setup: Setup, host_memory: Noting
 ) -> None:
-    def started(*, sleeps: bool) -> Backend:
+    def started(*sleeps: str) -> Backend:
         backend = PlainBackend()
         backend.init(evolve(role_config(setup), options=PlainConfig(), sleeps=sleeps), CONTEXT)
         return backend
 
-    started(sleeps=False)
+    started()
     assert host_memory.reserved == []
-    backend = started(sleeps=True)
+    backend = started("param", "grad", "optimizer")
     weights = sum(param.nbytes for param in backend.tensors(MemoryKind.PARAM))
     assert backend.sleeping_bytes() == 3 * weights  # moments are as large as float32 weights, each
     assert 3 * weights < host_memory.reserved[0] < 3.01 * weights + 2**25
+    for kind, times in (("param", 1), ("optimizer", 2), ("grad", 0)):
+        started(kind)
+        assert times * weights <= host_memory.reserved[-1] < 1.01 * times * weights + 2**25
+    assert backend.sleeping_bytes([MemoryKind.PARAM, MemoryKind.GRAD]) == weights
     backend.local_state(StateKey.EXP_AVG)  # makes them
     assert backend.moments_to_come() == 0 and backend.sleeping_bytes() >= 3 * weights
     assert not host_memory.closed

@@ -28,6 +28,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError
 from corerl.plan.check import contradictions, uneven
+from corerl.plan.resolve import settle_algorithm
 
 MODEL = ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:0123")
 VALID = Config(backend=BackendChoice(name="plain"), model=MODEL)
@@ -299,6 +300,18 @@ def test_a_kl_coefficient_that_one_step_could_turn_negative_is_told(horizon: int
 
 def test_the_overlong_buffer_may_be_as_long_as_the_longest_response() -> None:
     assert contradictions(evolve(VALID, algorithm=AlgorithmConfig(overlong="penalty", overlong_buffer=256))) == []
+
+
+def test_a_run_that_only_scores_asks_nothing_of_what_the_algorithm_leaves_unset() -> None:
+    for algorithm in (
+        AlgorithmConfig(name="dapo", overlong_buffer=50),
+        AlgorithmConfig(name="gspo", correction="sequence"),
+        AlgorithmConfig(name="gspo", old_weights="rollout"),
+        AlgorithmConfig(name="gspo", routing_replay="recompute"),
+    ):
+        trains = evolve(VALID, algorithm=algorithm)
+        for config in (trains, evolve(trains, run=RunConfig(mode="eval"), data=DataConfig(held_out=8))):
+            assert contradictions(settle_algorithm(config)) == []
 
 
 def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:

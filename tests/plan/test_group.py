@@ -29,10 +29,17 @@ def lines(role: str = "actor", resume: str = "", **tables: Any) -> list[str]:
 def test_a_group_needs_no_tokenizer_no_prompts_and_no_engine_and_gets_no_extension() -> None:
     plan = planned(rollout={"engine": "not-there", "max_tokens": 5}, algorithm={"advantages": "not.there:f"})
     (assignment,) = plan.role.assignments
-    assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), False, 5)
+    assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), (), 5)
     assert (plan.role.objective.loss.name, plan.role.objective.aggregation) == ("clipped", "token-mean")
     assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.placement.places == {"actor": (0,)}
     assert plan.notices == ()
+
+
+def test_what_needs_the_engines_or_the_samples_of_a_run_says_nothing_of_a_group() -> None:
+    recomputed = {"old_logprobs": "recompute", "old_weights": "rollout"}
+    adapted = {"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 100}
+    for algorithm in (recomputed, adapted):
+        assert planned(rollout={"prompts": 8, "samples": 2}, algorithm=algorithm).role.objective is not None
 
 
 def test_how_adapters_are_sent_is_checked_as_for_a_run() -> None:

@@ -113,12 +113,13 @@ def test_a_target_that_the_model_lacks_is_told_with_what_it_has(tmp_path: Path) 
 
 
 def test_settings_that_a_directory_of_peft_contradicts_are_all_told(tmp_path: Path, peft: Path) -> None:
-    changed = {"path": str(peft), "rank": 4, "alpha": 8, "targets": ["q_proj"], "rslora": False}
+    changed = {"path": str(peft), "rank": 4, "alpha": 8, "targets": ["q_proj"], "rslora": False, "init": "gaussian"}
     assert refused(tmp_path, lora=changed) == [
         f"lora.rank: 4, but the adapters in {peft} have 3; remove it",
         f"lora.alpha: 8.0, but the adapters in {peft} have 7.0; remove it",
         f"lora.targets: ('q_proj',), but the adapters in {peft} have ('up_proj', 'v_proj'); remove it",
         f"lora.rslora: False, but the adapters in {peft} have True; remove it",
+        "lora.init: 'gaussian', but those of lora.path have begun; remove one of the two",
     ]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
 from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModel
 
 from corerl.testing import (
     LOGPROBS,
@@ -24,6 +27,7 @@ from corerl.testing import (
 from corerl.testing.scenarios import training
 from corerl.types import Output
 from corerl_megatron.families import FAMILIES
+from corerl_megatron.model import PackedModel
 from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -90,6 +94,24 @@ def test_log_probs_are_those_of_transformers_and_weights_those_of_the_files(
         setup, ranks = evolve(family.setup("megatron", model_type), options=options), 2 if options else 1
         found = in_order(family.rank_sets[ranks].run(training.forward_only, setup, samples), samples, Output.LOGPROBS)
         np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute, err_msg=f"{options}")
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "granite"])
+def test_embeddings_in_bfloat16_are_scaled_as_transformers_scales_them(model_type: str) -> None:
+    """By a number that bfloat16 does not have."""
+    fields = {"granite": {"embedding_multiplier": 10.1}, "gemma3_text": {}}[model_type]
+    sizes = {"hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    hf = AutoConfig.for_model(model_type, num_hidden_layers=1, vocab_size=97, pad_token_id=0, **sizes, **fields)
+    model = AutoModel.from_config(hf, dtype=torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    tokens = torch.arange(1, 97)[None]
+    model(input_ids=tokens)
+    family = FAMILIES[model_type]
+    table = torch.nn.Embedding(97, 48, _weight=model.get_input_embeddings().weight.detach())
+    holder: Any = SimpleNamespace(embedding=table, config=SimpleNamespace(params_dtype=torch.bfloat16))
+    PackedModel.scale_embeddings(holder, family.embedding_scale(hf.to_dict()), rounded=family.rounds_scale)
+    assert torch.equal(table(tokens), seen[0])
 
 
 PLACES: Mapping[str, Sequence[Place]] = {

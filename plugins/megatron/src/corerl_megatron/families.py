@@ -157,6 +157,7 @@ class Family:
     centered_norms: bool = False  # the weights of norms are less by 1
     norms_after: bool = False  # attention and MLP have norms after them too
     embedding_scale: Callable[[Fields], float] = lambda hf: 1.0  # of embeddings as inputs
+    rounds_scale: bool = False  # to the precision of the embeddings
     softmax_scale: Callable[[Fields], float | None] = lambda hf: None  # None: the inverse root of a head's size
     residual_scale: Callable[[Fields], float] = lambda hf: 1.0  # of what attention and MLP add
     logits_scale: Callable[[Fields], float] = lambda hf: 1.0  # by which logits are divided
@@ -196,6 +197,7 @@ FAMILIES: Mapping[str, Family] = {
         centered_norms=True,
         norms_after=True,
         embedding_scale=lambda hf: hf["hidden_size"] ** 0.5,
+        rounds_scale=True,
         softmax_scale=lambda hf: hf["query_pre_attn_scalar"] ** -0.5,
         names={
             Part.PROJ_NORM: ("post_attention_layernorm.weight",),
@@ -386,6 +388,7 @@ class Architecture:
     activation: str  # of the MLP: silu, gelu or, with a clamp, quick_gelu
     norms_after: bool  # attention and MLP have one after them too
     embedding_scale: float  # of embeddings as inputs
+    rounds_scale: bool  # to the precision of the embeddings
     residual_scale: float  # of what attention and MLP add
     logits_scale: float  # by which logits are divided
     local_rotary_base: float | None  # of layers with windows; None if it is that of the others
@@ -445,6 +448,7 @@ def architecture(hf: Fields, *, value_head: bool) -> Architecture:
         activation="gelu" if family.gelu else "quick_gelu" if experts and experts.alternating else "silu",
         norms_after=family.norms_after,
         embedding_scale=family.embedding_scale(hf),
+        rounds_scale=family.rounds_scale,
         residual_scale=family.residual_scale(hf),
         logits_scale=family.logits_scale(hf),
         local_rotary_base=_local_rope(hf).get("rope_theta"),

@@ -66,9 +66,9 @@ class PackedModel(GPTModel):
         weight = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cuda")
         self.add_module(VALUE_HEAD, weight)
 
-    def scale_embeddings(self, scale: float) -> None:
-        rounded = float(torch.tensor(scale, dtype=self.config.params_dtype))
-        self.embedding.register_forward_hook(lambda embedding, args, embedded: embedded * rounded)
+    def scale_embeddings(self, scale: float, *, rounded: bool) -> None:
+        factor = float(torch.tensor(scale, dtype=self.config.params_dtype)) if rounded else scale
+        self.embedding.register_forward_hook(lambda embedding, args, embedded: embedded * factor)
 
     def leave_out(self, padding: int) -> None:
         """Stop the embedding's gradient at this input token, as transformers' models do."""
@@ -219,7 +219,7 @@ def _stage(
     )
     module.logits_scale = architecture.logits_scale
     if module.pre_process and architecture.embedding_scale != 1:
-        module.scale_embeddings(architecture.embedding_scale)
+        module.scale_embeddings(architecture.embedding_scale, rounded=architecture.rounds_scale)
     rotary = None
     if architecture.local_rotary_base is not None:
         rotary = RotaryEmbedding(
