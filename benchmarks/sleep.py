@@ -198,7 +198,7 @@ def begin(fields: dict[str, Any], device: torch.device) -> Worker:
         device=device.type,
     )
     worker = make_worker(setup)
-    worker.config = evolve(worker.config, sleeps=True)
+    worker.config = evolve(worker.config, sleeps=tuple(kind.value for kind in MemoryKind))
 
     def weights(chunks: Sequence[Chunk]) -> QuickWeights:
         return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, device)

@@ -144,13 +144,14 @@ class ArrowRows(Rows):
 
 
 def _with_objects(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type, with its maps as objects; pyarrow makes lists of pairs of them."""
+    """A value of an Arrow type, with its maps as objects, whose keys are text as JSON's are; pyarrow makes lists of
+    pairs of them."""
     from pyarrow import types
 
     if value is None:
         return None
     if types.is_map(kind):
-        return {key: _with_objects(held, kind.item_type) for key, held in value}
+        return {str(key): _with_objects(held, kind.item_type) for key, held in value}
     if types.is_struct(kind):
         return {name: _with_objects(held, kind.field(name).type) for name, held in value.items()}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -19,7 +19,7 @@ from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
-from corerl.errors import SaveFailed
+from corerl.errors import DataError, SaveFailed
 from corerl.plugin.events import CheckpointSaved
 from corerl.trainer.group import TrainGroup
 from corerl.types import ParallelLayout, Step
@@ -61,7 +61,10 @@ class Checkpoints:
         called before each role. Unless `background`, the save is complete on return."""
         self.complete(wait=True)
         partial = self._begin(rollout_step)
-        files(partial)
+        try:
+            files(partial)
+        except DataError as error:
+            raise SaveFailed(error.message) from error
         for name, role in self.roles.items():
             enter(name)
             self._write(role.group, str(partial / name), role.step(rollout_step), background=background).result()

@@ -351,7 +351,7 @@ class Run:
         if self.updates is not None:
             self.source.renumber(self.updates.version - point.version)
             self.updates.renewed(self.source)
-            self.loop.run(self.updates.fleet.resumed())
+            self.loop.run(self.updates.fleet.begin_anew())
         self.ensure_serving(force=True)
         self.evaluate()
 
@@ -522,7 +522,7 @@ class Run:
 
     def _evaluation_due(self) -> bool:
         every = self.plan.eval.every
-        if not every:
+        if not every or self.sampler is None or not self.held_out:
             return False
         if self.progress.step == 0:
             return self.plan.eval.at_start

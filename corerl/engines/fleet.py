@@ -265,8 +265,10 @@ class EngineFleet:
         try:
             while not self.loop.run(self.until(_done(future))):
                 self._ensuring = True
-                ensure()
-                self._ensuring = False
+                try:
+                    ensure()
+                finally:
+                    self._ensuring = False
                 self._tell()
             return future.result()
         except BaseException:
@@ -288,8 +290,10 @@ class EngineFleet:
         self._paused = False
         self._changed()
 
-    async def resumed(self) -> None:
-        """Resume, if whoever paused is gone."""
+    async def begin_anew(self) -> None:
+        """What is being generated, nobody waits for any more: interrupt it. Resume, if whoever paused is gone."""
+        if not self._paused and any(each.batcher.calling for each in self._replicas):
+            await self.pause()
         if self._paused:
             await self.resume()
 

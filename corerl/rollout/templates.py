@@ -87,20 +87,27 @@ class TemplateProcess:
 
     def _answer(self, asked: bytes) -> tuple[bytes, str]:
         with self._lock:
-            if self._running is None:
-                self._running = _Running(self._limits)
-            try:
-                return self._running.answer(asked)
-            except BaseException as error:  # a late answer must not be taken for that to the next chat
-                status = self._running.end()
-                self._running = None
-                if isinstance(error, _Ended):
-                    return COSTLY, self._how(status)
-                raise
+            again = True
+            while True:
+                running = self._running = self._running or _Running(self._limits)
+                try:
+                    return running.answer(asked)
+                except BaseException as error:  # a late answer must not be taken for that to the next chat
+                    status, self._running = running.end(), None
+                    if isinstance(error, _Gone) and again and not running.killed:
+                        again = False  # no fault of this template
+                    elif isinstance(error, _Ended):
+                        return COSTLY, self._how(status, late=isinstance(error, _Late))
+                    else:
+                        raise
 
-    def _how(self, status: int) -> str:
-        if status in (-signal.SIGPROF, -signal.SIGKILL):  # the latter: by `end`
+    def _how(self, status: int, *, late: bool) -> str:
+        if late:
+            return f"keeps the process that renders it from answering for {WAITING:g} s"
+        if status == -signal.SIGPROF:
             return f"takes more than {self._limits.seconds:g} s of CPU time"
+        if status == -signal.SIGKILL:
+            return "lost the process that renders it, which was killed from outside,"
         ended = signal.Signals(-status).name if status < 0 else f"status {status}"
         return f"ends the process that renders it ({ended})"
 
@@ -121,11 +128,21 @@ class TemplateProcess:
 
 
 class _Ended(Exception):
-    """The process has not answered: it has ended, or its time is up."""
+    """The process has not answered."""
+
+
+class _Late(_Ended):
+    """Its time is up."""
+
+
+class _Gone(_Ended):
+    """It had ended before it was asked."""
 
 
 class _Running:
     """A process that has started."""
+
+    killed = False  # by `kill`
 
     def __init__(self, limits: Limits) -> None:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), json.dumps(asdict(limits))]
@@ -157,16 +174,20 @@ class _Running:
             raise
 
     def answer(self, asked: bytes) -> tuple[bytes, str]:
-        """The kind of the answer, and what it says. Raises _Ended."""
+        """The kind of the answer, and what it says. Raises _Ended, _Late or _Gone."""
         try:
             self._connection.send_bytes(asked)
+        except BlockingIOError as error:
+            raise _Late from error
         except OSError as error:  # it was killed while it had nothing to do
-            raise _Ended from error
+            raise _Gone from error
         return self._hear()
 
     def _hear(self) -> tuple[bytes, str]:
         try:
             said = self._connection.recv_bytes(self._most)  # of bytes only: a template may have taken the process over
+        except BlockingIOError as error:
+            raise _Late from error
         except (EOFError, OSError) as error:
             raise _Ended from error
         return said[:1], said[1:].decode("utf-8", "replace")
@@ -180,6 +201,7 @@ class _Running:
         return self._process.wait()
 
     def kill(self) -> None:
+        self.killed = True
         self._process.kill()
 
     def leave(self) -> None:

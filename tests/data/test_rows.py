@@ -375,6 +375,16 @@ def test_a_map_of_a_columnar_format_is_an_object(tmp_path: Path) -> None:
     assert (list(prompt.tools), prompt.fields["tools"]) == (tools, tools)
 
 
+def test_keys_of_a_map_are_text_as_those_of_jsonl(tmp_path: Path) -> None:
+    kinds = {"ages": pa.map_(pa.int32(), pa.string()), "days": pa.map_(pa.date32(), pa.int64())}
+    row = {"prompt": [USER], "ages": [(7, "a"), (-1, "b")], "days": [(datetime.date(2026, 1, 2), 3)]}
+    message = pa.struct({"role": pa.string(), "content": pa.string()})
+    schema = pa.schema({"prompt": pa.list_(message), **kinds})
+    pq.write_table(pa.Table.from_pylist([row, row], schema=schema), tmp_path / "p.parquet")
+    fields = load(tmp_path / "p.parquet").prompt(0).fields
+    assert (fields["ages"], fields["days"]) == ({"7": "a", "-1": "b"}, {"2026-01-02": 3})
+
+
 @pytest.mark.parametrize("written", [None, "null", "[]", ""])
 def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *[json.dumps({"prompt": [USER], "tools": written})] * 2)

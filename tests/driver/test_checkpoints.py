@@ -15,7 +15,7 @@ from corerl.config.schema import CheckpointConfig
 from corerl.driver import checkpoints as module
 from corerl.driver.checkpoints import Checkpoints, Copies, copies_of
 from corerl.driver.progress import Progress
-from corerl.errors import SaveFailed, WorkerDied
+from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
@@ -173,6 +173,18 @@ def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
         checkpoints.complete(wait=False)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
     assert [event.step for event in heard.saved] == [2]
+
+
+def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, Heard(), actor=Group())
+    checkpoints.start(*at(2), background=False)
+
+    def files(partial: Path) -> None:
+        raise DataError("no space left")
+
+    with pytest.raises(SaveFailed, match="^no space left$"):
+        checkpoints.start(*at(4), background=True, files=files)
+    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 
 def test_after_a_failure_what_is_written_is_kept_though_the_ranks_have_ended(tmp_path: Path) -> None:

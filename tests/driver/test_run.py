@@ -519,15 +519,16 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
 def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, eval={"every": 4}, run={"steps": 7})
-    updates = make_updates(config, actor, Group())
-    run = make_run(config, actor=actor, updates=updates, rollout_step=1)  # resumed: engines hold nothing yet
-    pushed = []
-    for run.progress.step in range(1, 8):
-        before = len(actor.log)
-        run.push_weights()
-        pushed += [run.progress.step] if len(actor.log) > before else []
-        run.actor.optimizer_step += 1
-    assert pushed == [1, 3, 4, 6, 7]
+    for held_out, expected in ((["a prompt"], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
+        updates = make_updates(config, actor, Group())
+        run = make_run(config, actor=actor, updates=updates, rollout_step=1, held_out=held_out)  # engines hold nothing
+        pushed = []
+        for run.progress.step in range(1, 8):
+            before = len(actor.log)
+            run.push_weights()
+            pushed += [run.progress.step] if len(actor.log) > before else []
+            run.actor.optimizer_step += 1
+        assert pushed == expected
 
 
 def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(

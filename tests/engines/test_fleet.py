@@ -491,6 +491,41 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
         fleet.serve(fleet.generate(REQUEST), interrupts)
 
 
+def test_engines_that_are_mended_after_ranks_have_died_in_their_update_serve_again(loop: EventLoop) -> None:
+    scripted = Scripted(lambda request: WorkerDied("its process died"))
+    fleet = EngineFleet(scripted, assigned(1), loop, restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+
+    def ensure() -> None:
+        raise WorkerDied("actor rank 0: its process died")
+
+    with pytest.raises(WorkerDied, match="^actor rank 0"):
+        fleet.serve(fleet.generate(REQUEST), ensure)
+    fleet.replace(fleet.died)
+    updated(fleet)
+    drawn = loop.begin(fleet.generate(REQUEST)).result(60.0)
+    assert drawn.tokens.tolist() == [7, 8, 9, 10, 11]
+
+
+def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
+    sized = Sized(1, lambda request: said(request, rows=0))
+    sized.gates[0] = threading.Event()
+    fleet = EngineFleet(sized, assigned(1), loop)  # type: ignore[arg-type]  # as much of it as is asked
+    given_up = loop.begin(fleet.generate(REQUEST))
+    assert sized.drawing.acquire(timeout=60.0)
+    given_up.cancel()
+    anew = loop.begin(fleet.begin_anew())
+    assert sized.paused.wait(60.0)
+    assert not anew.done()  # until nothing is drawn
+    sized.gates.pop(0).set()
+    anew.result(60.0)
+    loop.run(fleet.begin_anew())  # nothing is drawn, so nothing is asked
+    assert sized.log == ["pause", "resume"] and len(sized.asked) == 1
+    assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
+    loop.run(fleet.pause())
+    loop.run(fleet.begin_anew())  # whoever paused is gone
+    assert sized.log[2:] == ["pause", "resume"]
+
+
 class Sized(Scripted):
     """As many replicas as are wanted, in slots that are their numbers. `gates` hold up calls of some."""
 

@@ -94,14 +94,40 @@ def test_what_is_nested_too_deeply_to_be_sent_is_told(process: TemplateProcess) 
         deep = deep[0]
 
 
-def test_a_process_that_ends_is_told_and_replaced(process: TemplateProcess) -> None:
-    for expected in ("1", "2"):
-        assert process.render(expected, chat()) == expected
+def test_a_process_that_ends_while_it_has_nothing_to_do_is_replaced(process: TemplateProcess) -> None:
+    for number in (signal.SIGSEGV, signal.SIGKILL):
+        assert process.render("1", chat()) == "1"
         assert process._running is not None
-        os.kill(process._running._process.pid, signal.SIGSEGV)
+        os.kill(process._running._process.pid, number)
         process._running._process.wait()
-        with pytest.raises(TemplateCostly, match=r"^ends the process that renders it \(SIGSEGV\)$"):
-            process.render(expected, chat())
+        assert process.render("2", chat()) == "2"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGSEGV, r"ends the process that renders it \(SIGSEGV\)"),
+        (signal.SIGKILL, "lost the process that renders it, which was killed from outside,"),
+    ],
+)
+def test_a_process_that_ends_as_it_renders_is_told_and_replaced(number: signal.Signals, said: str) -> None:
+    patient = TemplateProcess(Limits(seconds=600.0))
+    patient.render("", chat())
+    assert patient._running is not None
+    ended = patient._running._process
+
+    def end() -> None:
+        while not patient._lock.locked():
+            time.sleep(0.01)
+        os.kill(ended.pid, number)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(TemplateCostly, match=f"^{said}$"):
+        patient.render(FOR_EVER, chat())
+    thread.join()
+    assert patient.render("2", chat()) == "2"
+    patient.close()
 
 
 def test_a_thread_that_waits_for_a_text_does_not_hold_up_the_end() -> None:
@@ -196,6 +222,6 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_or_does_not_read_a_ques
     monkeypatch.setattr(templates, "START", program)
     monkeypatch.setattr(templates, "WAITING", paced(5.0))  # in which it also starts
     process = TemplateProcess(LIMITS)
-    with pytest.raises(TemplateCostly):
+    with pytest.raises(TemplateCostly, match="^keeps the process that renders it from answering for "):
         process.render("x" * 2**24, chat())
     assert process._running is None

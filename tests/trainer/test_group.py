@@ -235,6 +235,9 @@ def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     with pytest.raises(ContractError, match=r"^actor: ranks disagree on the gradient norm: \[1.0, 7.0\]; "):
         trained_by(group)
     assert processes.killed
+    group, _ = group_with(train=[evolve(result, grad_norm=math.nan)] * 2)
+    with pytest.raises(ContractError, match="^actor: a step with gradient norm nan was applied; "):
+        trained_by(group)
 
 
 def test_ranks_that_disagree_on_a_step_of_several_calls_are_an_error() -> None:
