@@ -91,20 +91,7 @@ class Sizes:
             slots = self._arranged(after, staying)
             renew = functools.partial(self.address_of, _seen(after, slots))
             self._complete_saves()
-            for name in moved:
-                began = time.monotonic()
-                role = self.roles[name]
-                self.residency.take_turns()
-                self.residency.enter(_room_for(self.residency, role))
-                with self.progress.phase("resize"):
-                    role.group.move(after.roles[name], slots[name], role.step(self.progress.step))
-                self.residency.ranks_changed([name])
-                self.room.take({name: slots[name]}, give_back=False)
-                roles = {**self.plan.processes.roles, name: after.roles[name]}
-                self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
-                if self.updates is not None and name == ACTOR:
-                    self.updates.resized(renew)
-                yield f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}"
+            yield from self._move(moved, after, slots, renew)
             if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
                 began = time.monotonic()
                 self.residency.enter(REST)  # new engines load where others may be
@@ -119,6 +106,44 @@ class Sizes:
             self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
+
+    def _move(
+        self,
+        moved: Sequence[str],
+        after: ProcessPlan,
+        slots: Mapping[str, Sequence[Slot]],
+        renew: Callable[[Sequence[str]], Address],
+    ) -> list[str]:
+        """Move these roles' ranks. Of several, those that have moved go back if another cannot: one setting is of all.
+        Returns a line for each."""
+        before, lines = self.plan.processes, list[str]()
+        had = {name: self.room[name] for name in (*self.roles, *([ENGINES] if before.engine is not None else ()))}
+        for name in moved:
+            began = time.monotonic()
+            try:
+                self._move_one(name, after.roles[name], slots[name], renew)
+            except ResizeFailed:
+                back = functools.partial(self.address_of, _seen(before, had))
+                for other in reversed(moved[: len(lines)]):
+                    self._move_one(other, before.roles[other], had[other], back)
+                raise
+            lines.append(f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}")
+        return lines
+
+    def _move_one(
+        self, name: str, plan: RolePlan, slots: Sequence[Slot], renew: Callable[[Sequence[str]], Address]
+    ) -> None:
+        role = self.roles[name]
+        self.residency.take_turns()
+        self.residency.enter(_room_for(self.residency, role))
+        with self.progress.phase("resize"):
+            role.group.move(plan, slots, role.step(self.progress.step))
+        self.residency.ranks_changed([name])
+        self.room.take({name: slots}, give_back=False)
+        roles = {**self.plan.processes.roles, name: plan}
+        self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
+        if self.updates is not None and name == ACTOR:
+            self.updates.resized(renew)
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 

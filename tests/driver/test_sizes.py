@@ -688,18 +688,20 @@ def recorded_ranks(case: Case) -> dict[str, int]:
     return {name: written["roles"][name]["ranks"] for name in case.ranks}
 
 
-def test_of_roles_that_one_setting_moves_those_that_have_moved_are_noted(tmp_path: Path) -> None:
+def test_of_roles_that_one_setting_moves_those_that_have_moved_go_back_where_another_cannot(tmp_path: Path) -> None:
     case = make(tmp_path)
     both = "backends.fsdp.reshard_after_forward=false"
     case.ranks["critic"].failure = ResizeFailed("no luck")
     before = case.sizes.plan
     assert case.fails(ResizeFailed, both) == "no luck"
-    now, wanted = (plan.processes.roles for plan in (case.sizes.plan, before.resized([both])))
-    assert (now["actor"], now["critic"]) == (wanted["actor"], before.processes.roles["critic"])
-    assert now["actor"] != before.processes.roles["actor"]
+    assert case.sizes.plan.processes.roles == before.processes.roles
+    assert [line for line in case.log if line.startswith("move")] == ["move actor", "move critic", "move actor"]
+    case.log.clear()
+    case.change("rollout.replicas=2")  # which is nothing of these roles
+    assert [line for line in case.log if line.startswith("move")] == []
     case.ranks["critic"].failure = None
     case.change(both)
-    assert [line for line in case.log if line.startswith("move")] == ["move critic"]
+    assert [line for line in case.log if line.startswith("move")] == ["move actor", "move critic"]
 
 
 def test_engines_that_have_ended_are_noted_though_ranks_then_fail(tmp_path: Path) -> None:
