@@ -29,6 +29,7 @@ class FaultyConfig(TransformersConfig):
     how: Literal["kill", "freeze"] = option("the signal: SIGKILL or SIGSTOP", default="kill")
     starts: bool = option("its first process is killed as it starts, and the second one hangs there", default=False)
     after: int = option("requests that it answers before the first one", default=2)
+    replica: int = option("the one that dies", default=1)
 
 
 class FaultyEngine(TransformersEngine):
@@ -58,7 +59,7 @@ class FaultyEngine(TransformersEngine):
         """If it is this replica's turn."""
         marks = Path(self._options.directory)
         deaths = len(list(marks.glob("death-*")))
-        if self.index == 1 and deaths < self._options.deaths and deaths % 2 == turn:
+        if self.index == self._options.replica and deaths < self._options.deaths and deaths % 2 == turn:
             (marks / f"death-{deaths}").touch()
             die_of(signal.SIGKILL if self._options.how == "kill" else signal.SIGSTOP)
 

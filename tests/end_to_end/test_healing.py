@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.nodes import machines
 from tests.end_to_end.command import Command, content, numbers, write_small
 from tests.end_to_end.faulty import NAME, fault
+from tests.end_to_end.faulty_engine import NAME as ENGINE
 from tests.machine import paced
 
 USER = "tests.end_to_end.user_functions"
@@ -89,6 +90,20 @@ def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path:
     killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), "weights.transport=disk")
     assert "actor rank 1: its process died during update_weights" in killed.out
     assert "is replaced" not in killed.out and "update_weights for" not in killed.out
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_rank_that_is_killed_as_the_only_engine_gets_its_weights_anew_costs_no_run(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """The engine dies as it samples the first batch; the update that follows would be the second one."""
+    table = f'engines."{ENGINE}"'
+    engine = {"directory": tmp_path, "replica": 0, "deaths": 1, "after": 1}
+    settings = [f"rollout.engine={ENGINE}", *(f"{table}.{name}={value}" for name, value in engine.items())]
+    killed = run(tmp_path, *fault("update_weights", "kill", step=1, once=True), *settings)
+    assert "engine-0: its process died during generate" in killed.out
+    assert "actor rank 1: its process died during update_weights" in killed.out
+    assert "; all ranks are started anew from the initial weights\n" in killed.out
     assert_same(tmp_path / "run", undisturbed)
 
 
