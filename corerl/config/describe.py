@@ -55,17 +55,25 @@ def _default(attribute: attrs.Attribute[Any]) -> str:
     return "unset" if default is None else toml_value(to_plain(default))
 
 
+def _helps(table: str, options: Any) -> dict[str, str]:
+    """The help texts of a plugin's options; none if these are not known."""
+    known = describe(type(options)) if attrs.has(type(options)) else []
+    return {f"{table}.{entry.path.replace('[]', '')}": entry.help for entry in known}
+
+
 def annotate(toml: str, config: Config) -> str:
     """The text of `dump_toml(config)` with each setting's help as a comment above it."""
     helps = {entry.path.replace("[]", ""): entry.help for entry in describe(Config)}
-    for kind, tables in (("backends", config.backends), ("engines", config.engines)):
-        for name, options in tables.items():
-            if attrs.has(type(options)):
-                helps |= {f"{kind}.{name}.{entry.path}": entry.help for entry in describe(type(options))}
+    for kind in ("backends", "engines", "algorithms"):
+        for name, options in getattr(config, kind).items():
+            helps |= _helps(f"{kind}.{name}", options)
+    extensions = [_helps("extensions.options", each.options) for each in config.extensions]
     lines, table = [], ""
     for line in toml.removesuffix("\n").split("\n"):  # not splitlines: a string may hold other line separators
         if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):
             table = header[1] + "."
+            if line == "[[extensions]]":
+                helps |= extensions.pop(0)
         # an array's items are indented, so a key at the start of a line is a setting of the current table
         elif (setting := re.match(r"([\w-]+) = ", line)) and (text := helps.get(table + setting[1])):
             lines.append(f"# {text}")

@@ -62,16 +62,18 @@ def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
 def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
     """The findings, and whether the function finished."""
     with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
-        told = Path(scratch) / "told"
+        told, said = Path(scratch) / "told", Path(scratch) / "stderr"
         words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
         command = [sys.executable, "-P", "-X", "faulthandler", "-c", START, *words]
+        why = "nothing can catch an error there: a worker would die silently"
         try:
-            ended = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LIMIT
-            )
-            how = _how(ended.returncode, ended.stderr.decode(errors="replace"))
+            with said.open("wb") as stderr:  # a pipe would stay open with what the code has started in the background
+                ended = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, timeout=LIMIT
+                )
+            how = _how(ended.returncode, said.read_text(errors="replace"))
         except subprocess.TimeoutExpired:
-            how = f"did not end within {LIMIT:g} s"
+            how, why = f"did not end within {LIMIT:g} s", "a run would wait as long as it takes"
         lines = told.read_text().splitlines() if told.exists() else []
     findings, begun, finished = [], Begins("starting Python", f"{sys.executable} --version"), False
     for line in lines:
@@ -83,14 +85,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
         else:
             finished = True
     if not finished:
-        findings.append(
-            Finding(
-                level=Level.ERROR,
-                what=f"{begun.what} {how}",
-                why="nothing can catch an error there: a worker would die silently",
-                mend=begun.mend,
-            )
-        )
+        findings.append(Finding(level=Level.ERROR, what=f"{begun.what} {how}", why=why, mend=begun.mend))
     return findings, finished
 
 

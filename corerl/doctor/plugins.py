@@ -104,6 +104,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         yield Begins(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
         yield from loaded.spec.probe()
     if kind is Kind.BACKENDS:
+        yield Begins(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
         yield from _environment(loaded)
 
 

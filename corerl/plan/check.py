@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, Config, EpisodesConfig
+from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
@@ -227,6 +227,10 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _cluster(config: Config) -> Iterator[str]:
+    cluster, usual = config.cluster, ClusterConfig()
+    for setting in ("offload_kinds", "suspend_communicators", "max_residual_gib"):
+        if cluster.offload == "never" and getattr(cluster, setting) != getattr(usual, setting):
+            yield f"cluster.{setting}: set, but with cluster.offload='never' no rank sleeps; remove one of the two"
     if stays := [kind for kind in KINDS if kind not in config.cluster.offload_kinds]:
         for setting in ("suspend_communicators", "max_residual_gib"):
             if value := getattr(config.cluster, setting):

@@ -13,6 +13,7 @@ not run      there is nothing to check here; the report says why
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -81,11 +82,21 @@ def pytest_configure(config: pytest.Config) -> None:
         if given == 3:
             raise pytest.UsageError(NO_GPU)
         skipped[3] = "there is no GPU"
+    if file := config.getoption("--corerl-report"):
+        _require_writable(Path(file))
     file = config.getoption("--corerl-expected-failures")
     config.stash[SESSION] = Session(level=level, skipped_levels=skipped, expected=_expected(file) if file else {})
 
 
 NO_GPU = "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3"
+
+
+def _require_writable(file: Path) -> None:
+    """That a report cannot be written is told before the checks take minutes."""
+    if not file.parent.is_dir():
+        raise pytest.UsageError(f"cannot write the report {file}: there is no directory {file.parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise pytest.UsageError(f"cannot write the report {file}: it is a directory, or not yours to write")
 
 
 def _expected(file: str) -> dict[str, str]:

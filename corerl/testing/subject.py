@@ -14,6 +14,7 @@ from corerl.checkpoint.commit import begin, commit
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import BackendSpec
 from corerl.testing.compare import Trajectory, together
 from corerl.testing.harness import Setup
 from corerl.testing.models import write_tiny_model
@@ -139,14 +140,8 @@ class Subject:
         return self.runs.models[kind]
 
     def require_ranks(self, number: int) -> None:
-        """Skip the check if the backend's spec refuses its options on so many ranks, as it does those of a layout that
-        takes more. Defaults are for any number."""
-        spec = load(Kind.BACKENDS, self.backend).spec
-        if not self.options:
-            return
-        options = structure(self.options, spec.config, path="")
-        for problem in spec.check(options, ClusterInfo(device=self.device, ranks=number)):
-            pytest.skip(f"the spec refuses these options on {number} rank(s): {problem.path} = {problem.text}")
+        """Skip the check if the backend's spec refuses its options on so many ranks."""
+        require_ranks(load(Kind.BACKENDS, self.backend).spec, self.options, number, device=self.device)
 
     def refusal_of_two_ranks(self) -> str:
         """The error if both of two ranks refuse to start; "" if one does not."""
@@ -156,6 +151,16 @@ class Subject:
 
     def checkpoint(self, step: int) -> Checkpoint:
         return Checkpoint(begin(self.directory, step), self.world_size)
+
+
+def require_ranks(spec: BackendSpec, given: Mapping[str, Any], number: int, *, device: str = "cpu") -> None:
+    """Skip the check if the spec refuses these options on so many ranks, as it does those of a layout that takes more.
+    Defaults are for any number."""
+    if not given:
+        return
+    options = structure(given, spec.config, path="")
+    for problem in spec.check(options, ClusterInfo(device=device, ranks=number)):
+        pytest.skip(f"the spec refuses these options on {number} rank(s): {problem.path} = {problem.text}")
 
 
 @frozen

@@ -7,7 +7,7 @@ from attrs import Factory, evolve, field, frozen
 from corerl.config.describe import FieldHelp, annotate, describe
 from corerl.config.load import dump_toml, to_plain
 from corerl.config.options import option
-from corerl.config.schema import BackendChoice, Config
+from corerl.config.schema import BackendChoice, Config, ExtensionChoice
 
 CONFIG = Config(backend=BackendChoice(name="plain"))
 
@@ -15,6 +15,11 @@ CONFIG = Config(backend=BackendChoice(name="plain"))
 @frozen(kw_only=True)
 class Inner:
     share: float = option("a part", default=0.5)
+
+
+@frozen(kw_only=True)
+class Other:
+    name: str = option("whom")
 
 
 @frozen(kw_only=True)
@@ -69,3 +74,12 @@ def test_annotated_toml_says_the_same_with_help_above_each_setting() -> None:
     assert lines[lines.index('name = "a"') - 1] == "# who"
     assert lines[lines.index("share = 0.5") - 1] == "# a part"
     assert lines[lines.index('name = "raw"') - 1] == "[backends.other]"
+
+
+def test_options_of_algorithms_and_extensions_are_annotated_too() -> None:
+    extensions = (ExtensionChoice(name="a"), ExtensionChoice(name="b", options=Other(name="c")))
+    extensions = (*extensions, ExtensionChoice(name="d", options=Options(name="e")))
+    resolved = evolve(CONFIG, algorithms={"mine": Options(name="f")}, extensions=extensions)
+    lines = annotate(dump_toml(resolved), resolved).split("\n")
+    above = {line: lines[at - 1] for at, line in enumerate(lines) if line in ('name = "c"', 'name = "e"', 'name = "f"')}
+    assert above == {'name = "c"': "# whom", 'name = "e"': "# who", 'name = "f"': "# who"}

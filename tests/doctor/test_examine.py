@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,14 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
 
 
 @forked
+def test_an_environment_that_raises_is_told_as_that(site: Path) -> None:
+    raises = spec().replace("str(cluster.ranks)", "cluster.nothing")
+    distribution(site, "corerl-tried", "tried = tried_spec7:SPEC", tried_spec7=raises)
+    (found,) = amiss(list(examine("tried")))
+    assert found.what.startswith("the environment of backend 'tried' (corerl-tried 0.1) raised AttributeError: ")
+
+
+@forked
 def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
     distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
     distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(1, 0)", "(2, 0)"))
@@ -218,6 +227,15 @@ def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("import os\nos.abort()\n")
     (finding,) = look("corerl.doctor.run:devices")
     assert finding.what == f"importing corerl.doctor.run killed its process with SIGABRT at {site}/torch.py:2"
+
+
+def test_what_a_module_starts_in_the_background_holds_nothing_up(site: Path, tmp_path: Path) -> None:
+    (site / "judge.py").write_text(
+        f"import subprocess\nserver = subprocess.Popen(['sleep', '30'])\nopen({str(tmp_path / 'pid')!r}, 'w')"
+        ".write(str(server.pid))\ndef checks():\n    yield from ()\n"
+    )
+    assert look("judge:checks") == []
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it lives still
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,18 @@ def test_all_contradictions_are_found_together() -> None:
     ]
 
 
+def test_what_is_for_ranks_that_sleep_is_refused_where_none_does() -> None:
+    def lines(offload: str) -> list[str]:
+        cluster = ClusterConfig(offload=offload, suspend_communicators=True, max_residual_gib=2.5)  # type: ignore[arg-type]
+        return contradictions(evolve(VALID, cluster=cluster))
+
+    assert lines("auto") == lines("always") == []
+    assert lines("never") == [
+        f"cluster.{setting}: set, but with cluster.offload='never' no rank sleeps; remove one of the two"
+        for setting in ("suspend_communicators", "max_residual_gib")
+    ]
+
+
 def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:
     def lines(*kinds: str) -> list[str]:
         cluster = ClusterConfig(offload_kinds=kinds, suspend_communicators=True, max_residual_gib=2.5)

@@ -163,6 +163,14 @@ def test_an_expected_failure_that_passes_and_one_that_does_not_exist_are_errors(
 
 
 @pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize("file", ["no/report.json", "."])
+def test_a_report_that_cannot_be_written_is_told_before_any_check(tmp_path: Path, file: str) -> None:
+    status, out, _ = run(tmp_path, "--corerl-report", file)
+    assert status == 4
+    assert f"cannot write the report {file.removesuffix('.') or '.'}" in out and "passed" not in out
+
+
+@pytest.mark.usefixtures("forked_python")
 def test_a_clean_run_ends_with_status_0(tmp_path: Path) -> None:
     status, out, report = run(tmp_path, "-k", "lowest or first or of_a_kind")
     assert (status, report["summary"]["passed"]) == (0, 4)

@@ -113,7 +113,7 @@ def test_a_critic_resumes_to_the_last_bit_with_its_head(subject: Subject) -> Non
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
 def test_random_critics_do_not_depend_on_the_number_of_ranks(subject: Subject) -> None:
-    random = Setup(backend=subject.backend, model="", fields=tiny_fields("qwen3"), value_head=True)
-    ranks = subject.run(training.train_steps, random, [])
-    wanted = subject.runs.trained_as(1, evolve(random, backend=PLAIN), 0).at_start
+    random = Setup(backend=PLAIN, model="", fields=tiny_fields("qwen3"), value_head=True)
+    ranks = subject.run(training.train_steps, subject.of(random), [])
+    wanted = subject.runs.trained_as(1, random, 0).at_start
     assert different(whole([rank.at_start for rank in ranks]), wanted, ["master"]) == []

@@ -19,7 +19,7 @@ from corerl.testing.marks import check
 from corerl.testing.models import BUFFERS
 from corerl.testing.pool import RankFailed
 from corerl.testing.scenarios import states
-from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject
+from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject, require_ranks
 
 
 @check("C23", level=1, builds_on=["C14"])
@@ -83,6 +83,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
 def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the_declared_reason(
     loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
+    require_ranks(loaded.spec, options, 1)
     setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
     lacks = {name: each for name, each in loaded.spec.capabilities.items() if not each.full}
     starts = {
@@ -124,6 +125,7 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
         for error in runs.rank_sets[2].run(states.start_refused, setup):
             assert error.startswith("Unsupported: ") and several.reason in error
     elif not reshard.full:
+        require_ranks(loaded.spec, options, 1)
         saved = Checkpoint(begin(tmp_path, 1), 1)
         runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
         for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):

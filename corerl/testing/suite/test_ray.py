@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
 from corerl.errors import PluginIncompatible
 from corerl.plugin.capabilities import Capability
@@ -73,10 +74,13 @@ def test_a_rank_that_is_killed_ends_the_group_with_one_error_that_names_it(wrapp
 
 
 @check("C39", level=4, builds_on=["C36"])
-def test_the_environment_is_set_before_torch_is_imported(wrapped: Any, loaded: Loaded, world_size: int) -> None:
+def test_the_environment_is_set_before_torch_is_imported(
+    wrapped: Any, loaded: Loaded, world_size: int, options: Mapping[str, Any]
+) -> None:
     from corerl.testing import groups
 
-    asked = loaded.spec.environment(loaded.spec.config(), ClusterInfo(device="cpu", ranks=world_size))
+    own = structure(options, loaded.spec.config, path="")
+    asked = loaded.spec.environment(own, ClusterInfo(device="cpu", ranks=world_size))
     for process in wrapped.processes:
         for name, value in {**groups.ENVIRONMENT, **asked}.items():
             assert process["env"].get(name) == value
