@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from corerl.models.lora import targets_in
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.sources import initial_source
-from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
+from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
 from corerl.plan.state import read_run
-from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of
+from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
 SHARD_BYTES = 4 * 2**30
@@ -80,7 +80,8 @@ def export(
     if lora is not None and not merge:
         if value_head:
             raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")
-        tensors = _read(source, source.shapes, DTYPES[dtype or "float32"])
+        adapters = {name: shape for name, shape in source.shapes.items() if is_adapter(name)}  # beside buffers
+        tensors = _read(source, adapters, DTYPES[dtype or "float32"])
         _export_adapters(directory, hf, lora, tensors, base=model.path)
         if not model.path:
             notify(
@@ -90,14 +91,16 @@ def export(
         return directory
     precision = config.train_of(role).settled("cpu").precision
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
-    tensors = _read(source, source.shapes, kept)
+    precise = model_files.names_of_buffers(look_at(hf))
+    tensors = _read(source, source.shapes, kept, precise)
     if lora is not None:
         told = read_extra(checkpoint / role, 0).get("frozen_weights")
         wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
         base = initial_source(model, hf, wholes, seed=config.run.seed)
-        tensors = _merged(
-            source, FirstOf(source, base), wholes, lora.scale, kept, held=DTYPES[precision], base_digest=str(told)
+        merged = _merged(
+            source, FirstOf(source, base), wholes, lora.scale, held=DTYPES[precision], base_digest=str(told)
         )
+        tensors = ((name, tensor if name in precise else tensor.to(kept)) for name, tensor in merged)
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     exported = _with_special_tokens(hf, tokenizer)
     export_directory(
@@ -106,17 +109,23 @@ def export(
         tokenizer=tokenizer,
         tensors=tensors,
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
-        files=_of(config.model.tokenizer or config.model.path, TOKENIZER_FILES),
+        files=_of(config.model.tokenizer or config.model.path),
         shard_bytes=SHARD_BYTES,
     )
     return directory
 
 
 def _read(
-    source: TensorSource, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    source: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    precise: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """These tensors in `dtype`, but for those in `precise`, which stay as they are: rounded, a router's biases would
+    choose other experts."""
     for name, shape in shapes.items():
-        yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
+        tensor = source.read(name, (0,) * len(shape), shape)
+        yield name, tensor if name in precise else tensor.to(dtype)
 
 
 def _merged(
@@ -124,12 +133,11 @@ def _merged(
     all_weights: TensorSource,
     shapes: Mapping[str, tuple[int, ...]],
     scale: float,
-    dtype: torch.dtype,
     *,
     held: torch.dtype,
     base_digest: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights, those with adapters merged in float32. Raises ModelError at the end if those that were not trained
+    """All weights in float32, those with adapters merged. Raises ModelError at the end if those that were not trained
     are not what the adapters were trained beside, which was in `held`."""
     sums: dict[str, int] = {}
     for name, weight in _read(all_weights, shapes, torch.float32):
@@ -138,7 +146,7 @@ def _merged(
         pair = [each for each in adapters_of(name) if saved.shape(each) is not None]
         adapters = dict(_read(saved, {each: saved.shapes[each] for each in pair}, torch.float32))
         Adapters(adapters, scale).merge({name: weight})
-        yield name, weight.to(dtype)
+        yield name, weight
     if of_sums(sums) != base_digest:
         raise ModelError(
             f"the weights that the adapters belong to have the digest {base_digest}, these have {of_sums(sums)}; give "
@@ -200,6 +208,8 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _of(directory: str, names: Sequence[str]) -> list[Path]:
-    """Those of the files `names` that `directory` has."""
-    return [file for name in names if directory and (file := Path(directory) / name).is_file()]
+def _of(tokenizer: str) -> list[Path]:
+    """Those of TOKENIZER_FILES that the tokenizer's directory has, if it is one."""
+    if not tokenizer or tokenizer.startswith(CHARACTERS):
+        return []
+    return [file for name in TOKENIZER_FILES if (file := Path(tokenizer) / name).is_file()]

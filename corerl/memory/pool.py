@@ -205,9 +205,10 @@ def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
     if total <= available:
         return
     raise MemoryError(
-        f"sleep needs {total / 2**30:.2f} GiB more host memory{f' for {len(here)} ranks' * (len(here) > 1)}, but the "
-        f"host has {available / 2**30:.2f} GiB left; put fewer ranks on a node, or engines on separate devices "
-        "(cluster.placement = 'disaggregated')"
+        f"what sleeps, and snapshots, need {total / 2**30:.2f} GiB more host memory"
+        f"{f' for {len(here)} ranks' * (len(here) > 1)}, but the host has {available / 2**30:.2f} GiB left; put fewer "
+        "ranks on a node, or engines on separate devices (cluster.placement = 'disaggregated'), so that ranks need not "
+        "sleep"
     )
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,14 +98,14 @@ def _staged(path: Path) -> Iterator[Path]:
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
-    except ModelError:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
         shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
         if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def write_config(config: PreTrainedConfig, directory: Path) -> None:
@@ -174,7 +175,7 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
     older = {key: value for key, value in written.items() if key not in HOW_LOADED}
     if older.get("tokenizer_class") in NEW_CLASSES:
         file = Path(source) / TOKENIZER_CONFIG
-        named = read_json_file(file).get("tokenizer_class") if file.is_file() else None
+        named = read_json_file(file).get("tokenizer_class") if source and file.is_file() else None
         older["tokenizer_class"] = named if named and named not in NEW_CLASSES else "PreTrainedTokenizerFast"
     if isinstance(older.get("extra_special_tokens"), list):
         older["additional_special_tokens"] = older.pop("extra_special_tokens")
@@ -182,11 +183,12 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[int, str]:
-    """Write the shards; returns bytes and dtype. Shards are named at the end, when their number is known."""
+    """Write the shards; returns bytes, and the dtype of most. Shards are named at the end, when their number is
+    known."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     held = total = 0
-    dtype = ""
+    dtypes: Counter[str] = Counter()
 
     def flush() -> None:
         write_tensors(shard, directory / f"{len(shards)}.part", metadata={"format": "pt"})
@@ -203,8 +205,9 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
             raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size
-        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += size
     flush()
+    ((dtype, _),) = dtypes.most_common(1)
     if len(shards) == 1:
         os.rename(directory / "0.part", directory / SINGLE)
         return total, dtype

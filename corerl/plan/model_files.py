@@ -89,10 +89,15 @@ def saved_shapes(model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig 
     shapes = shapes_of(held)
     if lora is None:
         return shapes
-    kept = {box.name for name in stored_buffers(held) for box in hf_boxes(held)[name]}
+    kept = names_of_buffers(held)
     return {
         name: shape for name, shape in shapes.items() if is_adapter(name) or name == VALUE_HEAD_WEIGHT or name in kept
     }
+
+
+def names_of_buffers(held: PreTrainedModel) -> set[str]:
+    """Those of a model's stored buffers in its files."""
+    return {box.name for name in stored_buffers(held) for box in hf_boxes(held)[name]}
 
 
 def require_same_model(checkpoint: Path, role: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -158,7 +158,7 @@ def require_ranks(spec: BackendSpec, given: Mapping[str, Any], number: int, *, d
     Defaults are for any number."""
     if not given:
         return
-    options = structure(given, spec.config, path="")
+    options: Any = structure(given, spec.config, path="")
     for problem in spec.check(options, ClusterInfo(device=device, ranks=number)):
         pytest.skip(f"the spec refuses these options on {number} rank(s): {problem.path} = {problem.text}")
 

@@ -10,11 +10,14 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from corerl.checkpoint.commit import begin, commit
 from corerl.config.schema import Config, ModelConfig
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.tokenizer import character_tokenizer, end_tokens
-from tests.driver.saved import DATA, make_config, make_model, save
+from corerl.testing.harness import Setup, start, step_at
+from corerl.testing.models import write_tiny_model
+from tests.driver.saved import DATA, make_config, make_model, recorded, save
 
 
 def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -205,6 +208,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank-00001.safetensors is not what was saved"):
         export(checkpoint, tmp_path / "model", replace=True)
     assert_holds(tmp_path / "model", model, torch.float32)
+    assert not list(tmp_path.glob(".model.*"))
 
 
 def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:
@@ -221,3 +225,62 @@ def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> Non
         with pytest.raises(error, match=told):
             export(checkpoint, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def of_experts(tmp_path: Path, **tables: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of a model whose router has its bias in a buffer, and the weights it was begun from."""
+    base = write_tiny_model("glm4-moe", tmp_path / "base")
+    own = {"path": str(base), "tokenizer": DATA["model"]["tokenizer"]}
+    config = make_config(model=own, **tables)
+    partial = begin(tmp_path / "run", 2)
+    lora = None if config.lora is None else config.lora.settled({})
+    worker, _ = start(Setup(backend="plain", model=str(base), lora=lora))
+    worker.save(str(partial / "actor"), step_at(0), False)
+    worker.shutdown("saved")
+    files = [load_file(file) for file in base.glob("*.safetensors")]
+    return commit(partial, recorded(config, 2)), {name: each for held in files for name, each in held.items()}
+
+
+def test_buffers_that_choose_experts_are_not_rounded(tmp_path: Path) -> None:
+    checkpoint, weights = of_experts(tmp_path)
+    assert not torch.equal(weights[BIAS], weights[BIAS].bfloat16().float())
+    written = export(checkpoint, tmp_path / "model", dtype="bfloat16")
+    found = load_file(written / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, values in weights.items():
+        assert torch.equal(found[name], values if name == BIAS else values.bfloat16())
+    assert json.loads((written / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    assert torch.equal(loaded.get_buffer(BIAS), weights[BIAS])
+
+
+def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:
+    checkpoint, weights = of_experts(
+        tmp_path, lora={"rank": 2, "alpha": 4.0, "targets": ["q_proj", "v_proj"], "rslora": False}
+    )
+    alone = load_file(export(checkpoint, tmp_path / "adapters") / "adapter_model.safetensors")
+    assert len(alone) == 8 and all("_proj.lora_" in name for name in alone)
+    merged = load_file(export(checkpoint, tmp_path / "merged", merge=True, dtype="bfloat16") / "model.safetensors")
+    assert torch.equal(merged[BIAS], weights[BIAS])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(merged[name], weights[name].bfloat16())  # B is zeros
+
+
+# ---- what is not a directory -----------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_many_characters_is_taken_for_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = "characters:" + "".join(map(chr, range(0x4E00, 0x4E00 + 90)))  # longer than a file's name may be
+    config = make_config(model={**DATA["model"], "tokenizer": tokenizer})
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    monkeypatch.chdir(tmp_path)
+    written = export(save(tmp_path, config, make_model(config, seed=1), step=2), tmp_path / "model")
+    told = json.loads((written / "tokenizer_config.json").read_text())
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"

@@ -155,7 +155,7 @@ def full(*_: object, **__: object) -> None:
 
 def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: PinnedPool, driver: Driver) -> None:
     with pytest.raises(
-        MemoryError, match=r"needs 4194304.00 GiB more host memory, but the host has \d+\.\d+ GiB left; put"
+        MemoryError, match=r"need 4194304.00 GiB more host memory, but the host has \d+\.\d+ GiB left; put"
     ):
         pool.reserve(2**52)
     with pytest.raises(MemoryError, match="4194304.00 GiB more"):
@@ -184,7 +184,7 @@ def test_ranks_of_one_host_ask_together(rank_pool: RankPool) -> None:
     told = rank_pool.run(reserve_on_a_host_with, 1.5 * 2**28, 2**28)
     assert told[0] == told[1]
     assert told[0].startswith(
-        "sleep needs 0.50 GiB more host memory for 2 ranks, but the host has 0.38 GiB left; put fewer"
+        "what sleeps, and snapshots, need 0.50 GiB more host memory for 2 ranks, but the host has 0.38 GiB left"
     )
 
 
