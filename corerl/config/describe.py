@@ -67,15 +67,15 @@ def annotate(toml: str, config: Config) -> str:
     for kind in ("backends", "engines", "algorithms"):
         for name, options in getattr(config, kind).items():
             helps |= _helps(f"{kind}.{name}", options)
-    extensions = [_helps("extensions.options", each.options) for each in config.extensions]
+    extensions, own = [_helps("extensions.options", each.options) for each in config.extensions], dict[str, str]()
     lines, table = [], ""
     for line in toml.removesuffix("\n").split("\n"):  # not splitlines: a string may hold other line separators
         if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):
             table = header[1] + "."
             if line == "[[extensions]]":
-                helps |= extensions.pop(0)
+                own = extensions.pop(0)
         # an array's items are indented, so a key at the start of a line is a setting of the current table
-        elif (setting := re.match(r"([\w-]+) = ", line)) and (text := helps.get(table + setting[1])):
+        elif (setting := re.match(r"([\w-]+) = ", line)) and (text := (helps | own).get(table + setting[1])):
             lines.append(f"# {text}")
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -113,8 +113,8 @@ class ClusterConfig:
     )
     health_timeout: float = option(
         "seconds after which a rank or an engine that has started and no longer answers when it is asked, beside its "
-        "work, whether it is there, is taken for frozen and ended: an engine is replaced, a rank ends the run with an "
-        "error that names it; 0 waits for ever",
+        "work, whether it is there, is taken for frozen and ended: an engine is replaced, all ranks start anew or "
+        "end the run with an error that names the one (train.restarts); 0 waits for ever",
         default=120.0,
         validator=[at_least(0), finite],
     )
@@ -751,8 +751,9 @@ class CheckpointConfig:
         default="never",
     )
     memory: bool = option(
-        "also keep a copy of every step in this machine's memory (/dev/shm), written while training continues, from "
-        "which the ranks start anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
+        "also keep a copy of every step in this machine's memory (/dev/shm), but for those between the multiples of "
+        "weights.every and algorithm.reference_every, written while training continues, from which the ranks start "
+        "anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
         default=False,
     )
     export: bool = option("export a Hugging Face model directory at the end", default=True)

@@ -151,12 +151,16 @@ def _with_objects(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if types.is_map(kind):
-        return {str(key): _with_objects(held, kind.item_type) for key, held in value}
+        return {_text(key): _with_objects(held, kind.item_type) for key, held in value}
     if types.is_struct(kind):
         return {name: _with_objects(held, kind.field(name).type) for name, held in value.items()}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return [_with_objects(each, kind.value_type) for each in value]
     return value
+
+
+def _text(key: Any) -> str:
+    return str(key).lower() if isinstance(key, bool) else str(key)
 
 
 def open_rows(path: Path, reports: Reports = NO_REPORTS) -> Rows:

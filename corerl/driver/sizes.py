@@ -122,10 +122,14 @@ class Sizes:
             began = time.monotonic()
             try:
                 self._move_one(name, after.roles[name], slots[name], renew)
-            except ResizeFailed:
+            except (ResizeFailed, UserError) as error:
                 back = functools.partial(self.address_of, _seen(before, had))
                 for other in reversed(moved[: len(lines)]):
-                    self._move_one(other, before.roles[other], had[other], back)
+                    try:
+                        self._move_one(other, before.roles[other], had[other], back)
+                    except (ResizeFailed, UserError) as stuck:
+                        told = f"{error.message}; the {other}, which had moved, cannot go back: {stuck.message}"
+                        raise ResizeFailed(told) from error
                 raise
             lines.append(f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}")
         return lines

@@ -98,13 +98,12 @@ def _staged(path: Path) -> Iterator[Path]:
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
         if replaced.exists() and not path.exists():
             os.rename(replaced, path)
-        raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):  # safetensors raises the latter for a full disk
+            raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
         raise
 
 

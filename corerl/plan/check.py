@@ -15,12 +15,16 @@ from corerl.messages import did_you_mean, did_you_mean_path
 UNSET = AlgorithmConfig()
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
+BALANCE = "corerl.driver.scaling:balance"
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
-    checks = (_mode, _source, _model, _tokenizer, _batch, _algorithm, _cluster, _extensions, missing_directories)
+    checks = (
+        *(_mode, _source, _model, _tokenizer, _batch, _algorithm, _asleep, _scaler, _cluster, _extensions),
+        missing_directories,
+    )
     return [line for check in checks for line in check(config)]
 
 
@@ -226,18 +230,33 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
 
 
-def _cluster(config: Config) -> Iterator[str]:
+def _asleep(config: Config) -> Iterator[str]:
+    """What is for ranks that take turns with engines; a group alone sleeps where its loop says so."""
     cluster, usual = config.cluster, ClusterConfig()
+    why = {"cluster.offload": cluster.offload == "never", "cluster.placement": cluster.placement == "disaggregated"}
+    awake = [f"{name}={getattr(cluster, name.partition('.')[2])!r}" for name, so in why.items() if so]
     for setting in ("offload_kinds", "suspend_communicators", "max_residual_gib"):
-        if cluster.offload == "never" and getattr(cluster, setting) != getattr(usual, setting):
-            yield f"cluster.{setting}: set, but with cluster.offload='never' no rank sleeps; remove one of the two"
-    if stays := [kind for kind in KINDS if kind not in config.cluster.offload_kinds]:
+        if awake and getattr(cluster, setting) != getattr(usual, setting):
+            yield f"cluster.{setting}: set, but with {awake[0]} no rank sleeps; remove one of the two"
+    if stays := [kind for kind in KINDS if kind not in cluster.offload_kinds]:
         for setting in ("suspend_communicators", "max_residual_gib"):
-            if value := getattr(config.cluster, setting):
+            if value := getattr(cluster, setting):
                 yield (
                     f"cluster.{setting}: {value!r} is for ranks that sleep whole, but with cluster.offload_kinds their "
                     f"{' and '.join(stays)} stay on the device; remove one of the two"
                 )
+
+
+def _scaler(config: Config) -> Iterator[str]:
+    both = config.run.samples and config.run.trains
+    if config.cluster.scaler == BALANCE and not (both and config.cluster.placement == "disaggregated"):
+        yield (
+            f"cluster.scaler: {BALANCE!r} moves devices between ranks and engines that have their own; set run.mode="
+            "'train' and cluster.placement='disaggregated', or remove it"
+        )
+
+
+def _cluster(config: Config) -> Iterator[str]:
     if config.cluster.resources and not config.cluster.address:
         yield (
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "

@@ -203,7 +203,7 @@ class BackendSpec:
 class EngineSpec:
     """What the driver knows of an engine before its process exists; its module imports no torch."""
 
-    implementation: str  # "package.module:Class", a corerl.rollout.Engine; imported in the engine's process only
+    implementation: str  # "package.module:Class", a corerl.engines.Engine; imported in the engine's process only
     config: type
     api: tuple[int, int]
     summary: str

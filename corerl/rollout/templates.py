@@ -136,7 +136,7 @@ class _Late(_Ended):
 
 
 class _Gone(_Ended):
-    """It had ended before it was asked."""
+    """It had ended before it had read the question."""
 
 
 class _Running:

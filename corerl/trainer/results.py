@@ -82,8 +82,8 @@ def trained(results: Sequence[TrainResult], *, role: str) -> TrainResult:
         applied = [rank for rank, result in enumerate(results) if result.applied]
         raise ContractError(f"{role}: ranks {applied} applied the step, but the others did not")
     norms = [result.grad_norm for result in results]
-    if results[0].applied and math.isnan(norms[0]):
-        raise ContractError(f"{role}: a step with gradient norm nan was applied; all ranks must skip it")
+    if results[0].applied and not math.isfinite(norms[0]):
+        raise ContractError(f"{role}: a step with gradient norm {norms[0]} was applied; all ranks must skip it")
     if results[0].applied and any(norm != norms[0] for norm in norms):
         raise ContractError(
             f"{role}: ranks disagree on the gradient norm: {norms}; each must report that of the whole model"

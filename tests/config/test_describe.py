@@ -78,8 +78,10 @@ def test_annotated_toml_says_the_same_with_help_above_each_setting() -> None:
 
 def test_options_of_algorithms_and_extensions_are_annotated_too() -> None:
     extensions = (ExtensionChoice(name="a"), ExtensionChoice(name="b", options=Other(name="c")))
-    extensions = (*extensions, ExtensionChoice(name="d", options=Options(name="e")))
+    unknown = ExtensionChoice(name="d", options={"name": "raw"})
+    extensions = (*extensions, unknown, ExtensionChoice(name="d", options=Options(name="e")))
     resolved = evolve(CONFIG, algorithms={"mine": Options(name="f")}, extensions=extensions)
     lines = annotate(dump_toml(resolved), resolved).split("\n")
+    assert lines[lines.index('name = "raw"') - 1] == "[extensions.options]"
     above = {line: lines[at - 1] for at, line in enumerate(lines) if line in ('name = "c"', 'name = "e"', 'name = "f"')}
     assert above == {'name = "c"': "# whom", 'name = "e"': "# who", 'name = "f"': "# who"}

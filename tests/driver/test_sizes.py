@@ -688,12 +688,15 @@ def recorded_ranks(case: Case) -> dict[str, int]:
     return {name: written["roles"][name]["ranks"] for name in case.ranks}
 
 
-def test_of_roles_that_one_setting_moves_those_that_have_moved_go_back_where_another_cannot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ResizeFailed, UserError])
+def test_of_roles_that_one_setting_moves_those_that_have_moved_go_back_where_another_cannot(
+    tmp_path: Path, error: type[CorerlError]
+) -> None:
     case = make(tmp_path)
     both = "backends.fsdp.reshard_after_forward=false"
-    case.ranks["critic"].failure = ResizeFailed("no luck")
+    case.ranks["critic"].failure = error("no luck")
     before = case.sizes.plan
-    assert case.fails(ResizeFailed, both) == "no luck"
+    assert case.fails(error, both) == "no luck"
     assert case.sizes.plan.processes.roles == before.processes.roles
     assert [line for line in case.log if line.startswith("move")] == ["move actor", "move critic", "move actor"]
     case.log.clear()

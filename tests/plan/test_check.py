@@ -27,7 +27,7 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.errors import ConfigError
-from corerl.plan.check import contradictions, uneven
+from corerl.plan.check import contradictions, contradictions_of_a_group, uneven
 from corerl.plan.resolve import settle_algorithm
 
 MODEL = ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:0123")
@@ -216,15 +216,28 @@ def test_all_contradictions_are_found_together() -> None:
 
 
 def test_what_is_for_ranks_that_sleep_is_refused_where_none_does() -> None:
-    def lines(offload: str) -> list[str]:
-        cluster = ClusterConfig(offload=offload, suspend_communicators=True, max_residual_gib=2.5)  # type: ignore[arg-type]
+    def lines(**how: Any) -> list[str]:
+        cluster = ClusterConfig(suspend_communicators=True, max_residual_gib=2.5, **how)
+        assert contradictions_of_a_group(evolve(VALID, cluster=cluster)) == []  # which its loop lets sleep
         return contradictions(evolve(VALID, cluster=cluster))
 
-    assert lines("auto") == lines("always") == []
-    assert lines("never") == [
-        f"cluster.{setting}: set, but with cluster.offload='never' no rank sleeps; remove one of the two"
-        for setting in ("suspend_communicators", "max_residual_gib")
-    ]
+    assert lines(offload="auto") == lines(offload="always") == []
+    for name, value in {"offload": "never", "placement": "disaggregated"}.items():
+        assert lines(**{name: value}) == [
+            f"cluster.{setting}: set, but with cluster.{name}={value!r} no rank sleeps; remove one of the two"
+            for setting in ("suspend_communicators", "max_residual_gib")
+        ]
+
+
+def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own() -> None:
+    def lines(**how: Any) -> list[str]:
+        return contradictions(evolve(VALID, cluster=ClusterConfig(scaler="corerl.driver.scaling:balance", **how)))
+
+    assert lines(placement="disaggregated") == []
+    (line,) = lines()
+    assert line.startswith(
+        "cluster.scaler: 'corerl.driver.scaling:balance' moves devices between ranks and engines that"
+    )
 
 
 def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:

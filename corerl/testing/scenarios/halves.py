@@ -61,12 +61,12 @@ def train_in_calls(setup: Setup, steps: int, announced: bool, unit: float = 0.0,
     worker, init = start(setup)
     if visit == "pass":
         worker.create_snapshot("start")
-    visits: dict[str, Between] = {"": unmoved(worker), "pass": pass_through, "sleep": doze}
+    between = {"pass": pass_through, "sleep": doze}[visit] if visit else unmoved(worker)
     return taken(
         worker,
         init,
         range(steps),
-        lambda number: take_step(worker, setup, number, announced=announced, unit=unit, between=visits[visit]),
+        lambda number: take_step(worker, setup, number, announced=announced, unit=unit, between=between),
     )
 
 
