@@ -115,11 +115,13 @@ def _missing(module_name: str, error: ModuleNotFoundError) -> str:
 def _hidden(module_name: str) -> str:
     """That the working directory has a module of this name too, which was not looked for; "" otherwise."""
     name = module_name.partition(".")[0]
+    built_in = "built into Python" if name in sys.builtin_module_names else None
     found = getattr(sys.modules.get(name), "__file__", None)
     own = next((path for path in (f"{name}.py", name) if os.path.exists(path)), "")
-    if not found or not own or Path(found).resolve().is_relative_to(Path.cwd()):
+    if not (found or built_in) or not own or (found and Path(found).resolve().is_relative_to(Path.cwd())):
         return ""
-    return f"; it is {found}, since installed modules come before those of the working directory: rename your {own}"
+    told = found or built_in
+    return f"; it is {told}, since installed modules come before those of the working directory: rename your {own}"
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -93,19 +93,20 @@ def test_only_a_signal_interrupts_an_import(tmp_path: Path, monkeypatch: pytest.
     assert signal.signal(signal.SIGINT, given) is before
 
 
-@pytest.mark.parametrize("name", ["math:score", "json.rewards:score"])
+@pytest.mark.parametrize("name", ["logging:score", "time:score", "json.rewards:score"])
 def test_a_module_that_hides_the_users_own_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "math.py").touch()
+    for own in ("logging", "time"):  # the latter without a file
+        (tmp_path / f"{own}.py").touch()
     (tmp_path / "json").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # and even so: what Python has loaded is not looked for
     module = sys.modules[name.partition(":")[0].partition(".")[0]]
-    own = "json" if "json" in name else "math.py"
+    found = getattr(module, "__file__", "built into Python")
+    own = module.__name__ if module.__name__ == "json" else f"{module.__name__}.py"
     with pytest.raises(ConfigError) as caught:
         imported(name, setting="a.b")
     assert caught.value.message.endswith(
-        f"; it is {module.__file__}, since installed modules come before those of the working directory: rename your "
-        f"{own}"
+        f"; it is {found}, since installed modules come before those of the working directory: rename your {own}"
     )
 
 
