@@ -13,6 +13,7 @@ import ray
 from attrs import field, frozen
 from ray.exceptions import RayError
 
+from corerl.cluster import services
 from corerl.cluster.deaths import LONGEST, death, overdue, silent
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import STATUS, Outcome, spawn
@@ -135,7 +136,8 @@ class RayGroup:
         """Call `method` only in the members that `arguments` names."""
         self._require_alive(method)
         asked = time.time()
-        refs = [self._actors[member].call.remote(method, *args) for member, args in arguments.items()]
+        with services.unbroken():  # a member that has the call may wait for the others in it
+            refs = [self._actors[member].call.remote(method, *args) for member, args in arguments.items()]
         return self._pending(method, arguments, refs, asked)
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -170,6 +170,21 @@ def arm(armed: bool) -> None:
         _watch.armed = armed
 
 
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Let a death of Ray's interrupt the main thread only after the block: what it asks of several processes, it asks
+    of all."""
+    if _watch is None or not _watch.armed or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watch, _watch.armed = _watch, False
+    try:
+        yield
+    finally:
+        watch.armed = True
+    watch.interrupt()  # at once, if one has died meanwhile
+
+
 def died() -> Service | None:
     """Which of Ray's processes has died, if this process has started them."""
     return _watch.died if _watch is not None else None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from attrs import define, field
 
-from corerl.calls import Future, wait_all
+from corerl.calls import POLL_SECONDS, Future, wait_all
 from corerl.checkpoint.commit import begin, begin_over, commit, put_aside, remove_all_but, retain
 from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
@@ -84,14 +84,16 @@ class Checkpoints:
     def rescue(self, *, ask: bool = True) -> None:
         """After a failure, commit the save in flight if it is all on disk or, unless they cannot be asked, the ranks
         finish it. Raises CorerlError if it is lost."""
-        if self._pending is None:
-            return
-        try:
-            self._commit(*self._pending)  # without asking the ranks: they may have ended, or hang
-        except SaveFailed:
-            if not ask:
-                raise
-            self.complete(wait=True)
+        asked: list[Future[bool]] = []
+        while self._pending is not None:
+            try:
+                self._commit(*self._pending)  # whatever ranks say: they may have ended, or hang in another call
+            except SaveFailed:
+                if not ask:
+                    raise
+                asked = asked or [self._written(role.group, wait=True) for role in self.roles.values()]
+                written = [each.ready(POLL_SECONDS) and each.result() for each in asked]
+                ask = not all(written)
 
     def forget(self) -> None:
         """Give up the save in flight, and earlier ones."""

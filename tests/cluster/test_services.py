@@ -6,18 +6,52 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from corerl.cluster import services
 from corerl.descendants import descendants
 from tests.cluster.nodes import session
 from tests.forks.client import Forked, processes_of
 from tests.forks.server import FORK_PYTHON
-from tests.machine import paced
+from tests.machine import FOREVER, paced
 
 pytestmark = pytest.mark.processes
+
+
+def test_what_several_processes_are_asked_is_not_cut_short_by_a_death_but_what_comes_after_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "AGAIN_SECONDS", FOREVER)  # told once, in the block
+    process = subprocess.Popen(["sleep", "600"])
+    watch = services.Watch([services.Service("raylet", tmp_path, os.pidfd_open(process.pid))])
+    monkeypatch.setattr(services, "_watch", watch)
+    before = signal.signal(services.INTERRUPT, watch.interrupt)
+    watcher = threading.Thread(target=watch.run, args=(True,))
+    watcher.start()
+    asked = []
+
+    def ask() -> None:
+        with services.unbroken():
+            process.kill()
+            process.wait()
+            for member in range(20):
+                asked.append(member)
+                time.sleep(0.01)
+        time.sleep(FOREVER)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+    finally:
+        watch.close(watcher)
+        signal.signal(services.INTERRUPT, before)
+        watch.free()
+    assert asked == list(range(20))
+
 
 DEATHS = """
 import signal, sys, time

@@ -31,6 +31,7 @@ class Group:
     layouts: list[str] = field(factory=lambda: ["rank 0", "rank 1"])
     broken: bool = False
     ended: bool = False
+    stuck: bool = False  # in a call that never ends, while the save goes on beside it
     optimizer_step: int = 0
     nodes: list[str] = field(factory=lambda: ["", ""])  # as `elsewhere` calls this one where there is no Ray
     saved_at: list[Step] = field(factory=list)
@@ -65,7 +66,12 @@ class Group:
                 self.write()
             return self._path is None
 
-        return Future(self, lambda timeout: True, written)
+        def ready(timeout: float) -> bool:
+            if self.stuck and self._path is not None:
+                self.write()
+            return not self.stuck
+
+        return Future(self, ready, written)
 
     def copy(self, path: str, step: Step) -> Future[int]:
         return self.save(path, step, background=True)
@@ -213,6 +219,20 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
         checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
     assert [event.step for event in heard.saved] == [2]
+
+
+def test_after_a_failure_a_rank_that_never_answers_keeps_what_is_written_from_nobody(tmp_path: Path) -> None:
+    actor, critic = Group(stuck=True), Group()
+    checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
+    checkpoints.start(*at(2), background=True)
+    critic.write()
+    checkpoints.rescue()
+    assert latest(tmp_path) == path(tmp_path, 2)
+    checkpoints.start(*at(4), background=True)
+    critic.broken = True  # told of though the actor does not answer
+    with pytest.raises(SaveFailed, match="^the disk is full$"):
+        checkpoints.rescue()
+    assert latest(tmp_path) == path(tmp_path, 2)
 
 
 def test_copies_are_of_the_newest_step_alone_told_to_nobody_and_gone_with_the_run(
