@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -228,6 +230,23 @@ def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[
             with mock.patch.object(base, "write", side_effect=SaveFailed("full")) if cannot else nullcontext():
                 said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
     return said
+
+
+def weights_left(setup: Setup) -> int:
+    """How many of a model's weights are there once its worker, which has trained, has shut down."""
+
+    def train_once() -> list[weakref.ref[Any]]:
+        worker, _ = start(setup)
+        train(worker, setup, 0)
+        weights = [weakref.ref(weight) for module in worker.backend.model.modules for weight in module.parameters()]
+        worker.shutdown("finished")
+        return weights
+
+    weights = train_once()
+    assert len(weights) > 10
+    for _ in range(2):  # what has a graph goes with the second
+        gc.collect()
+    return sum(weight() is not None for weight in weights)
 
 
 def groups_left_by_a_failed_save(setup: Setup) -> tuple[str, bool, int]:

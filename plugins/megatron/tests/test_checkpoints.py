@@ -14,6 +14,7 @@ from plugins.megatron.tests.ranks import (
     native_save_on_a_full_disk,
     native_then_portable,
     saves_that_one_rank_fails,
+    weights_left,
 )
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
@@ -92,3 +93,8 @@ def test_ranks_leave_no_groups_where_the_last_save_has_failed(runs: Runs) -> Non
     for said, initialized, made in runs.rank_sets[2].run(groups_left_by_a_failed_save, runs.setup("megatron", "qwen3")):
         assert "full" in said
         assert (initialized, made) == (False, 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_ranks_that_have_shut_down_hold_no_weights(runs: Runs, kind: str) -> None:
+    assert runs.rank_sets[2].run(weights_left, runs.setup("megatron", kind)) == [0, 0]

@@ -38,7 +38,7 @@ from corerl.types import (
 )
 from corerl.weights import Chunk
 from corerl_megatron import native
-from corerl_megatron.build import Source, Table, build
+from corerl_megatron.build import Source, Table, build, take_apart
 from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
@@ -171,6 +171,8 @@ class MegatronBackend(Backend):
         try:
             super().shutdown(reason)
         finally:  # the last save may have failed
+            if hasattr(self, "model"):
+                take_apart(self.model)
             if hasattr(self, "groups"):
                 destroy_groups(self.groups)
 

@@ -146,6 +146,13 @@ def reduce_gradients(model: Model) -> None:
     model.config.finalize_model_grads_func(list(model.chunks))
 
 
+def take_apart(model: Model) -> None:
+    """Let go of the modules. Routers keep the last pass's probabilities, and with them its graph, whose leaves have
+    hooks that hold the model: a cycle that Python's collector does not see."""
+    for chunk in model.chunks:
+        vars(chunk).clear()
+
+
 def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:
     optimizer, precision = role.train.optimizer, role.train.precision
     return MegatronOptimizerConfig(
