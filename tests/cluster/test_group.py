@@ -18,6 +18,7 @@ from attrs import evolve
 from ray.exceptions import OutOfMemoryError
 
 from corerl.cluster import group as group_module
+from corerl.cluster import services
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import put
@@ -146,6 +147,35 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
         group.call("answer", "all")
     with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
         group.listen(0)
+
+
+def test_a_death_of_rays_while_a_call_is_given_to_members_is_heard_once_all_have_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, watch = members(start, 3), services._watch
+    assert watch is not None
+    actors, given = list(group._actors), []
+
+    class Tells:
+        """An actor, in whose call the death of one of Ray's processes is told."""
+
+        def __init__(self, member: int) -> None:
+            self.member, self.call = member, self
+
+        def remote(self, *args: Any) -> Any:
+            ref = actors[self.member].call.remote(*args)
+            watch.died = watch.services[0]
+            signal.raise_signal(services.INTERRUPT)
+            given.append(self.member)
+            return ref
+
+    monkeypatch.setattr(watch, "died", None)  # afterwards too
+    monkeypatch.setattr(group, "_actors", [Tells(member) for member in range(3)])
+    with pytest.raises(KeyboardInterrupt):
+        group.start("word")
+    assert given == [0, 1, 2]
+    monkeypatch.undo()
+    assert group.call("word") == ["set before import"] * 3
 
 
 def test_every_answer_is_told_of_once_however_often_it_is_looked_at(start: Start) -> None:

@@ -60,6 +60,7 @@ class Group:
             raise WorkerDied("the ranks have ended")
 
         def written() -> bool:
+            assert not self.stuck, "nobody comes back who waits for its answer"
             if self.broken:
                 raise SaveFailed("the disk is full")
             if wait and self._path is not None:
@@ -222,14 +223,16 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
 
 
 def test_after_a_failure_a_rank_that_never_answers_keeps_what_is_written_from_nobody(tmp_path: Path) -> None:
-    actor, critic = Group(stuck=True), Group()
+    actor, critic = Group(), Group()
     checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
     critic.write()
+    actor.stuck = True
     checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
+    actor.stuck = False
     checkpoints.start(*at(4), background=True)
-    critic.broken = True  # told of though the actor does not answer
+    actor.stuck = critic.broken = True  # the one is told of though the other does not answer
     with pytest.raises(SaveFailed, match="^the disk is full$"):
         checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
