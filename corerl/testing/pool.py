@@ -215,7 +215,6 @@ def _pass_over_modules(known: int) -> int:
     collection. Walking a million objects takes longer than most checks, and some libraries collect for every model.
     """
     if len(sys.modules) > known:
-        for _ in range(2):  # objects that hold each other through torch's graphs go with the second
-            gc.collect()
+        gc.collect()
         gc.freeze()
     return len(sys.modules)
