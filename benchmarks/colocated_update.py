@@ -7,6 +7,7 @@ python -m benchmarks.colocated_update 8b --bucket-mib 256 --backend megatron
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b          # 4 engines
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b --split  # one over 4
 torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apart                         # on 2 others
+torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apart --engine sglang         # of SGLang
 python -m benchmarks.colocated_update 8b --lora 32                          # adapters merged, against none
 python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
 
@@ -26,7 +27,8 @@ With `--lora RANK` the ranks have adapters on all linear layers, and merge them 
 same update, with the same engine, of the weights as they are.
 
 With `--apart` each rank's engine is on a GPU of its own, and the first rank sends everything. The other side is a
-broadcast of a ready buffer, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
+broadcast of a ready buffer, bucket after bucket, from a process on the first rank's GPU to one on each engine's; with
+`--engine sglang`, SGLang's own load after it.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "8b": QWEN3_8B,
 }
 TARGET, TARGET_APART = 1.5, 1.4
-BARE = "--bare"  # how this program starts itself as an engine
+BARE, BROADCAST = "--bare", "--broadcast"  # how this program starts itself: as an engine, and to broadcast only
 DIFFERENT = "THE ENGINES DO NOT HOLD THE WEIGHTS THEY WERE SENT, so the ratio is meaningless:"
 # What torch's launcher tells its ranks: an engine would take their place, or their store, for its own.
 LAUNCHER = re.compile(r"(TORCHELASTIC|MASTER|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
@@ -104,18 +106,6 @@ def serve_bare(pipe: Connection) -> None:
             load(bucket, ready[: bucket.numel])
         synchronize(device)
 
-    @torch.no_grad()
-    def broadcast() -> float:
-        """Seconds of a broadcast of all buckets from the first of the members, which have met."""
-        ready = torch.zeros(largest, dtype=dtype, device=device)
-        dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
-        for bucket in manifest.buckets:
-            dist.broadcast(ready[: bucket.numel], src=0)
-        synchronize(device)
-        return time.perf_counter() - began
-
     pipe.send("there")
     while (order := pipe.recv()) is not None:
         if order == "load":
@@ -125,16 +115,35 @@ def serve_bare(pipe: Connection) -> None:
             load_ready(ready)
             pipe.send(time.perf_counter() - began)
             del ready
-        elif isinstance(order, dict):  # whom to broadcast with
-            dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", **order)
-            pipe.send("met")
-        elif order == "broadcast":
-            pipe.send(broadcast())
         else:
             began = time.perf_counter()
             receive(int(order))
             pipe.send(time.perf_counter() - began)
     receiver.close()
+
+
+def serve_broadcast(pipe: Connection) -> None:
+    """A process beside an engine, or the sender: it is told what is sent and whom to meet, and then answers each order
+    with the seconds of a broadcast of all buckets from the first of the members."""
+    manifest, device_type, gpu = pipe.recv()
+    if device_type == "cuda":
+        torch.cuda.set_device(gpu)
+    device, dtype = torch.device(device_type), getattr(torch, manifest.dtype)
+    pipe.send("there")
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", **pipe.recv())
+    pipe.send("met")
+    while pipe.recv() is not None:
+        ready = torch.zeros(max(bucket.numel for bucket in manifest.buckets), dtype=dtype, device=device)
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        for bucket in manifest.buckets:
+            dist.broadcast(ready[: bucket.numel], src=0)
+        synchronize(device)
+        pipe.send(time.perf_counter() - began)
+        del ready
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine's
 
 
 def entries(manifest: Manifest) -> Iterator[Any]:
@@ -219,26 +228,44 @@ class Peer:
         self._process.wait()
 
 
+class Broadcast:
+    """The processes that this rank has to broadcast between: one on its engine's GPU, and on the first rank one on the
+    sender's."""
+
+    def __init__(self, manifest: Manifest, device: str, *, rank: int, world: int) -> None:
+        def peer(gpu: int) -> Peer:
+            return Peer("benchmarks.colocated_update", BROADCAST, told=(manifest, device, gpu))
+
+        self._peers = [peer(world + rank), *([peer(0)] if rank == 0 else [])]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = [free.getsockname()[1]]
+        dist.broadcast_object_list(port, src=0)
+        for each, member in zip(self._peers, (1 + rank, 0), strict=False):
+            each.pipe.send({"init_method": f"tcp://127.0.0.1:{port[0]}", "rank": member, "world_size": 1 + world})
+        assert all(each.pipe.recv() == "met" for each in self._peers)
+
+    def seconds(self) -> float:
+        for peer in self._peers:
+            peer.pipe.send("broadcast")
+        return max(float(peer.pipe.recv()) for peer in self._peers)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
 class Bare:
-    """The engines' processes that this rank has: that of its own engine or part, and where engines are apart, on the
-    first rank, one that broadcasts to engines."""
+    """The process of this rank's own engine, or of its part."""
 
     name = ""
     what = "the engine's load of ready buckets"
 
     def __init__(self, manifest: Manifest, address: Address, *, rank: int, world: int, split: bool, apart: bool):
+        told = (manifest, address, rank, world if split else 1, rank + apart * world)
+        self._peers = [Peer("benchmarks.colocated_update", BARE, told=told)]
         self._apart = apart
-        parts = world if split else 1
-
-        def peer(parts: int, gpu: int) -> Peer:
-            return Peer("benchmarks.colocated_update", BARE, told=(manifest, address, rank, parts, gpu))
-
-        self._peers = [peer(parts, rank + apart * world)]
         if apart:
-            self.what = "a broadcast of the bytes"
-            if rank == 0:  # where the sender is
-                self._peers.append(peer(1, 0))
-            meet(self._peers, rank, world)
+            self.what = ""  # it copies while the next bucket arrives
 
     def begin(self, version: int) -> None:
         self._peers[0].pipe.send(version)
@@ -249,11 +276,7 @@ class Bare:
 
     def limit(self) -> float:
         """Seconds of the other side, on this rank."""
-        if not self._apart:
-            return float(self._peers[0].ask("load"))
-        for peer in self._peers:
-            peer.pipe.send("broadcast")
-        return max(peer.pipe.recv() for peer in self._peers)
+        return 0.0 if self._apart else float(self._peers[0].ask("load"))
 
     def verified(self, sent: Mapping[str, int]) -> list[str]:
         """How engines differ from what was `sent`: these cannot tell."""
@@ -276,6 +299,7 @@ class Sglang:
         rank: int,
         world: int,
         split: bool,
+        apart: bool,
         tiny: bool,
     ):
         from benchmarks.sglang_sides import Replica  # its plugin is installed where this is asked for
@@ -285,7 +309,7 @@ class Sglang:
         self._peers: list[Peer] = []
         if split and rank > 0:
             return
-        on_one = () if tiny or world == 1 else (str(rank),)
+        on_one = () if tiny or (world == 1 and not apart) else (str(rank + apart * world),)
         replica = Replica(
             fields={**fields, "max_position_embeddings": 4096, "pad_token_id": 0},
             index=rank,
@@ -369,12 +393,15 @@ def measure(
     engines = ("engine-0",) * world if split else tuple(f"engine-{index}" for index in range(world))
     address = address_of(engines, apart=apart, device=device.type)
     theirs = evolve(address, listening=None)
+    where: dict[str, Any] = {"rank": rank, "world": world, "split": split, "apart": apart}
     sides: Bare | Sglang
     if engine == "sglang":
         worker.clear_memory()
-        sides = Sglang(manifest, theirs, fields_of(shape, tiny), rank=rank, world=world, split=split, tiny=tiny)
+        sides = Sglang(manifest, theirs, fields_of(shape, tiny), tiny=tiny, **where)
     else:
-        sides = Bare(manifest, theirs, rank=rank, world=world, split=split, apart=apart)
+        sides = Bare(manifest, theirs, **where)
+    broadcast = Broadcast(manifest, device.type, rank=rank, world=world) if apart else None
+    moved = "a broadcast of the bytes" if broadcast else "an all-gather of the bytes" if world > 1 else ""
     spans = Spans()
     worker.trace(spans)
     version = 0
@@ -399,7 +426,9 @@ def measure(
             with mock.patch.object(worker.backend, "_merged", ()):
                 return update()[0]
         took = slowest(sides.limit())
-        return took + (gathering(manifest, world, device) if world > 1 and not apart else 0.0)
+        if broadcast:
+            return took + slowest(broadcast.seconds())
+        return took + (gathering(manifest, world, device) if world > 1 else 0.0)
 
     update()
     limit(0)
@@ -418,6 +447,8 @@ def measure(
     wrong: list[list[str]] = [[]] * world
     dist.all_gather_object(wrong, sides.verified(sums[0]))
     sides.close()
+    if broadcast:
+        broadcast.close()
     worker.shutdown("measured")
     sent = result.bytes
     held = "The engines of both sides held the weights they were sent." if engine == "sglang" else ""
@@ -435,7 +466,7 @@ def measure(
                 what="one update with the adapters merged" if lora else "one update",
                 against="the same update of the weights as they are"
                 if lora
-                else sides.what + (" and an all-gather of the bytes" if world > 1 and not apart else ""),
+                else " and ".join(filter(None, (sides.what, moved))),
                 ours=seconds,
                 other=others,
                 target=TARGET_APART if apart else TARGET,
@@ -447,17 +478,6 @@ def measure(
         ],
         note=f"Parts are those of the first rank, which continues while its engine loads. {held}".strip(),
     )
-
-
-def meet(peers: Sequence[Peer], rank: int, world: int) -> None:
-    """Called on every rank: engines, and the process that broadcasts to them, form a group."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = [free.getsockname()[1]]
-    dist.broadcast_object_list(port, src=0)
-    for peer, member in zip(peers, (1 + rank, 0), strict=False):
-        where = {"init_method": f"tcp://127.0.0.1:{port[0]}", "rank": member, "world_size": 1 + world}
-        peer.pipe.send(where)
-    assert all(peer.pipe.recv() == "met" for peer in peers)
 
 
 def together(call: Callable[[], UpdateResult], device: torch.device) -> tuple[float, UpdateResult]:
@@ -506,8 +526,10 @@ def main() -> None:
     command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
     command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
     args = command.parse_args()
-    if args.apart and args.engine != "bare":
-        command.error(f"--engine {args.engine}: its engines are on the ranks' GPUs; leave out --apart")
+    if args.apart and args.split:
+        command.error("--split: engines apart are one for each rank; leave out --apart")
+    if args.apart and args.engine == "sglang":  # as its processes have them: both sides of a group must agree
+        os.environ.update(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="0")
     if "RANK" in os.environ:
         if not args.tiny:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -538,7 +560,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == BARE:
-        serve_bare(Client(sys.argv[2]))
+    if sys.argv[1] in (BARE, BROADCAST):
+        (serve_bare if sys.argv[1] == BARE else serve_broadcast)(Client(sys.argv[2]))
     else:
         main()

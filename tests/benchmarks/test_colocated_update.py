@@ -23,10 +23,10 @@ def parameters(fields: dict[str, object]) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def report(split: bool, apart: bool = False) -> Report:
+def report(split: bool, apart: bool = False, engine: str = "bare") -> Report:
     with mock.patch.object(subprocess.Popen, "__init__", forking(subprocess.Popen.__init__)):
         return measure(
-            "0.6b", backend="fsdp", engine="bare", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
+            "0.6b", backend="fsdp", engine=engine, rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
         )
 
 
@@ -53,10 +53,21 @@ def test_an_update_sends_all_parameters_and_stands_beside_the_engines_load(
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_an_update_of_engines_elsewhere_stands_beside_a_broadcast_of_as_many_bytes(rank_pool: RankPool) -> None:
-    found, other = rank_pool.run(report, False, True)
+@pytest.mark.parametrize(
+    ("engine", "against"),
+    [
+        ("bare", "a broadcast of the bytes"),
+        ("sglang", "the stand-in's load of ready buckets and a broadcast of the bytes"),
+    ],
+)
+def test_an_update_of_engines_elsewhere_stands_beside_a_broadcast_of_as_many_bytes(
+    rank_pool: RankPool, engine: str, against: str
+) -> None:
+    found, other = rank_pool.run(report, False, True, engine)
     (comparison,) = found.comparisons
-    assert (comparison.against, comparison.target) == ("a broadcast of the bytes", 1.4)
+    assert (comparison.against, comparison.target) == (against, 1.4)
+    held = "The engines of both sides held the weights they were sent." in found.note
+    assert held == (engine == "sglang")
     rates = next(number.values for number in found.numbers if number.unit == "GB/s")
     sent = 2 * parameters({**SHAPES["0.6b"], **TINY})
     assert rates == pytest.approx([sent / seconds / 1e9 for seconds in comparison.ours])

@@ -188,6 +188,14 @@ SCENARIOS = {
         bound=None,
     ),
     "tensor-parallel": Scenario(gpus=4, ranks=4, replicas=2, tensor_parallel=2),
+    # Each stage of the trainer sends its layers, to an engine on each of the other two.
+    "apart-senders": Scenario(
+        gpus=4,
+        ranks=2,
+        replicas=2,
+        backend="megatron",
+        settings=(APART, "backends.megatron.pipeline_parallel=2"),
+    ),
 }
 
 

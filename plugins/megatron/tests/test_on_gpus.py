@@ -1,0 +1,94 @@
+"""What the conformance suite asks of one GPU and of two, in layouts of four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corerl.config import ClusterInfo
+from corerl.testing import RankPool, Runs, Subject
+from corerl.testing.suite import test_gpu
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.spec import SPEC
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"),
+    pytest.mark.processes,
+]
+
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+DENSE: dict[str, dict[str, Any]] = {
+    "tp2 sp pp2": {**TP2, "pipeline_parallel": 2},
+    "tp2 sp dp2": TP2,
+    "pp2 dp2": {"pipeline_parallel": 2},
+    "cp2 dp2": {"context_parallel": 2},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep4": {"expert_parallel": 4},
+    "tp2 sp ep2 etp1": {**TP2, "expert_parallel": 2, "expert_tensor_parallel": 1},
+}
+
+
+@pytest.fixture(scope="module", params=DENSE | EXPERTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def runs_on_gpus(layout: str, runs: Runs) -> Iterator[Runs]:
+    options = MegatronConfig(**(DENSE | EXPERTS)[layout])
+    pool = RankPool(4, "cuda", SPEC.environment(options, ClusterInfo(device="cuda", ranks=4)))
+    yield runs.beside({4: pool})
+    pool.close()
+
+
+@pytest.fixture
+def subject(layout: str, runs_on_gpus: Runs, tmp_path: Path) -> Subject:
+    return Subject(
+        backend="megatron",
+        world_size=4,
+        runs=runs_on_gpus,
+        directory=tmp_path,
+        options=(DENSE | EXPERTS)[layout],
+        device="cuda",
+    )
+
+
+def require_dense(layout: str) -> None:
+    if layout in EXPERTS:
+        pytest.skip("the layout is of a model with experts")
+
+
+def test_sleep_gives_back_what_init_and_training_took(subject: Subject, layout: str) -> None:
+    require_dense(layout)
+    test_gpu.test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_own(subject)
+
+
+def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject, layout: str) -> None:
+    require_dense(layout)
+    test_gpu.test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject)
+
+
+def test_to_sleep_or_to_wake_twice_does_nothing(subject: Subject, layout: str) -> None:
+    require_dense(layout)
+    test_gpu.test_to_sleep_or_to_wake_twice_does_nothing(subject)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_an_update_right_after_waking_delivers_what_was_trained(subject: Subject, layout: str, kind: str) -> None:
+    if kind != "qwen3-moe":
+        require_dense(layout)
+    test_gpu.test_an_update_right_after_waking_delivers_what_was_trained(subject, kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_passes_and_steps_give_the_numbers_of_a_cpu(subject: Subject, layout: str, kind: str) -> None:
+    if kind != "qwen3-moe":
+        require_dense(layout)
+    test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu(subject, kind)
+    test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu(subject, kind)
