@@ -22,10 +22,10 @@ from corerl.errors import ModelError
 from corerl.models import layout
 from corerl.models.files import look_at
 from corerl.testing.models import tiny_config, tiny_fields
+from tests.forks.asking import RAYS, SOCKET, WORKERS
 from tests.forks.client import Forked, connect, forked_for, processes_of
 from tests.forks.once import look_once
-from tests.forks.ray import environment, place_of
-from tests.forks.server import RAYS, SOCKET
+from tests.forks.ray import environment, place_of, shared
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -85,6 +85,35 @@ def test_a_driver_is_forked_with_ray_imported_unless_it_starts_ray_as_users_do(t
         code = "import sys; print('corerl.driver.launch' in sys.modules, 'ray' in sys.modules)"
         process = Forked(["driver"], code, environment=given, stdout=out, stderr=out, place=place_of(given))
     assert (process.wait(paced(60.0)), (tmp_path / "out").read_text()) == (0, "True True\n")
+
+
+DRIVES = """
+import ray, sys
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+class Worker:
+    def tell(self):
+        import os, sys
+        imported = [name in sys.modules for name in ("corerl.driver.launch", "tests.forks.server")]
+        return ray.get_runtime_context().get_job_id(), imported, os.nice(0)
+worker = ray.remote(Worker).options(runtime_env={"env_vars": %r}).remote()
+print(ray.get_runtime_context().get_job_id(), *ray.get(worker.tell.remote()))
+"""
+
+
+def test_a_worker_is_forked_with_ray_imported_and_is_its_own_jobs(tmp_path: Path) -> None:
+    importlib.import_module("corerl.cluster")  # sets variables of Ray
+    given = {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
+    told = []
+    for niceness in (WORKERS, WORKERS, dict.fromkeys(WORKERS, "3")):
+        with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+            words = ["driver", shared().address]
+            process = Forked(words, DRIVES % niceness, environment=given, stdout=out, stderr=err, place=place_of(given))
+        assert process.wait(paced(60.0)) == 0, (tmp_path / "err").read_text()
+        job, of_worker, *rest = (tmp_path / "out").read_text().split(maxsplit=2)
+        assert job == of_worker
+        told.append((job, *rest))
+    assert len({job for job, _ in told}) == 3
+    assert [rest for _, rest in told] == ["[True, False] 0\n"] * 2 + ["[False, False] 3\n"]
 
 
 def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.cluster.nodes import session, title_in
-from tests.forks.server import LENGTH, PROCESSES, SOCKET
+from tests.forks.asking import SOCKET
+from tests.forks.server import LENGTH, PROCESSES
 from tests.machine import paced
 
 ROOT = Path(__file__).resolve().parents[2]

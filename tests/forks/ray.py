@@ -15,8 +15,9 @@ import ray
 from attrs import frozen
 from ray._private import ray_constants
 
+from tests.forks.asking import RAYS, SOCKET, WITH_RAY
 from tests.forks.client import ROOT, Forked, connect, kill_session
-from tests.forks.server import FORK_PYTHON, RAYS, SOCKET, WITH_RAY
+from tests.forks.server import FORK_PYTHON
 from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")

@@ -7,9 +7,12 @@ import os
 import re
 import sys
 
-from asking import become
+from asking import FORKS_WORKERS, RAYS, SOCKET, WITH_RAY, WORKERS, become
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
+# What raylet tells its workers: the first two, `ray_config.py` writes where Ray's library has them; the others are read
+# when they are needed, if at all.
+RAYLETS = {"RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_USAGE_STATS_ENABLED"}
 
 
 def main() -> None:
@@ -24,7 +27,10 @@ def main() -> None:
     if usual != sys.executable or any(wanted.values()) or environment.get("CORERL_TEST_FORKS", "off") == "off":
         theirs = os.path.join(os.path.dirname(rest[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, theirs, *arguments])
-    become(rest, "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')", environment)
+    own = {name: value for name, value in environment.items() if name.startswith("RAY_") and name not in RAYLETS}
+    script = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
+    with_ray = own == RAYS | WORKERS and os.path.exists(os.path.join(environment["CORERL_TEST_FORKS"], FORKS_WORKERS))
+    become(rest, script, environment, place=WITH_RAY if with_ray else SOCKET)
 
 
 main()

@@ -35,12 +35,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.forks import ray_config
+from tests.forks.asking import FORKS_WORKERS, RAYS, SOCKET, WITH_RAY, WORKERS
 from tests.room import with_room
 
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
-# Together they import nearly all of what ranks, engines and drivers run, but for Ray: its library reads the environment
-# of a worker as it is loaded.
+# Together they import nearly all of what ranks, engines and drivers run, but for Ray.
 PRELOAD = [
     *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
     *(
@@ -56,19 +57,16 @@ PRELOAD = [
     *BACKENDS,
     "pytest",  # which what ranks do for tests imports
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
+    *("pydantic.v1", "pdb"),  # Ray's workers import these
 ]
-# A second server has imported Ray, for drivers whose variables of Ray are these.
-RAY = ["corerl.cluster.process", "corerl.cli.main", "corerl.cli.train", "corerl.driver.launch"]
-RAYS = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",  # this and the next as corerl.cluster sets them in any process that imports it
-    "RAY_COLOR_PREFIX": "0",
-}
+# A second server has imported Ray, for drivers and for workers.
+RAY = [
+    *("corerl.cluster.process", "corerl.cli.main", "corerl.cli.train", "corerl.driver.launch"),
+    "ray._private.workers.default_worker",
+]
 PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
-SOCKET, WITH_RAY, PROCESSES = "socket", "socket-with-ray", "processes"
+PROCESSES = "processes"
 LENGTH = struct.Struct("!I")
 SELDOM = (10_000, 20, 100)  # when to look for garbage: in what tests import there is next to none
 DESCRIPTORS = 8  # at most, in a request
@@ -89,13 +87,16 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     importlib.import_module("tests.forks.once").look_once()
     warm_up()
     keep()
-    place = SOCKET
+    place, strings = SOCKET, dict[str, int]()
     if os.fork() == 0:
         place = WITH_RAY
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             del os.environ[name]
-        os.environ.update(RAYS)
+        os.environ.update(RAYS | WORKERS | ray_config.PLACEHOLDERS)
         preload(RAY)
+        with contextlib.suppress(LookupError):  # of another version of Ray, perhaps
+            strings = ray_config.find()
+            (directory / FORKS_WORKERS).touch()
         keep()
     listening = places.pop(place)
     for other in places.values():
@@ -127,6 +128,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                         other.close()
                     listening.close()
                     asking.close()
+                    ray_config.write(strings, request["environment"])
                     become(request, descriptors)
                     return request
                 for descriptor in descriptors:
