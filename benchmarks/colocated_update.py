@@ -28,7 +28,8 @@ same update, with the same engine, of the weights as they are.
 
 With `--apart` each rank's engine is on a GPU of its own, and the first rank sends everything. The other side is a
 broadcast of a ready buffer, bucket after bucket, from a process on the first rank's GPU to one on each engine's; with
-`--engine sglang`, SGLang's own load after it.
+`--engine sglang`, that and SGLang's own load, one after the other, while CoreRL's engines load one bucket as the next
+arrives.
 """
 
 from __future__ import annotations
@@ -262,29 +263,28 @@ class Bare:
 
     def __init__(self, manifest: Manifest, address: Address, *, rank: int, world: int, split: bool, apart: bool):
         told = (manifest, address, rank, world if split else 1, rank + apart * world)
-        self._peers = [Peer("benchmarks.colocated_update", BARE, told=told)]
+        self._peer = Peer("benchmarks.colocated_update", BARE, told=told)
         self._apart = apart
         if apart:
             self.what = ""  # it copies while the next bucket arrives
 
     def begin(self, version: int) -> None:
-        self._peers[0].pipe.send(version)
+        self._peer.pipe.send(version)
 
     def end(self) -> None:
         """Returns when the engine has the version that it was begun with."""
-        self._peers[0].pipe.recv()
+        self._peer.pipe.recv()
 
     def limit(self) -> float:
         """Seconds of the other side, on this rank."""
-        return 0.0 if self._apart else float(self._peers[0].ask("load"))
+        return 0.0 if self._apart else float(self._peer.ask("load"))
 
     def verified(self, sent: Mapping[str, int]) -> list[str]:
         """How engines differ from what was `sent`: these cannot tell."""
         return []
 
     def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+        self._peer.close()
 
 
 class Sglang:
@@ -400,7 +400,7 @@ def measure(
         sides = Sglang(manifest, theirs, fields_of(shape, tiny), tiny=tiny, **where)
     else:
         sides = Bare(manifest, theirs, **where)
-    broadcast = Broadcast(manifest, device.type, rank=rank, world=world) if apart else None
+    broadcast = Broadcast(manifest, device.type, rank=rank, world=world) if apart and not lora else None
     moved = "a broadcast of the bytes" if broadcast else "an all-gather of the bytes" if world > 1 else ""
     spans = Spans()
     worker.trace(spans)

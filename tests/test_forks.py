@@ -76,10 +76,14 @@ def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     assert processes_of(process.pid) == {}
 
 
+def of_a_driver() -> dict[str, str]:
+    """Its environment, without the variables of Ray that other tests of this process have left."""
+    return {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
+
+
 def test_a_driver_is_forked_with_ray_imported_unless_it_starts_ray_as_users_do(tmp_path: Path) -> None:
     importlib.import_module("corerl.cluster")  # sets variables of Ray
-    # Without those that other tests of this process have left.
-    given = {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
+    given = of_a_driver()
     assert place_of({name: value for name, value in given.items() if name != "RAY_AUTH_MODE"}) == SOCKET
     with (tmp_path / "out").open("wb") as out:
         code = "import sys; print('corerl.driver.launch' in sys.modules, 'ray' in sys.modules)"
@@ -101,8 +105,7 @@ print(ray.get_runtime_context().get_job_id(), *ray.get(worker.tell.remote()))
 
 
 def test_a_worker_is_forked_with_ray_imported_and_is_its_own_jobs(tmp_path: Path) -> None:
-    importlib.import_module("corerl.cluster")  # sets variables of Ray
-    given = {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
+    given = of_a_driver()
     told = []
     for niceness in (WORKERS, WORKERS, dict.fromkeys(WORKERS, "3")):
         with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:

@@ -10,8 +10,8 @@ import sys
 from asking import FORKS_WORKERS, RAYS, SOCKET, WITH_RAY, WORKERS, become
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
-# What raylet tells its workers: the first two, `ray_config.py` writes where Ray's library has them; the others are read
-# when they are needed, if at all.
+# What raylet tells its workers: the first two, `ray_config.py` writes where Ray's library has them; the third is always
+# 0, and the others are read when they are needed, if at all.
 RAYLETS = {"RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_USAGE_STATS_ENABLED"}
 
 

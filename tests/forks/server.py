@@ -94,9 +94,11 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
             del os.environ[name]
         os.environ.update(RAYS | WORKERS | ray_config.PLACEHOLDERS)
         preload(RAY)
-        with contextlib.suppress(LookupError):  # of another version of Ray, perhaps
+        try:
             strings = ray_config.find()
             (directory / FORKS_WORKERS).touch()
+        except LookupError as error:  # of another version of Ray, perhaps: workers are forked without
+            print(error, file=sys.stderr)
         keep()
     listening = places.pop(place)
     for other in places.values():

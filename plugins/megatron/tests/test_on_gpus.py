@@ -33,7 +33,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=DENSE | EXPERTS)
+DENSE_ALONE = pytest.mark.parametrize("layout", DENSE, indirect=True, scope="module")
+
+
+def of_kinds(dense: str) -> pytest.MarkDecorator:
+    """Layouts with this kind of dense model, and all with experts."""
+    cases = [*((layout, dense) for layout in DENSE), *((layout, "qwen3-moe") for layout in DENSE | EXPERTS)]
+    return pytest.mark.parametrize(("layout", "kind"), cases, indirect=["layout"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def layout(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -59,36 +68,27 @@ def subject(layout: str, runs_on_gpus: Runs, tmp_path: Path) -> Subject:
     )
 
 
-def require_dense(layout: str) -> None:
-    if layout in EXPERTS:
-        pytest.skip("the layout is of a model with experts")
-
-
-def test_sleep_gives_back_what_init_and_training_took(subject: Subject, layout: str) -> None:
-    require_dense(layout)
+@DENSE_ALONE
+def test_sleep_gives_back_what_init_and_training_took(subject: Subject) -> None:
     test_gpu.test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_own(subject)
 
 
-def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject, layout: str) -> None:
-    require_dense(layout)
+@DENSE_ALONE
+def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
     test_gpu.test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject)
 
 
-def test_to_sleep_or_to_wake_twice_does_nothing(subject: Subject, layout: str) -> None:
-    require_dense(layout)
+@DENSE_ALONE
+def test_to_sleep_or_to_wake_twice_does_nothing(subject: Subject) -> None:
     test_gpu.test_to_sleep_or_to_wake_twice_does_nothing(subject)
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
-def test_an_update_right_after_waking_delivers_what_was_trained(subject: Subject, layout: str, kind: str) -> None:
-    if kind != "qwen3-moe":
-        require_dense(layout)
+@of_kinds("qwen3-tied")
+def test_an_update_right_after_waking_delivers_what_was_trained(subject: Subject, kind: str) -> None:
     test_gpu.test_an_update_right_after_waking_delivers_what_was_trained(subject, kind)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_passes_and_steps_give_the_numbers_of_a_cpu(subject: Subject, layout: str, kind: str) -> None:
-    if kind != "qwen3-moe":
-        require_dense(layout)
+@of_kinds("qwen3")
+def test_passes_and_steps_give_the_numbers_of_a_cpu(subject: Subject, kind: str) -> None:
     test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu(subject, kind)
     test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu(subject, kind)
