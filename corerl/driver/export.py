@@ -166,7 +166,10 @@ def _export_adapters(
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
     # Engines know targets by their last names; where these mean other modules too, the whole names are told.
-    alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules
+    try:
+        alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules
+    except ModelError:  # modules that are no linear layers, too
+        alike = False
     write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))
 
 

@@ -10,7 +10,7 @@ from corerl.config.schema import ALL_LINEAR, LoraConfig
 from corerl.errors import ModelError
 from corerl.messages import listed, nearest
 from corerl.models.build import VALUE_HEAD, VALUE_HEAD_WEIGHT
-from corerl.models.routing import routers
+from corerl.models.routing import choosers
 
 LORA_PARTS = ("lora_A", "lora_B")
 SHOWN = 6  # names in one line
@@ -81,7 +81,7 @@ def targets_in(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]
     have an adapter."""
     assert lora.targets is not None
     head = model.get_output_embeddings()
-    left_out = {id(each) for router in routers(model) for each in router.modules()} | {id(head)}
+    left_out = {id(each) for router in choosers(model) for each in router.modules()} | {id(head)}
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     linears = {
         name: module

@@ -25,6 +25,16 @@ def routers(model: PreTrainedModel) -> list[nn.Module]:
     return [] if router is None else [module for module in model.modules() if isinstance(module, router)]
 
 
+def choosers(model: PreTrainedModel) -> list[nn.Module]:
+    """`routers`, and those of a model whose layers have several, of which attention may be one: transformers then names
+    modules around them too."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    several = recorded if isinstance(recorded, list) else [recorded]
+    classes = tuple(filter(None, (getattr(each, "target_class", None) for each in several)))
+    found = [module for module in model.modules() if isinstance(module, classes)]
+    return [each for each in found if not any(isinstance(inner, classes) for inner in list(each.modules())[1:])]
+
+
 class Routers:
     """Controls the routers of one model; `layers` is 0 for a model without known routers.
 

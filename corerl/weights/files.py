@@ -20,7 +20,8 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: 
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)
-    path.chmod(mode)
+    if path.stat().st_mode != mode:  # some mounts, whose modes are their own, refuse to be asked
+        path.chmod(mode)
 
 
 def room_for(nbytes: int, path: Path, error: Exception) -> str:
@@ -35,5 +36,7 @@ def free_in(nbytes: int, path: Path, error: Exception) -> str:
     if number not in FULL and not any(f"(os error {each})" in str(error) for each in FULL):  # safetensors' own
         return ""
     there = next(each for each in path.absolute().parents if each.exists())
+    if number == errno.EDQUOT or f"(os error {errno.EDQUOT})" in str(error):  # what the disk has free is not all yours
+        return f"; {nbytes / GIB:.3g} GiB are needed in {there}, more than is left of the quota"
     free = shutil.disk_usage(there).free
     return f"; {nbytes / GIB:.3g} GiB are needed and {free / GIB:.3g} GiB free in {there}"

@@ -16,15 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.schema import Config, LoraConfig, RunConfig
-from corerl.driver.export import export
+from corerl.driver.export import _export_adapters, export
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.models.lora import targets_in
 from corerl.models.peft_files import saved_settings
+from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import require_adapters, with_adapters
 from corerl.testing.models import drawn_model, tiny_fields
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import SampleBatch
-from corerl.weights.adapters import is_adapter
+from corerl.weights.adapters import adapters_of, is_adapter
 from tests.driver.adapted import Adapted, train_adapted
 from tests.driver.saved import CRITIC, DATA, make_config, make_model
 from tests.with_peft import needs_peft, run_with_peft
@@ -144,6 +147,22 @@ def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_b
     # up_proj alone would mean that of layer 0 too
     layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
     assert told(placed, "placed")["target_modules"] == [layers[0], "model.layers.1.mlp.up_proj", layers[1]]
+
+
+def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path: Path) -> None:
+    config = smallest_config("zamba2")  # adapters of its own are the modules 0 and 1 of a list, as layers are
+    layers = targets_in(look_at(config), LORA)
+    assert any(name.endswith(".0") for name in layers)
+    tensors = {
+        name: torch.zeros(shape)
+        for target, layer in layers.items()
+        for name, shape in zip(
+            adapters_of(f"{target}.weight"), [(3, layer.in_features), (layer.out_features, 3)], strict=True
+        )
+    }
+    _export_adapters(tmp_path, config, LORA, iter(tensors.items()), base="zamba2")
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert told["target_modules"] == sorted(layers)
 
 
 def test_a_run_can_go_on_from_an_export(base: Path, of_base: Adapted, tmp_path: Path) -> None:

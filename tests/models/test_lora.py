@@ -49,6 +49,12 @@ def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...]
     assert targets_in(look_at(tiny_config(kind)), of(*targets)).keys() == wanted
 
 
+def test_no_router_of_a_layer_that_has_several_gets_one_either() -> None:
+    """Attention chooses experts too in a JetMoE, and what transformers tells of is all of the attention."""
+    wanted = in_layers("self_attention.kv_proj")
+    assert targets_in(look_at(smallest_config("jetmoe", num_hidden_layers=2)), of("all-linear")).keys() == wanted
+
+
 def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
     model = look_at(tiny_config("qwen3"), value_head=True, lora=LORA)
     trained = trained_parameters(model)

@@ -34,5 +34,11 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_there(tmp_path: Path) 
             "then resume",
             room_for(3 * 2**30, path, error),
         )
+    over = "Error while serializing: I/O error: Disk quota exceeded (os error 122)"
+    for error in (OSError(errno.EDQUOT, "Disk quota exceeded"), SafetensorError(over)):
+        assert room_for(3 * 2**30, path, error) == (
+            f"; 3 GiB are needed in {tmp_path}, more than is left of the quota: free disk space, or set another "
+            "run.dir, then resume"
+        )
     assert room_for(8, path, OSError(errno.EACCES, "Permission denied")) == ""
     assert room_for(8, path, SafetensorError("I/O error: File too large (os error 27)")) == ""

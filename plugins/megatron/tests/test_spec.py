@@ -233,6 +233,12 @@ def test_the_bridge_is_asked_for_what_can_be_told_without_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     found = told(12, model, device, bridge=True, **options)
     assert [line[: len(begin)] for line, begin in zip(found, lines, strict=True)] == lines
+    if not lines:
+        layers = model["num_hidden_layers"] // options.get("pipeline_parallel", 1)
+        train = evolve(TRAIN, precision="bfloat16", recompute="full")
+        (said,) = told(12, model, device, bridge=True, train=train, **{**options, "recompute_layers": layers + 1})
+        assert said.startswith(f"recompute_layers: {layers + 1} does not divide the {layers} layers of a stage")
+        assert told(12, model, device, bridge=True, train=train, **{**options, "recompute_layers": layers}) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron.bridge" else object())
     assert told(2, QWEN3, "cuda", bridge=True) == [
         f"bridge: true, but megatron-bridge is not installed; {BRIDGE_INSTALL}"

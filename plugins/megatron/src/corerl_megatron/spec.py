@@ -59,12 +59,11 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             f"{config.aux_loss_coef}, but the balancing loss weighs tokens by how many a step has, which is not known "
             "when rollout.source='streamed' begins with it; set it to 0, or rollout.source to 'synchronous'",
         )
+    recompute = cluster.train is not None and cluster.train.recompute == "full"
     if config.bridge:
-        yield from _bridge(config, cluster)
+        yield from _bridge(config, cluster, recompute=recompute)
     elif cluster.model:
-        yield from _model(
-            config, cluster.model, recompute=cluster.train is not None and cluster.train.recompute == "full"
-        )
+        yield from _model(config, cluster.model, recompute=recompute)
 
 
 def beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
@@ -141,7 +140,7 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
         yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, but transformer is 'torch'; set that to 'auto'")
 
 
-def _bridge(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
+def _bridge(config: MegatronConfig, cluster: ClusterInfo, *, recompute: bool) -> Iterator[Problem]:
     """What can be told without importing Megatron-Bridge, which takes seconds; the rest is told as ranks start."""
     if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge")):
         yield Problem("bridge", f"true, but megatron-bridge is not installed; {BRIDGE_INSTALL}")
@@ -172,6 +171,8 @@ def _bridge(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
         ("pipeline_parallel", stages, counts.get("num_hidden_layers", 0), "layers"),
         ("expert_parallel", config.expert_parallel, experts, "experts"),
     )
+    if recompute:
+        yield from _recomputed(config, counts.get("num_hidden_layers", 0) // stages)
     yield from _experts(config, experts=experts, latent=False)
 
 
@@ -193,13 +194,8 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
         ("expert_tensor_parallel", expert_tp, sizes.get("moe_ffn_hidden_size", 0), "columns of an expert"),
     )
     yield from _divided(config, *divided)
-    here, count = max(sizes["num_layers"] // stages, 1), config.recompute_layers
-    if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
-        yield Problem(
-            "recompute_layers",
-            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; use a divisor "
-            f"of {here}",
-        )
+    if recompute:
+        yield from _recomputed(config, sizes["num_layers"] // stages)
     if config.fp8 != "none":
         for what, width in _widths(config, built).items():
             if width % FP8_WIDTH:
@@ -239,6 +235,17 @@ def _divided(config: MegatronConfig, *divided: tuple[str, int, int, str]) -> Ite
                 name,
                 f"{getattr(config, name)}{times} does not divide the model's {count} {what}; use a divisor of {count}",
             )
+
+
+def _recomputed(config: MegatronConfig, here: int) -> Iterator[Problem]:
+    """Whether the layers of a stage, if it has any, are recomputed in equal parts where they have to be."""
+    count = config.recompute_layers
+    if (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
+        yield Problem(
+            "recompute_layers",
+            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; use a divisor "
+            f"of {here}",
+        )
 
 
 def _experts(config: MegatronConfig, *, experts: int, latent: bool) -> Iterator[Problem]:
