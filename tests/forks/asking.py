@@ -19,7 +19,6 @@ RAYS = {
     "RAY_COLOR_PREFIX": "0",
 }
 WORKERS = {"RAY_worker_niceness": "0"}  # as corerl.cluster sets it for each
-FORKS_WORKERS = "forks-workers"  # a file, where it can
 
 
 def become(

@@ -90,7 +90,10 @@ class Forked:
 
     def _line(self) -> int:
         while b"\n" not in self._read:
-            more = self._answers.recv(64)
+            try:
+                more = self._answers.recv(64)
+            except ConnectionResetError:  # it has ended before it took the request
+                more = b""
             assert more, gone()
             self._read += more
         line, _, self._read = self._read.partition(b"\n")

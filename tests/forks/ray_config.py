@@ -31,7 +31,10 @@ def find() -> dict[str, int]:
             string = re.compile(re.escape(head) + b".{%d}" % GAP + re.escape(characters), re.DOTALL)
             found[name] += [start + each.start() for each in string.finditer(memory)]
     if any(len(places) != 1 for places in found.values()):
-        raise LookupError(f"where Ray's library keeps these settings: {found}, expected one place for each")
+        raise LookupError(
+            f"where Ray's library keeps what it has read: {found}, expected one place for each; tests fork its workers "
+            "in the version of Ray that constraints-cpu.txt names"
+        )
     return {name: place for name, (place,) in found.items()}
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from asking import FORKS_WORKERS, RAYS, SOCKET, WITH_RAY, WORKERS, become
+from asking import RAYS, SOCKET, WITH_RAY, WORKERS, become
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 # What raylet tells its workers: the first two, `ray_config.py` writes where Ray's library has them; the third is always
@@ -29,8 +29,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, theirs, *arguments])
     own = {name: value for name, value in environment.items() if name.startswith("RAY_") and name not in RAYLETS}
     script = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
-    with_ray = own == RAYS | WORKERS and os.path.exists(os.path.join(environment["CORERL_TEST_FORKS"], FORKS_WORKERS))
-    become(rest, script, environment, place=WITH_RAY if with_ray else SOCKET)
+    become(rest, script, environment, place=WITH_RAY if own == RAYS | WORKERS else SOCKET)
 
 
 main()

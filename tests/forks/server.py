@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.forks import ray_config
-from tests.forks.asking import FORKS_WORKERS, RAYS, SOCKET, WITH_RAY, WORKERS
+from tests.forks.asking import RAYS, SOCKET, WITH_RAY, WORKERS
 from tests.room import with_room
 
 # What only some environments have, and what these import as they build a model.
@@ -94,11 +94,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
             del os.environ[name]
         os.environ.update(RAYS | WORKERS | ray_config.PLACEHOLDERS)
         preload(RAY)
-        try:
-            strings = ray_config.find()
-            (directory / FORKS_WORKERS).touch()
-        except LookupError as error:  # of another version of Ray, perhaps: workers are forked without
-            print(error, file=sys.stderr)
+        strings = ray_config.find()
         keep()
     listening = places.pop(place)
     for other in places.values():
