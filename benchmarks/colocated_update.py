@@ -526,8 +526,8 @@ def main() -> None:
     command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
     command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
     args = command.parse_args()
-    if args.apart and args.split:
-        command.error("--split: engines apart are one for each rank; leave out --apart")
+    if args.apart and args.split and args.engine == "sglang":
+        command.error("--split: SGLang apart is one for each rank; leave out --apart or --split")
     if args.apart and args.engine == "sglang":  # as its processes have them: both sides of a group must agree
         os.environ.update(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="0")
     if "RANK" in os.environ:

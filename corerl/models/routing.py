@@ -20,19 +20,23 @@ REPLAYS = "replay requires routers that call torch.topk exactly once; set algori
 
 def routers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that choose experts, layer by layer; empty if transformers does not say which they are."""
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    router = getattr(recorded, "target_class", None)
-    return [] if router is None else [module for module in model.modules() if isinstance(module, router)]
+    classes = _recorded(model)
+    return [module for module in model.modules() if isinstance(module, classes)] if len(classes) == 1 else []
 
 
 def choosers(model: PreTrainedModel) -> list[nn.Module]:
     """`routers`, and those of a model whose layers have several, of which attention may be one: transformers then names
     modules around them too."""
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    several = recorded if isinstance(recorded, list) else [recorded]
-    classes = tuple(filter(None, (getattr(each, "target_class", None) for each in several)))
+    classes = _recorded(model)
     found = [module for module in model.modules() if isinstance(module, classes)]
     return [each for each in found if not any(isinstance(inner, classes) for inner in list(each.modules())[1:])]
+
+
+def _recorded(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    """The classes of modules whose output transformers records as the logits of routers."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    several = recorded if isinstance(recorded, list) else [recorded]
+    return tuple(filter(None, (getattr(each, "target_class", None) for each in several)))
 
 
 class Routers:
