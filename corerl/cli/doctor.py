@@ -1,4 +1,4 @@
-"""`corerl doctor [NAME] [--config FILE [--nodes] [--layers]] [--json]`: what is wrong, why, and how to fix it."""
+"""`corerl doctor [NAME | RUN] [--config FILE [--nodes] [--layers]] [--json]`: what is wrong, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="diagnose the installation, a plugin or a run")
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a plugin, with everything it needs")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="", help="a plugin, with everything it needs; or a run's directory"
+    )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
@@ -34,14 +36,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 1 if a finding is an error, else 0."""
+    from pathlib import Path
+
+    from corerl.config.load import CONFIG_FILE
     from corerl.doctor.examine import examine
     from corerl.errors import ConfigError
     from corerl.messages import printable
     from corerl.plugin.spec import Level
 
-    name, overrides = args.name, list(args.overrides)
+    name, overrides, run_dir = args.name, list(args.overrides), ""
     if "=" in name:
         name, overrides = "", [name, *overrides]
+    if not args.config and (Path(name) / CONFIG_FILE).is_file():
+        args.config, run_dir, name = str(Path(name) / CONFIG_FILE), name, ""
     if overrides and not args.config:
         raise ConfigError(f"{overrides[0]!r} is an override, but there is no config; pass --config FILE")
     if args.nodes and not _address(args.config, overrides):
@@ -49,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.layers and not args.config:
         raise ConfigError("--layers needs a model; pass --config FILE")
     findings = []
-    for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes, layers=args.layers):
+    for finding in examine(
+        name, file=args.config, overrides=overrides, nodes=args.nodes, layers=args.layers, run_dir=run_dir
+    ):
         findings.append(finding)
         if not args.json:
             print("\n".join(_lines(finding)), flush=True)  # as they come, since importing takes a while

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+LATEST = 20  # notices of a training run that are repeated
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -68,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
         code = code_of(own)
         beside(code.modules, code.plugins)()
         # A separate directory, so that the run's own files stay as they are.
-        return train(evolve(own, run=evolve(own.run, dir=str(Path(own.run.dir) / "eval"))))
+        scores = Path(own.run.dir) / "eval"
+        summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
+        repeat_notices(Path(own.run.dir), scores)
+        return summary
 
     if config is None:
         summary = with_checkpoint(what, score)
@@ -79,6 +84,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
+
+
+def repeat_notices(run_dir: Path, scores: Path) -> None:
+    """Print what the training run has noted and its evaluation in `scores` has not: it may be why a score is low."""
+    from corerl.messages import note
+    from corerl.observability.notices import NOTICES_FILE, read_notices
+
+    heard = {notice.text for notice in read_notices(scores)}
+    notices = [notice for notice in read_notices(run_dir) if notice.text not in heard]
+    if len(notices) > LATEST:
+        note(f"{run_dir / NOTICES_FILE} has {len(notices)} notices of the training run, the latest {LATEST}:")
+    for notice in notices[-LATEST:]:
+        note(f"from training, after step {notice.step}: {notice.text}")
 
 
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.doctor import installation
 from corerl.doctor.child import look, look_each
 from corerl.errors import ConfigError
+from corerl.observability.notices import NOTICES_FILE, read_notices
 from corerl.plan.names import wrong_names
 from corerl.plan.resolve import selected
 from corerl.plugin.registry import Entry, Kind, is_named
@@ -16,15 +18,29 @@ from corerl.plugin.spec import Finding, Level
 
 
 def examine(
-    name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False, layers: bool = False
+    name: str = "",
+    *,
+    file: str = "",
+    overrides: Sequence[str] = (),
+    nodes: bool = False,
+    layers: bool = False,
+    run_dir: str = "",
 ) -> Iterator[Finding]:
-    """Examine the plugin `name`, the plugins that the config in `file` selects, or briefly all installed ones.
+    """Examine the plugin `name`, the plugins that the config in `file` selects, or briefly all installed ones; and
+    repeat the notices of the run in `run_dir`.
 
     No plugin is imported in this process: each is checked in another process, which may crash.
     """
     yield from installation.interpreter()
     yield from installation.requirements(["corerl"])
     yield from installation.driver()
+    for notice in read_notices(Path(run_dir)) if run_dir else ():
+        yield Finding(
+            level=Level.WARNING,
+            what=notice.text,
+            why=f"noted by the run after step {notice.step}",
+            mend=f"see {Path(run_dir) / NOTICES_FILE}",
+        )
     config: Config | None = None
     if file:
         try:

@@ -50,6 +50,7 @@ from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFail
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
+from corerl.observability.notices import NoticeFile
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
@@ -110,7 +111,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
     write_config(start.run_dir, plan.record)
     scaling.begin(start.run_dir)
     progress = Progress(
-        load_observers(plan.extensions, str(start.run_dir)),
+        load_observers(plan.extensions, str(start.run_dir), [("notices", NoticeFile(str(start.run_dir)))]),
         plan.first_step,
         watchdog=plan.cluster.watchdog,
         began=began,

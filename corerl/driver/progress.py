@@ -61,7 +61,7 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Report a sentence that the user should read."""
-        self.tell(Notice(text=text))
+        self.tell(Notice(text=text, step=self.step))
 
     def begin(self, name: str) -> None:
         """Announce the start of something that takes a while."""

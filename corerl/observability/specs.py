@@ -149,7 +149,12 @@ def _spec(where: str, config: type, summary: str, *, process: Process = Process.
     return ExtensionSpec(implementation=code, config=config, api=(1, 0), summary=summary, process=process, **more)
 
 
-CONSOLE = _spec("console:Console", ConsoleOptions, "a live display on a terminal, aligned lines in a pipe or log file")
+CONSOLE = _spec(
+    "console:Console",
+    ConsoleOptions,
+    "a live display on a terminal, aligned lines in a pipe or log file",
+    shows_notices=True,
+)
 JSONL = _spec("jsonl:Jsonl", JsonlOptions, "metrics.jsonl and samples.jsonl in the run directory")
 TENSORBOARD = _spec("tensorboard:Tensorboard", TensorboardOptions, "TensorBoard events in the run directory")
 CURVES = _spec("curves:Curves", CurvesOptions, "curves.png in the run directory")

@@ -105,9 +105,11 @@ class CheckpointSaved:
 
 @frozen(kw_only=True)
 class Notice:
-    """A sentence that the user should read."""
+    """A sentence that the user should read. The run keeps it in notices.jsonl; if no extension's spec says
+    `shows_notices`, it is printed to stderr."""
 
     text: str
+    step: int = 0  # rollout steps done
 
 
 @frozen(kw_only=True)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import CorerlError, PluginBroken
-from corerl.messages import one_line, printable
+from corerl.messages import note, one_line, printable
 from corerl.plugin.contract import build_manager, call_each
-from corerl.plugin.events import Event
+from corerl.plugin.events import Event, Notice
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.spec import Process
 
 
 class Observers:
-    """The driver's extensions, (name, instance) pairs in the config's order. No error of theirs ends the run.
+    """The driver's extensions, (name, instance) pairs in the config's order. No error of theirs ends the run. Notices
+    are printed to stderr if none of the extensions named in `showing` is there to show them.
 
     Raises ContractError if one does not keep the contract.
     """
 
-    def __init__(self, extensions: Sequence[tuple[str, object]]) -> None:
+    def __init__(self, extensions: Sequence[tuple[str, object]], *, showing: Collection[str] = ()) -> None:
         plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
         self._manager = build_manager(plugins, hooks=("observe", "shutdown"), where="driver")
         self._silenced: set[str] = set()  # extensions that have raised
+        self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
         self._telling = threading.RLock()
 
@@ -42,6 +44,8 @@ class Observers:
                 print(
                     f"warning: {name} is disabled because {what} raised {printable(one_line(error))}", file=sys.stderr
                 )
+            if isinstance(event, Notice) and self._showing <= self._silenced:
+                note(event.text)
 
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""
@@ -53,9 +57,13 @@ class Observers:
                 print(f"warning: shutdown of {name} raised {printable(one_line(error))}", file=sys.stderr)
 
 
-def load_observers(choices: Sequence[ExtensionChoice], run_dir: str) -> Observers:
-    """The extensions that run on the driver; their options may be plain tables or already resolved."""
-    return Observers(_instances(choices, run_dir, Process.DRIVER))
+def load_observers(
+    choices: Sequence[ExtensionChoice], run_dir: str, own: Sequence[tuple[str, object]] = ()
+) -> Observers:
+    """The run's own observers, then the extensions that run on the driver; their options may be plain tables or already
+    resolved."""
+    showing = [loaded.name for _, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.shows_notices]
+    return Observers([*own, *_instances(choices, run_dir, Process.DRIVER)], showing=showing)
 
 
 def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:

@@ -240,6 +240,7 @@ class ExtensionSpec:
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
+    shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
 
 
 ACTOR = "actor"  # the role whose policy samples

@@ -35,7 +35,7 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
 ) -> None:
     asked = finding(monkeypatch, OK, OLD, GONE, GONE)
     assert main(["doctor", "mine"]) == 1
-    assert asked == [(("mine",), {"file": "", "overrides": [], "nodes": False, "layers": False})]
+    assert asked == [(("mine",), {"file": "", "overrides": [], "nodes": False, "layers": False, "run_dir": ""})]
     said = capsys.readouterr()
     assert said.err == "corerl: error: no library (and 1 more)\n"
     assert said.out == (
@@ -96,5 +96,14 @@ def test_overrides_nodes_and_layers_are_of_a_config(
         "corerl: error: --nodes needs a cluster; pass --config FILE with cluster.address\n"
     )
     assert main(["doctor", "--config", str(file), "--nodes", "--layers", "cluster.address=auto"]) == 0
-    given = {"file": str(file), "overrides": ["cluster.address=auto"], "nodes": True, "layers": True}
+    given = {"file": str(file), "overrides": ["cluster.address=auto"], "nodes": True, "layers": True, "run_dir": ""}
     assert asked == [(("",), given)]
+
+
+def test_a_runs_directory_stands_for_its_config_and_notices(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    asked = finding(monkeypatch, OK)
+    config = tmp_path / "config.toml"
+    config.write_text('backend.name = "plain"\n')
+    assert main(["doctor", str(tmp_path), "run.steps=1"]) == 0
+    given = {"file": str(config), "overrides": ["run.steps=1"], "nodes": False, "layers": False}
+    assert asked == [(("",), {**given, "run_dir": str(tmp_path)})]

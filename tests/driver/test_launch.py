@@ -34,6 +34,7 @@ from corerl.errors import (
 )
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
+from corerl.observability.notices import read_notices
 from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
@@ -259,6 +260,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_chang
     named = small(tmp_path, *given, f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=5")
     with pytest.raises(CheckpointDamaged, match="'master' of 'model.norm.weight' is not what was saved"):
         execute_here(named)
+
+
+def test_a_run_without_extensions_prints_and_keeps_its_notices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute_here(small(tmp_path, "extensions=[]", "run.steps=1", "backends.elsewhere.stage=1"))
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("corerl: note: ")]
+    kept = [notice.text for notice in read_notices(tmp_path / "run")]
+    assert printed == [f"corerl: note: {text}" for text in kept] != []
 
 
 def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_processes(

@@ -104,7 +104,29 @@ def test_observers_hear_in_the_order_of_the_list_and_one_that_raises_only_falls_
     assert log == ["a", "b", "c", "a", "c"]
     assert capsys.readouterr().err == (
         "warning: extension:b is disabled because observe(Notice) raised OSError: disk full\n"
+        "corerl: note: one\n"
+        "corerl: note: two\n"
     )
+
+
+def test_notices_go_to_stderr_only_while_no_extension_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shows = Hears("a", [])
+    observers = Observers([("a", shows), ("b", Hears("b", []))], showing=["a"])
+    observers.emit(Notice(text="shown"))
+    assert capsys.readouterr().err == ""
+    shows.error = OSError("broken pipe")
+    observers.emit(Notice(text="lost by a"))
+    observers.emit(Notice(text="after it"))
+    assert capsys.readouterr().err.splitlines()[1:] == ["corerl: note: lost by a", "corerl: note: after it"]
+
+
+@pytest.mark.parametrize(("names", "printed"), [(["jsonl"], 1), (["jsonl", "console"], 0)])
+def test_a_list_without_the_console_still_tells(
+    names: list[str], printed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observers = load_observers([ExtensionChoice(name=name) for name in names], str(tmp_path))
+    observers.emit(Notice(text="hello"))
+    assert capsys.readouterr().err.count("corerl: note: hello") == printed
 
 
 def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.CaptureFixture[str]) -> None:
