@@ -165,6 +165,12 @@ class ModelConfig:
     tokenizer: str = option(
         "a tokenizer directory, or 'characters:ABC' for one token per character; empty uses the one in path", default=""
     )
+    vocabulary: int = option(
+        "only token ids below this are sampled, and are part of log-probs and entropy; 0 leaves out those that the "
+        "tokenizer does not have, the padding of an embedding. A role's own model takes the actor's",
+        default=0,
+        validator=at_least(0),
+    )
 
 
 @frozen(kw_only=True)

@@ -57,6 +57,7 @@ PAD = 0  # any token will do: padding is masked, and what follows a stop token i
 class TransformersEngine(Engine):
     def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
         self._options = options
+        self._vocabulary = model.vocabulary or None
         self._device = torch.device(context.device)
         hf = hf_config(model)
         attention = own_attention(hf) if options.attention == "auto" else options.attention
@@ -113,7 +114,7 @@ class TransformersEngine(Engine):
         keys, begun, left = (
             torch.tensor(each, device=self._device) for each in (request.noise_keys, request.begun, request.left)
         )
-        draw = Draw(keys, begun, params)
+        draw = Draw(keys, begun, params, vocabulary=self._vocabulary)
         routes = Routes(self._routers if params.routed_experts else [])
         generate: Any = self._model.generate  # its decorator hides that it is callable
         with routes:
@@ -297,18 +298,25 @@ class Halt(StoppingCriteria):
 class Draw(LogitsProcessor):
     """Draws each row's next token, and returns scores that peak at it, since `generate` decodes greedily.
 
-    Must be the last processor. Keeps one number per row and step: nothing of vocabulary size outlives a call.
+    Ids from `vocabulary` on are padding. Must be the last processor. Keeps one number per row and step: nothing of
+    vocabulary size outlives a call.
     """
 
-    def __init__(self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams) -> None:
+    def __init__(
+        self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams, *, vocabulary: int | None = None
+    ) -> None:
         self._keys = keys  # [R] int64
         self._begun = begun  # [R] response tokens that exist already
         self._params = params
+        self._vocabulary = vocabulary
         self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the drawn token, of logits / temperature
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, length so far], [R, V] -> [R, V]"""
-        logprobs = torch.log_softmax(scores.float() / self._params.temperature, dim=-1)
+        tempered = scores.float() / self._params.temperature
+        if self._vocabulary is not None:
+            tempered[:, self._vocabulary :] = -torch.inf
+        logprobs = torch.log_softmax(tempered, dim=-1)
         perturbed = logprobs
         if not self._params.greedy:
             perturbed = keep_likeliest(logprobs, self._params.top_p, self._params.top_k)

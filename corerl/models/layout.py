@@ -52,12 +52,14 @@ def make_policy(
     value_head: bool = False,
     compute: torch.dtype | None = None,
     buffers: bool = True,
+    vocabulary: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
-    meta too. With a `group`, its ranks share the rows of the output matrix, see `Policy`. Raises ModelError if
-    transformers cannot build it, or CoreRL not train it."""
+    meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
+    share the rows of the output matrix, see `Policy`. Raises ModelError if transformers cannot build it, or CoreRL not
+    train it."""
     chosen = choose_layout(look_at(config, value_head=value_head), layout)
     packed = chosen.name == "packed"
     model = build_on_meta(
@@ -68,7 +70,7 @@ def make_policy(
         compute=compute,
         buffers=buffers,
     )
-    return (PackedPolicy if packed else WholePolicy)(model, group=group)
+    return (PackedPolicy if packed else WholePolicy)(model, vocabulary=vocabulary, group=group)
 
 
 def own_attention(config: PreTrainedConfig) -> str:

@@ -18,8 +18,8 @@ class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(self, model: PreTrainedModel, *, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(model, group=group)
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(model, vocabulary=vocabulary, group=group)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")

@@ -29,7 +29,8 @@ class Policy(nn.Module, ABC):
 
     `routers` sets and reads the experts. What lies after the decoder is read but never called as a module, so whatever
     shards the weights must gather `head_parameters` for this module's own forward. Logits exist for as
-    many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass.
+    many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass. Ids
+    from `vocabulary` on count as padding, unless that is 0.
     With a `group`, its ranks pass the same tokens and share the rows of the output matrix: rank r replaces the head's
     weight [V, H] by the rows r * n to (r + 1) * n, n = ceil(V / ranks), the last ones padded. All get the same outputs;
     gradients of what comes before the head are whole on every rank, where hidden states are.
@@ -39,7 +40,7 @@ class Policy(nn.Module, ABC):
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
         parts = parts_of(model)
         if group is not None and parts.head is not None and parts.head.linear is None:
             raise ModelError(
@@ -49,6 +50,7 @@ class Policy(nn.Module, ABC):
         super().__init__()
         self.model = model
         self.group = group
+        self.vocabulary = vocabulary or (parts.head.vocab_size if parts.head is not None else 0)
         self.routers = Routers(model)
         self._parts = parts  # not modules of this one, or it would have the decoder twice
         self._longest = longest_sequence(model.config)
@@ -141,11 +143,13 @@ class Policy(nn.Module, ABC):
                 temperature=temperature,
                 with_entropy=with_entropy,
                 group=self.group,
-                vocab_size=None if self.group is None else head.vocab_size,
+                vocab_size=self.vocabulary,
             )
 
         def scored(hidden: Tensor, of: Tensor) -> tuple[Tensor, Tensor | None]:
-            return logprobs_of_logits(head(hidden), of, temperature=temperature, with_entropy=with_entropy)
+            return logprobs_of_logits(
+                head(hidden), of, temperature=temperature, with_entropy=with_entropy, vocab_size=self.vocabulary
+            )
 
         size = max(1, LOGITS[before.device.type] // head.vocab_size)
         parts = [

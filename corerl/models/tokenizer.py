@@ -159,6 +159,11 @@ def _ends_in(fields: Mapping[str, Any]) -> list[int]:
     return ends
 
 
+def known_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's largest id + 1. Embeddings often have more rows, for a number that divides well."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def require_room_for_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, table: str = "model"
 ) -> None:
@@ -200,22 +205,22 @@ def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase,
     model: ModelConfig,
     *,
-    vocabulary: int | None,
+    rows: int | None,
     table: str,
 ) -> None:
-    """Raise ModelError if a model that reads the actor's tokens lacks one of its `vocabulary` (None if that is not
-    known), or takes one for another: by the tokenizer in its directory, or where that has none, by their number.
+    """Raise ModelError if a model that reads the actor's tokens lacks one of its tokenizer, or takes one for another:
+    by the tokenizer in its directory, or where that has none, by the `rows` of the actor's embedding (None if they are
+    not known). With a tokenizer, embeddings may be padded differently.
 
     Special tokens may differ in their names, as those of a base and a chat model do.
     """
     files = (Path(model.path) / name for name in (TOKENIZER, TOKENIZER_CONFIG))
     told = bool(model.path) and any(file.is_file() for file in files)
     size = config.get_text_config().vocab_size
-    if vocabulary is not None and (size < vocabulary or (size != vocabulary and not told)):
+    if not told and rows is not None and size != rows:
         raise ModelError(
-            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens"
-            f"{'' if told else ', and no tokenizer that tells which'}, but the actor's model has {vocabulary}; choose "
-            "a model with the actor's vocabulary"
+            f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens, and no "
+            f"tokenizer that tells which, but the actor's model has {rows}; choose a model with the actor's vocabulary"
         )
     theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if told else {}
     for index, token in sorted(_texts(tokenizer).items()):

@@ -60,15 +60,21 @@ def token_logprobs(
 
 
 def logprobs_of_logits(
-    logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [C] of `targets` [C] under softmax(logits / temperature) for logits [C, V], and its entropy [C], which
-    is None unless requested; both float32 (float64 for float64 logits).
+    is None unless requested; both float32 (float64 for float64 logits). Columns from `vocab_size` on are padding.
 
     As `token_logprobs`, for logits that something else than a single matrix makes. Keeps the logits for the backward
     pass: call it with as many tokens as there is memory for, and recompute.
     """
-    logprobs, entropy = _LogitLogprobs.apply(logits, targets, temperature, with_entropy)
+    real = _shard(logits.shape[1], None, vocab_size).real
+    logprobs, entropy = _LogitLogprobs.apply(logits, targets, temperature, with_entropy, real)
     return logprobs, entropy if with_entropy else None
 
 
@@ -167,13 +173,13 @@ class _TokenLogprobs(torch.autograd.Function):
 class _LogitLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, real: int
     ) -> tuple[Tensor, Tensor]:
-        sums = row_sums(logits, targets, temperature=temperature, real=logits.shape[1], with_spread=with_entropy)
+        sums = row_sums(logits, targets, temperature=temperature, real=real, with_spread=with_entropy)
         log_total = sums.total.log()
         entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
         ctx.save_for_backward(logits, targets, sums.peak + log_total, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.real = temperature, real
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -190,9 +196,9 @@ class _LogitLogprobs(torch.autograd.Function):
             normalizer,
             _slopes(d_logprobs, d_entropy, entropy, torch.ones_like(targets, dtype=torch.bool), ctx.temperature),
             temperature=ctx.temperature,
-            real=logits.shape[1],
+            real=ctx.real,
         )
-        return d_z, None, None, None
+        return d_z, None, None, None, None
 
 
 def _slopes(

@@ -57,8 +57,8 @@ def load_models(
             with problems.stage(f"{table}.vocabulary"):
                 require_room_for_tokens(hf, tokenizer, own, table=table)
                 if own is not config.model and problems.none_in("algorithm's spec") and is_frozen(config, role):
-                    of_actor = models[ACTOR].get_text_config().vocab_size if ACTOR in models else None
-                    require_same_tokens(hf, tokenizer, own, vocabulary=of_actor, table=table)
+                    rows = models[ACTOR].get_text_config().vocab_size if ACTOR in models else None
+                    require_same_tokens(hf, tokenizer, own, rows=rows, table=table)
     replay = config.algorithm.routing_replay
     if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
         problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
@@ -202,6 +202,7 @@ def check_weights(
 ) -> tuple[str, ...]:
     """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
     from corerl.plan.model_files import (  # slow to import: takes seconds
+        AS_ACTOR,
         require_same_model,
         require_weights,
         saved_shapes,
@@ -228,6 +229,6 @@ def check_weights(
     reference = config.algorithm.reference
     if reference and config.run.trains and ACTOR in built and problems.none_in("model", "algorithm"):
         with problems.stage("algorithm.reference", path="algorithm.reference"):
-            if unused := require_weights(reference, built[ACTOR], models[ACTOR]):
+            if unused := require_weights(reference, built[ACTOR], models[ACTOR], needs=AS_ACTOR):
                 notices.append(f"algorithm.reference: {unused}")
     return tuple(dict.fromkeys(notices))

@@ -42,7 +42,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
 from corerl.plan.run_dir import changed_settings
-from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
+from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
@@ -85,6 +85,9 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     with problems.stage("user's code"):
         require_no_code_of_a_model(config)
     models, tokenizer = load_models(config, problems)
+    if tokenizer is not None and models.keys() == config.chosen_roles.keys():
+        with problems.stage("model.vocabulary"):
+            config = with_vocabulary(config, models, tokenizer)
     built = built_models(config, models, problems)
     layouts = choose_layouts(config, built, problems)
     check_adapters(config, models, problems)
@@ -169,7 +172,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             attempts=config.algorithm.dynamic_sampling or 0,
             function=function,
             postprocess=postprocess,
-            vocab_size=models[ACTOR].get_text_config().vocab_size,
+            vocab_size=config.model.vocabulary or models[ACTOR].get_text_config().vocab_size,
         ),
         cluster=config.cluster,
         weights=config.weights,

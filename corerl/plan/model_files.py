@@ -132,7 +132,16 @@ def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[
             )
 
 
-def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig) -> str:
+OWN = (
+    "its config.json needs {}: they belong to different models, or the file is incomplete; download or save them again"
+)
+AS_ACTOR = (
+    "the actor's model needs {}, whose shapes its reference takes; a reference of another size, or with an embedding "
+    "padded to another number of rows, is a role: set roles.reference.model.path instead"
+)
+
+
+def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig, *, needs: str = OWN) -> str:
     """Raise ModelError if a model directory's files are damaged, lack a tensor of the model of `config`, or have one in
     another shape or not in floating point. Reads only the files' headers. Returns a notice of tensors that are not
     used; "" if all are."""
@@ -143,10 +152,7 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
             continue  # it then comes from the run's seed
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
-            raise ModelError(
-                f"{files.where(name)} {what} {name!r}, but its config.json needs {list(shape)}: they belong to "
-                "different models, or the file is incomplete; download or save them again"
-            )
+            raise ModelError(f"{files.where(name)} {what} {name!r}, but {needs.format(list(shape))}")
         if (dtype := files.dtype(name)) not in FLOATS:
             raise ModelError(
                 f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; use "

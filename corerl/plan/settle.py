@@ -6,16 +6,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from corerl.config.schema import Config, ModelConfig, TrainConfig
-from corerl.models.tokenizer import CHARACTERS
+from corerl.errors import ConfigError
+from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.lora import with_absolute_adapters
 from corerl.plan.resolve import backend_name, is_frozen
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import ACTOR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def with_precisions(config: Config, device: str, *, bfloat16: bool) -> Config:
@@ -26,6 +31,31 @@ def with_precisions(config: Config, device: str, *, bfloat16: bool) -> Config:
         half = bfloat16 and supports(config, role, Capability.BFLOAT16)
         trains[role] = evolve(train, precision=train.settled(device, bfloat16=half).precision)
     return with_trains(config, trains)
+
+
+def with_vocabulary(
+    config: Config, models: Mapping[str, PreTrainedConfig], tokenizer: PreTrainedTokenizerBase
+) -> Config:
+    """The config with a `vocabulary` for every model whose embedding has more rows, and 0 for all others. Raises
+    ConfigError if the config leaves out some of the tokenizer's."""
+    known = known_tokens(tokenizer)
+    asked = config.model.vocabulary or known
+    if asked < known:
+        raise ConfigError(
+            f"model.vocabulary: {asked}, but the tokenizer has ids up to {known - 1}; set it to at least {known}, or "
+            "leave it out"
+        )
+
+    def of(role: str) -> ModelConfig:
+        rows = models[role].get_text_config().vocab_size
+        return evolve(config.model_of(role), vocabulary=asked if asked < rows else 0)
+
+    own: dict[str, Any] = {
+        role: evolve(config.roles.beside_actor[role], model=of(role))
+        for role in config.roles.own_models
+        if role in models
+    }
+    return evolve(config, model=of(ACTOR), roles=evolve(config.roles, **own))
 
 
 def with_recomputation(config: Config, wanting: Mapping[str, bool]) -> Config:

@@ -63,6 +63,7 @@ class Setup:
     backend: str
     model: str  # a Hugging Face directory; if empty, weights are random for the config `fields`
     fields: Mapping[str, Any] = field(factory=dict)  # of a Hugging Face config
+    vocabulary: int = 0  # as `model.vocabulary`
     train: TrainConfig = TRAIN
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
@@ -139,7 +140,7 @@ def step_at(number: int) -> Step:
 def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
     """The role's config, with the backend's options as a plain table."""
     return RoleConfig(
-        model=ModelConfig(path=setup.model, config=setup.fields),
+        model=ModelConfig(path=setup.model, config=setup.fields, vocabulary=setup.vocabulary),
         train=setup.train.settled(setup.device),
         options=dict(setup.options),
         weights=setup.weights,

@@ -295,3 +295,10 @@ def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_
     (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
     assert f"{finding.what}; {finding.mend}" == old_pluggy
     assert finding.level is Level.ERROR
+
+
+def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
+    (tmp_path / "notices.jsonl").write_text('{"text": "2 samples failed", "step": 4}\n')
+    found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
+    assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
+    assert found.mend == f"see {tmp_path}/notices.jsonl"

@@ -32,9 +32,9 @@ from corerl.errors import (
     SaveFailed,
     WorkerDied,
 )
+from corerl.observability.notices import read_notices
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
-from corerl.observability.notices import read_notices
 from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip

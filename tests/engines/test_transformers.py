@@ -245,6 +245,22 @@ def test_samples_are_distributed_as_the_softmax_of_logits_over_temperature(
     assert chi_square(torch.bincount(then, minlength=VOCAB).double(), second) < 37.7
 
 
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"greedy": True}], ids=["all", "top_p", "greedy"])
+def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mapping[str, Any]) -> None:
+    known = 10
+    model, params = random_model(TIED, seed=1), evolve(PARAMS, **more)
+    served = TransformersEngine(ModelConfig(config=TIED, vocabulary=known), TransformersConfig(), context())
+    update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
+    asked = same_prompt(64, params)
+    generation = served.generate(asked)
+    assert generation.tokens.max() < known
+    for prompt, response, logprobs in sequences(asked, generation):
+        whole = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        expected = whole[:, :known].log_softmax(-1)  # what is left, made to sum to 1
+        chosen = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), chosen, atol=1e-5, rtol=0)
+
+
 def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distributions_logprobs(
     tied: tuple[TransformersEngine, Any],
 ) -> None:

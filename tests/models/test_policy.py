@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.build import build_on_meta
+from corerl.models.build import build_on_meta, materialize
 from corerl.models.layout import make_policy
 from corerl.models.packed import PackedPolicy
 from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
-from corerl.testing.models import tiny_config
+from corerl.testing.models import drawn_model, tiny_config
 from corerl.testing.pool import RankPool
 from corerl.types import Output
 from tests.models import passes
@@ -32,11 +33,13 @@ def batch() -> tuple[torch.Tensor, PackedSequences, torch.Tensor]:
     return tokens, PackedSequences.of(bounds, "cpu"), positions
 
 
-def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    model: PreTrainedModel, tokens: torch.Tensor, *, vocabulary: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence on its own through transformers' whole model, then softmax by the book."""
     logprobs, entropy = [], []
     for part in tokens.split(LENGTHS):
-        log_p = (model(part[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        log_p = (model(part[None], use_cache=False).logits[0, :-1, :vocabulary] / TEMPERATURE).log_softmax(-1)
         zero = torch.zeros(1)
         logprobs.append(torch.cat([zero, log_p.gather(-1, part[1:, None]).squeeze(-1)]))
         entropy.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
@@ -59,6 +62,24 @@ def test_packed_logprobs_entropy_and_gradients_are_those_of_each_sequence_alone(
     for name, param in policy.model.named_parameters():
         grad = wanted[name].grad
         assert param.grad is not None and float((param.grad - grad).norm()) <= 1e-5 * float(grad.norm()), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
+def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
+    tokens, packing, positions = batch()
+    config = smallest_config(model_type, vocab_size=130, tie_word_embeddings=False)
+    plain = drawn_model(config)
+    policy = make_policy(config, dtype=torch.float32, vocabulary=97)
+    materialize(policy.model, {name: nn.Parameter(param.detach()) for name, param in plain.named_parameters()})
+    got = policy.eval()(tokens, packing, positions, TEMPERATURE, (Output.LOGPROBS, Output.ENTROPY))
+    logprobs, entropy = reference(plain, tokens, vocabulary=97)
+    torch.testing.assert_close(got[Output.LOGPROBS], logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[Output.ENTROPY], entropy, rtol=0, atol=1e-5)
+    (got[Output.LOGPROBS].sum() + got[Output.ENTROPY].sum()).backward()
+    (logprobs.sum() + entropy.sum()).backward()
+    found, wanted = (model.get_output_embeddings().weight.grad for model in (policy.model, plain))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    assert not found[97:].any()
 
 
 LATENT = {  # attention through low ranks, whose heads of queries and keys are larger than those of values

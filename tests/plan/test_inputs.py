@@ -75,8 +75,7 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
         )
     character_tokenizer("0123456789>sabc").save_pretrained(directory)
     planned({"path": str(directory)})  # the same tokens, and others behind them
-    with pytest.raises(ModelError, match=r"^roles.teacher.model.path: a vocabulary of 32 tokens, but the actor's"):
-        planned({"path": str(directory)}, vocab_size=33)
+    planned({"path": str(directory)}, vocab_size=33)  # padded differently
     character_tokenizer("9876543210>s").save_pretrained(directory)
     with pytest.raises(ModelError) as caught:
         planned({"path": str(directory)})

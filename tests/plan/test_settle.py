@@ -105,3 +105,22 @@ def test_a_frozen_role_shares_settings_that_its_passes_read_and_its_own_have_no_
     assert half.train == trains["actor"]
     assert half.train_of("teacher") == TrainConfig(precision="bfloat16")
     assert [line for line in contradictions(half) if "teacher" in line] == []  # what a run records can be read again
+
+
+@pytest.mark.parametrize(("asked", "rows", "vocabulary"), [(0, 16, 0), (0, 40, 16), (20, 40, 20), (40, 40, 0)])
+def test_ids_that_the_tokenizer_lacks_are_left_out(tmp_path: Path, asked: int, rows: int, vocabulary: int) -> None:
+    config = {**DATA["model"]["config"], "vocab_size": rows}
+    model = {**DATA["model"], "config": config, "vocabulary": asked}
+    plan = make_plan(config_in(tmp_path / "run", model=model))
+    assert plan.processes.engine is not None
+    given = [
+        *(each.config.model for each in plan.processes.roles["actor"].assignments),
+        *(each.model for each in plan.processes.engine.assignments),
+    ]
+    assert {each.vocabulary for each in given} == {vocabulary}
+    assert plan.rollout.vocab_size == (vocabulary or rows)
+
+
+def test_tokens_of_the_tokenizer_cannot_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.vocabulary: 15, but the tokenizer has ids up to 15; set it to at"):
+        make_plan(config_in(tmp_path / "run", model={**DATA["model"], "vocabulary": 15}))

@@ -140,7 +140,8 @@ class PlainBackend(Backend):
             hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
-        distribution = torch.log_softmax(logits.float(), dim=-1)
+        known = self.config.model.vocabulary or logits.shape[-1]
+        distribution = torch.log_softmax(logits[..., :known].float(), dim=-1)
         return {
             Output.LOGPROBS: distribution.gather(-1, tokens[:, 1:, None])[..., 0],
             Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),

@@ -25,3 +25,9 @@ def test_a_model_with_windows_caps_sinks_or_states_follows_the_plain_backend(
         train = evolve(plain.train, layout=layout)
         found = runs.train(2, evolve(plain, backend="deepspeed", options={"stage": stage}, train=train), STEPS)
         assert_follows(found, wanted)
+
+
+def test_padding_of_the_vocabulary_is_left_out(runs: Runs, tmp_path: Path) -> None:
+    drawn_model(smallest_config("qwen3", vocab_size=130)).save_pretrained(tmp_path)
+    plain = evolve(Setup(backend="plain", model=str(tmp_path)).packed_by(80), vocabulary=97)
+    assert_follows(runs.train(2, evolve(plain, backend="deepspeed"), STEPS), runs.train(1, plain, STEPS))

@@ -37,6 +37,13 @@ def test_a_model_with_windows_caps_sinks_states_or_distances_follows_the_plain_b
     assert recomputed.losses == found.losses and different(recomputed.state, found.state) == []
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
+def test_padding_of_the_vocabulary_is_left_out(runs: Runs, tmp_path: Path, model_type: str) -> None:
+    drawn_model(smallest_config(model_type, vocab_size=130)).save_pretrained(tmp_path)
+    found = runs.train(2, evolve(setup_of("fsdp", tmp_path), vocabulary=97), STEPS)
+    assert_follows(found, runs.train(1, evolve(setup_of("plain", tmp_path), vocabulary=97), STEPS))
+
+
 def test_a_model_that_could_be_packed_follows_the_plain_backend_on_padded_rows(runs: Runs) -> None:
     model = runs.models["qwen3-moe"]
     found = runs.train(2, setup_of("fsdp", model, layout="whole"), STEPS)

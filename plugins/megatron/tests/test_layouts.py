@@ -17,8 +17,10 @@ from corerl.testing import (
     Setup,
     Subject,
     assert_follows,
+    drawn_model,
     grad_norm_of,
     loss_of,
+    smallest_config,
     tiny_fields,
 )
 from corerl.testing.compare import assert_same_metrics, together
@@ -127,6 +129,13 @@ def test_forward_gives_what_transformers_gives_in_every_layout(
 )
 def test_two_ranks_train_as_the_plain_backend_does(runs: Runs, kind: str, layout: str) -> None:
     assert_trains_as_plain(runs, 2, kind, {**VARIANTS, **TWO}[layout])
+
+
+def test_padding_of_the_vocabulary_is_left_out(runs: Runs, tmp_path: Path) -> None:
+    drawn_model(smallest_config("qwen3", vocab_size=130)).save_pretrained(tmp_path)
+    plain = evolve(runs.setup("plain", "qwen3"), model=str(tmp_path), vocabulary=97)
+    cut = evolve(plain, backend="megatron", options=TWO["tp2 sp"])  # the second rank has most of the padding
+    assert_follows(runs.train(2, cut, range(STEPS)), runs.train(1, plain, range(STEPS)))
 
 
 @pytest.mark.parametrize("layout", EXPERTS)

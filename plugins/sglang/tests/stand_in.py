@@ -25,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from corerl_sglang.arguments import VOCABULARY
 from corerl_sglang.parent import end_with_parent, read_arguments
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
@@ -150,6 +151,7 @@ class Server:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.misbehave = arguments.get("stand_in", {})
+        self.vocabulary = arguments.get(VOCABULARY)
         damage = self.misbehave.get("damage", "")
         names = ("max_lora_rank", "lora_target_modules")
         lora = {name: arguments[name] for name in names} if arguments.get("enable_lora") else {}
@@ -246,6 +248,7 @@ class Server:
                 for rank in self.ranks if self.loaded else ():
                     rank.use(*self.loaded[body["lora_path"]])
                 logits, chosen = self.logits([*prompt, *tokens])
+            logits[self.vocabulary :] = -torch.inf
             logprobs = torch.log_softmax(logits / temperature, dim=-1)
             token = int(logprobs.argmax() if greedy else self.draw(logprobs, params, len(prompt) + len(tokens)))
             tokens.append(token)
@@ -479,7 +482,7 @@ def main() -> None:
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
     arguments = read_arguments(file)
-    if unknown := sorted(arguments.keys() - KNOWN - {"stand_in"}):
+    if unknown := sorted(arguments.keys() - KNOWN - {"stand_in", VOCABULARY}):
         sys.exit(f"SGLang's server has no argument {unknown[0]!r}")
     server = Server(arguments)
     listening = Listening((arguments["host"], arguments["port"]), handler(server))

@@ -33,6 +33,7 @@ from corerl.weights.quantize import quantize, to_blocks
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import difference
 from corerl_sglang.adapters import Adapters
+from corerl_sglang.arguments import VOCABULARY
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.generated import Sample, read_samples
@@ -124,9 +125,10 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     (tmp_path / "own").mkdir()
     server = mock.Mock(directory=tmp_path / "own", configure=configure)
     with pytest.raises(OSError, match="enough"):
-        SglangEngine(ModelConfig(path=str(tmp_path)), SglangConfig(), evolve(context(), begun=server))
+        SglangEngine(ModelConfig(path=str(tmp_path), vocabulary=7), SglangConfig(), evolve(context(), begun=server))
     server.stop.assert_called_once_with()
     ((arguments, config, files),) = given
+    assert arguments[VOCABULARY] == 7
     assert arguments["trust_remote_code"] is False and arguments["skip_tokenizer_init"] is True
     assert "auto_map" not in config and not [file for file in files if file.endswith(".py")]
 

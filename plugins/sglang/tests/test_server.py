@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from corerl.errors import EngineFailed, WorkerDied
 from corerl_sglang import server as module
+from corerl_sglang.arguments import VOCABULARY
 from corerl_sglang.server import Server
 
 pytestmark = pytest.mark.processes
@@ -250,7 +252,6 @@ def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_
 def test_in_float32_ranks_use_torchs_own_operations_where_sglang_has_no_kernels(
     servers: list[Server], tmp_path: Path, dtype: str, used: str
 ) -> None:
-    package = tmp_path / "site" / "sglang"
     operation = """class {}:
     def forward_cuda(self): return "a kernel"
     def forward_native(self): return "torch's own"
@@ -266,20 +267,47 @@ def run(said):
     each = activation.SiluAndMul(), layernorm.RMSNorm(), base.RotaryEmbedding()
     said.put([operation.forward_cuda() for operation in each])
 """,
-        "launch_server": """import multiprocessing
+    }
+    server = started_with(servers, tmp_path, modules, dtype=dtype)
+    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {[used] * 3}")):
+        server.wait_ready(60.0)
+
+
+@pytest.mark.parametrize(("given", "seen"), [({}, [0.5, 2.0, 7.0]), ({VOCABULARY: 2}, [0.5, 2.0, -math.inf])])
+def test_ranks_sample_only_ids_of_the_vocabulary(
+    servers: list[Server], tmp_path: Path, given: dict[str, int], seen: list[float]
+) -> None:
+    modules = {
+        "srt.layers.sampler": """class Sampler:
+    def forward(self, logits_output, sampling_info): return logits_output.next_token_logits[0].tolist()
+""",
+        "srt.server_args": FAKE_ARGS,
+        "rank": """import torch
+from types import SimpleNamespace
+from sglang.srt.layers.sampler import Sampler
+def run(said):
+    said.put(Sampler().forward(SimpleNamespace(next_token_logits=torch.tensor([[0.5, 2.0, 7.0]])), None))
+""",
+    }
+    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {seen}")):
+        started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
+
+
+def started_with(servers: list[Server], tmp_path: Path, modules: Mapping[str, str], **given: Any) -> Server:
+    """A server of a package `sglang` with these modules, which ends at once with what the function `run` of its `rank`
+    says in a spawned process."""
+    launch_server = """import multiprocessing
 from sglang import rank
 def run_server(args):
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
     context.Process(target=rank.run, args=(said,)).start()
-    raise SystemExit(f"ranks use {said.get()}")
-""",
-    }
-    for name, code in modules.items():
+    raise SystemExit(f"ranks say {said.get()}")
+"""
+    package = tmp_path / "site" / "sglang"
+    for name, code in {**modules, "launch_server": launch_server}.items():
         file = package / (name.replace(".", "/") + ".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
     path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
-    server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=1, dtype=dtype)
-    with pytest.raises(EngineFailed, match=re.escape(f"ranks use {[used] * 3}")):
-        server.wait_ready(60.0)
+    return start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=1, **given)

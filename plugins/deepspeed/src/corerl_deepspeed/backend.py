@@ -44,6 +44,7 @@ class DeepSpeedBackend(Backend):
             self.model = build_model(
                 hf_config(config.model),
                 value_head=config.value_head,
+                vocabulary=config.model.vocabulary,
                 frozen=config.frozen,
                 lora=config.lora,
                 train=config.train,

@@ -50,6 +50,7 @@ def build_model(
     hf: PretrainedConfig,
     *,
     value_head: bool,
+    vocabulary: int,
     frozen: bool,
     lora: LoraConfig | None,
     train: TrainConfig,
@@ -59,7 +60,7 @@ def build_model(
     """A policy, or a critic with `value_head`, in `train.precision` with float32 masters of what is trained: nothing if
     it is `frozen`, else what `lora` says. Called on every rank."""
     dtype = getattr(torch, train.precision)
-    policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head)
+    policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head, vocabulary=vocabulary)
     if lora is not None:
         put_adapters(policy.model, lora, dtype=dtype)
     boxes = hf_boxes(policy.model)

@@ -37,6 +37,7 @@ class FsdpBackend(Backend):
         self.policy = build_policy(
             hf_config(config.model),
             value_head=config.value_head,
+            vocabulary=config.model.vocabulary,
             mesh=mesh,
             device=self.device,
             precision=config.train.precision,

@@ -41,6 +41,7 @@ def build_policy(
     hf: PretrainedConfig,
     *,
     value_head: bool,
+    vocabulary: int,
     mesh: DeviceMesh,
     device: torch.device,
     precision: str,
@@ -55,7 +56,7 @@ def build_policy(
     are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
     held = dtype if frozen or lora is not None else torch.float32
-    policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype)
+    policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype, vocabulary=vocabulary)
     if lora is not None:
         put_adapters(policy.model, lora, dtype=torch.float32)
     if options.compile is True and policy.rectangular:

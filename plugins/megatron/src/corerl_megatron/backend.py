@@ -71,7 +71,7 @@ class MegatronBackend(Backend):
             routing=Routing.of(self.model.chunks, self.model.config, self.groups),
             groups=self.groups,
             balance_coef=config.options.aux_loss_coef,
-            vocabulary=source.vocabulary,
+            vocabulary=config.model.vocabulary or source.vocabulary,
             device=self.device,
         )
         self.gradients = Gradients()

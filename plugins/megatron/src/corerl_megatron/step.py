@@ -52,7 +52,7 @@ class Pipeline:
     routing: Routing
     groups: Groups
     balance_coef: float  # weight of the balancing loss; 0 leaves it out
-    vocabulary: int
+    vocabulary: int  # token ids that log-probs and entropy are over
     device: torch.device
 
     def run(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from corerl.engines import EngineContext
     from corerl_sglang.config import SglangConfig
 
+VOCABULARY = "corerl_vocabulary"  # in the arguments file: not an argument of SGLang's, but `launch` reads it
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
 
 MODEL = "set [model]"
@@ -119,10 +120,15 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def server_arguments(
-    options: SglangConfig, context: EngineContext, *, model: Path, adapted: Sequence[str] = ()
+    options: SglangConfig,
+    context: EngineContext,
+    *,
+    model: Path,
+    adapted: Sequence[str] = (),
+    vocabulary: int = 0,
 ) -> dict[str, Any]:
     """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json,
-    `adapted` the modules that have adapters."""
+    `adapted` the modules that have adapters, `vocabulary` as `model.vocabulary`."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -153,6 +159,8 @@ def server_arguments(
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     else:
         arguments["schedule_conservativeness"] = CONSERVATIVENESS
+    if vocabulary:
+        arguments[VOCABULARY] = vocabulary
     if options.memory:
         arguments["mem_fraction_static"] = options.memory
     if options.attention_backend:

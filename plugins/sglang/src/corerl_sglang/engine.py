@@ -67,7 +67,10 @@ class SglangEngine(Engine):
         with contextlib.ExitStack() as undo:  # unless all goes well
             undo.callback(self._server.stop)
             modules = self._describe(model)
-            self._server.configure(server_arguments(options, context, model=self._directory / "model", adapted=modules))
+            arguments = server_arguments(
+                options, context, model=self._directory / "model", adapted=modules, vocabulary=model.vocabulary
+            )
+            self._server.configure(arguments)
             self._adapters: Adapters | None = None
             if context.lora is not None:
                 self._adapters = Adapters(self._server, context.lora, modules, ranks=len(context.receivers))

@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl_sglang.arguments import Key
+from corerl_sglang.arguments import VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent, read_arguments
 
@@ -29,6 +31,7 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     arguments = read_arguments(file)
+    arguments.pop(VOCABULARY, None)
     known = [field.name for field in dataclasses.fields(ServerArgs)]
     for name in arguments:
         if name not in known:
@@ -44,10 +47,31 @@ def main() -> None:
 
 
 def prepare_rank() -> None:
-    """In float32, run norms, activations and rotary embeddings in plain torch, since SGLang's kernels for them only
-    take half precision. Called in each process that the server spawns, before it builds a model."""
-    if json.loads(Path(sys.argv[1]).read_text()).get("dtype") != "float32":
-        return
+    """Called in each process that the server spawns, before it builds a model."""
+    arguments = json.loads(Path(sys.argv[1]).read_text())
+    if VOCABULARY in arguments:
+        sample_below(arguments[VOCABULARY])
+    if arguments.get("dtype") == "float32":
+        compute_in_float32()
+
+
+def sample_below(vocabulary: int) -> None:
+    """Give the ids from `vocabulary` on, which are padding of the embedding, probability 0. SGLang (0.5.15 to 0.5.17)
+    has a `logit_bias` for this, which takes a request's entries one by one, and from each request anew."""
+    from sglang.srt.layers.sampler import Sampler
+
+    forward = Sampler.forward
+
+    def masked(self: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:
+        logits_output.next_token_logits[:, vocabulary:] = -math.inf
+        return forward(self, logits_output, *args, **kwargs)
+
+    Sampler.forward = masked
+
+
+def compute_in_float32() -> None:
+    """Run norms, activations and rotary embeddings in plain torch, since SGLang's kernels for them only take half
+    precision."""
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding

@@ -42,7 +42,11 @@ class MineBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         dtype = getattr(torch, config.train.precision) if config.frozen else torch.float32
         self.policy = make_policy(
-            hf_config(config.model), dtype=dtype, layout=config.train.layout, value_head=config.value_head
+            hf_config(config.model),
+            dtype=dtype,
+            layout=config.train.layout,
+            value_head=config.value_head,
+            vocabulary=config.model.vocabulary,
         )
         model = self.policy.model
         self.boxes = hf_boxes(model)
