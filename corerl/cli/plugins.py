@@ -27,13 +27,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import fatal_plugins
+    from corerl.cli.trial import fatal_plugins, in_fork
     from corerl.plugin.registry import INSTALL_HINTS, Kind, installed, scan
 
     kind = Kind(args.command)
-    fatal = fatal_plugins(kind, [f"{entry.distribution}:{entry.name}" for entry in scan(kind)])
     with redirect_stdout(sys.stderr):  # a plugin may print on import
-        found = installed(kind, fatal)
+        found = in_fork(lambda: installed(kind))
+        if found is None:
+            fatal = fatal_plugins(kind, [f"{entry.distribution}:{entry.name}" for entry in scan(kind)])
+            found = installed(kind, fatal)
     names = {each.name for each in found}
     missing = {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in names}
     print(_json(found, missing) if args.json else _text(found, missing))

@@ -3,12 +3,18 @@ no word, and with whatever status it likes."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import select
+import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from corerl.plugin.registry import Kind
+
+T = TypeVar("T")
 
 
 def require_plugins(plugins: Sequence[tuple[Kind, str]]) -> None:
@@ -20,11 +26,6 @@ def fatal_plugins(kind: Kind, names: Sequence[str]) -> dict[str, str]:
     """Those of the plugins whose spec ends the process that imports it, each with what happened."""
     from corerl.errors import UserError
 
-    try:
-        require_plugins([(kind, name) for name in names])
-        return {}
-    except UserError:  # of the first: which of the others do, another process for each tells
-        pass
     fatal: dict[str, str] = {}
     for name in names:
         try:
@@ -32,6 +33,27 @@ def fatal_plugins(kind: Kind, names: Sequence[str]) -> dict[str, str]:
         except UserError as error:
             fatal[name] = error.message
     return fatal
+
+
+def in_fork(function: Callable[[], T]) -> T | None:
+    """What `function` returns in a fork of this process, which imports what it needs; None if the fork ended before, or
+    takes longer than `child.LIMIT`."""
+    from corerl.doctor.child import LIMIT
+
+    reader, writer = os.pipe()
+    if not (process := os.fork()):
+        try:
+            with os.fdopen(writer, "wb") as told:
+                pickle.dump(function(), told)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as told:
+        if not select.select([told], [], [], LIMIT)[0]:
+            os.kill(process, signal.SIGKILL)
+        answer = told.read()
+    os.waitpid(process, 0)
+    return pickle.loads(answer) if answer else None
 
 
 def beside(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Callable[[], None]:

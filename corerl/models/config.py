@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,19 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+# Numbers that transformers takes as they are, and then computes NaN with, or nothing: names of fields, also of those in
+# `rope_parameters` and other parts, and the least and the most that they may be, the first row that fits. Where the
+# least is ABOVE_0, 0 itself is not in the range.
+ABOVE_0, MOST = 5e-324, 1.7976931348623157e308
+RANGES = (
+    (r"drop(out)?(_p|_prob)?$|layerdrop$", 0.0, 1.0),
+    (r"(^|_)(eps|epsilon)($|_)|initializer_range$|init_std$", 0.0, MOST),
+    (r"partial_rotary_factor$|^rotary_pct$", ABOVE_0, 1.0),
+    (r"rope_theta$|^rope_local_base_freq$|^rotary_emb_base$|^((low|high)_freq_)?factor$", ABOVE_0, MOST),
+    (r"^(attn|final)_logit_softcapping$|(^|_)soft_?cap$", ABOVE_0, MOST),
+    (r"_multiplier$|^logits?_scal(e|ing)$|^routed_scaling_factor$|^query_pre_attn_scalar$", ABOVE_0, MOST),
+    (r"", -MOST, MOST),
+)
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that can be trained
 WINDOWS = ("sliding_window", "attention_chunk_size")
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
@@ -136,10 +148,7 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
-    for name in EPSILONS:
-        value = _size(text, name)
-        if isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise ModelError(f"{where}{name}={value}, wanted a finite number, at least 0")
+    require_ranges(config.to_dict(), where)
     for part in (config, text):
         if part.dtype is not None and str(part.dtype).removeprefix("torch.") not in DTYPES:
             given = str(part.dtype).removeprefix("torch.")
@@ -155,6 +164,19 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
     _require_pairs(text, sizes, where)
+
+
+def require_ranges(fields: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError for a number outside of its range in RANGES."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            require_ranges(value, f"{where}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            least, most = next((least, most) for names, least, most in RANGES if re.search(names, str(name)))
+            if not least <= value <= most:
+                above = {-MOST: "", 0.0: ", at least 0", ABOVE_0: " above 0"}[least]
+                wanted = f"a finite number{above}" if most == MOST else f"a number{above}, at most {most:g}"
+                raise ModelError(f"{where}{name}={value}, wanted {wanted}")
 
 
 def _require_pairs(text: PreTrainedConfig, sizes: Mapping[str, Any], where: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -37,7 +38,8 @@ class FirstOf:
 class SafetensorsSource:
     """A `weights.chunks.TensorSource` of safetensors files, each opened when first needed and kept open.
 
-    Raises ModelError, with the file's name, if the directory, its index or one of its files is missing or damaged.
+    Raises ModelError, with the file's name, if the directory, its index or one of its files is missing or damaged, and
+    for values that are not finite.
     """
 
     holds = "a Hugging Face model"  # what is expected of the directory, for messages
@@ -87,6 +89,11 @@ class SafetensorsSource:
         read = values.numel() * values.element_size()
         self.bytes_read += read
         self.largest_read = max(self.largest_read, read)
+        # Twenty times as fast as isfinite(): both are NaN if any value is.
+        if values.is_floating_point() and read and not all(map(torch.isfinite, values.aminmax())):
+            raise ModelError(
+                f"{self.where(name)} has values of {name!r} that are not finite; save or download the model again"
+            )
         return values
 
     def _find(self) -> dict[str, str]:

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
-from corerl.models.config import context_length, experts, hf_config
+from corerl.models.config import context_length, experts, hf_config, require_ranges
 from corerl.models.smallest import smallest_config
 from corerl.testing.models import tiny_fields
 
@@ -70,6 +77,50 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
     with pytest.raises(ModelError, match=expected) as caught:
         hf_config(ModelConfig(path=str(tmp_path)))
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("initializer_range", math.nan, "a finite number, at least 0"),
+        ("attention_dropout", 2, "a number, at least 0, at most 1"),
+        ("attention_dropout", -0.1, "a number, at least 0, at most 1"),
+        ("rms_norm_eps", -1e-6, "a finite number, at least 0"),
+        ("rope_theta", 0, "a finite number above 0"),
+        ("rope_theta", -10000.0, "a finite number above 0"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0.0}, "a finite number above 0"),
+        ("rope_scaling", {"rope_type": "linear", "factor": math.inf}, "a finite number above 0"),
+    ],
+)
+def test_a_number_that_no_model_can_have_is_refused(tmp_path: Path, field: str, value: Any, wanted: str) -> None:
+    fields = {**tiny_fields("qwen3"), field: value}
+    name = "factor" if isinstance(value, dict) else field
+    number = value["factor"] if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (ModelConfig(config=fields), ModelConfig(path=str(tmp_path))):
+        with pytest.raises(ModelError, match=rf"{name}={re.escape(str(number))}, wanted {wanted}$"):
+            hf_config(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("granite", "logits_scaling", 0.0),
+        ("gemma2", "final_logit_softcapping", 0.0),
+        ("deepseek_v3", "routed_scaling_factor", math.nan),
+        ("gpt2", "resid_pdrop", 1.5),
+        ("falcon_h1", "lm_head_multiplier", -math.inf),
+    ],
+)
+def test_numbers_of_other_models_have_ranges_too(model_type: str, field: str, value: float) -> None:
+    with pytest.raises(ModelError, match=rf"{field}={value}, wanted "):
+        hf_config(ModelConfig(config={"model_type": model_type, field: value}))
+
+
+def test_each_models_own_numbers_are_within_their_ranges() -> None:
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(StrictDataclassClassValidationError):  # of one class
+            require_ranges(CONFIG_MAPPING[model_type]().to_dict(), f"{model_type}: ")
 
 
 def test_a_misspelt_field_is_answered_with_the_nearest() -> None:

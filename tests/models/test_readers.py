@@ -127,3 +127,16 @@ def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
     monkeypatch.setattr(readers, "safe_open", no_memory)
     with pytest.raises(ModelError, match=r"model.safetensors cannot be read: unable to mmap 8 bytes: Cannot allocate"):
         SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    weight = torch.zeros(6, 3, dtype=dtype)
+    weight[4, 1] = value
+    save_file({"weight": weight, "empty": torch.zeros(0, 3, dtype=dtype)}, tmp_path / SINGLE)
+    source = SafetensorsSource(tmp_path)
+    assert source.read("weight", (0, 0), (4, 3)).shape == (4, 3)  # another rank's part
+    assert source.read("empty", (0, 0), (0, 3)).numel() == 0
+    with pytest.raises(ModelError, match=rf"^{tmp_path}/{SINGLE} has values of 'weight' that are not finite; "):
+        source.read("weight", (4, 0), (2, 3))

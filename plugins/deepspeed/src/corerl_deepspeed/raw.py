@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, fields, frozen, has, resolve_types
 
-from corerl.config import at_least, spell_value, try_structure
+from corerl.config import at_least, spell_value
 from corerl.messages import nearest
 
 ZERO = "zero_optimization"
@@ -234,6 +234,8 @@ def settable(table: type = Settable, prefix: str = "") -> Iterator[str]:
 
 def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong with it) for each setting in the user's table that is not allowed."""
+    from corerl.config import try_structure  # slow to import, and not needed to list the spec
+
     known = {*settable(), *ELSEWHERE}
     for problem in try_structure(raw, Settable)[1]:
         path = ".".join(map(str, problem.keys))
