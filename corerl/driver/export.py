@@ -103,6 +103,8 @@ def export(
         tensors = ((name, tensor if name in precise else tensor.to(kept)) for name, tensor in merged)
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     exported = _with_special_tokens(hf, tokenizer)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = with_defaults(tokenizer.chat_template, config.data.chat_template_options)
     export_directory(
         directory,
         config=exported,
@@ -194,6 +196,13 @@ def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenize
         if getattr(config, name, None) is None and token is not None and token < config.get_text_config().vocab_size:
             setattr(config, name, token)
     return config
+
+
+def with_defaults(template: str, options: Mapping[str, Any]) -> str:
+    """The chat template with the run's options as its defaults. Nothing else that comes with a tokenizer is read by all
+    who render prompts: they would begin answers otherwise than the run did."""
+    defaults = (f"{{% set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in options.items())
+    return "".join(defaults) + template
 
 
 def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int]) -> dict[str, Any]:

@@ -65,6 +65,28 @@ def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> 
     assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([2, 1, 7], 0.6)
 
 
+def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path: Path) -> None:
+    template = (
+        "{% macro think() %}{% if not brief %}<think>{{ style }}{{ limits.words }}{% endif %}{% endmacro %}"
+        "{{ messages[0]['content'] }}{{ think() }}"
+    )
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    options = {"brief": False, "style": 'it\'s "so"\n', "limits": {"words": 7}}
+    model = {**DATA["model"], "tokenizer": str(tmp_path / "tokens")}
+    config = make_config(model=model, data={**DATA["data"], "chat": True, "chat_template_options": options})
+    written = export(save(tmp_path / "run", config, make_model(config, seed=1), step=2), tmp_path / "model")
+    loaded, asked = AutoTokenizer.from_pretrained(written, local_files_only=True), [{"role": "user", "content": "8"}]
+    for given in ({}, {"brief": True}, {"style": "-"}):
+        wanted = tokenizer.apply_chat_template(asked, tokenize=False, **{**options, **given})
+        assert loaded.apply_chat_template(asked, tokenize=False, **given) == wanted
+    assert export(
+        save(tmp_path / "plain", make_config(model=model), make_model(config, seed=1), step=2), tmp_path / "b"
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "b", local_files_only=True).chat_template == template
+
+
 def test_an_export_ends_its_responses_at_every_token_that_ended_the_runs_samples(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()

@@ -120,6 +120,25 @@ FIELDS: Mapping[str, Field] = {
 }
 
 
+OPTION = "how much a model thinks is an option of its chat template, if it has one: send chat_template_kwargs"
+OPENAIS = "it is a service of OpenAI's; leave it out"
+# Fields of OpenAI's requests that are refused whatever their value, and what to do instead.
+REFUSED: Mapping[str, str] = {
+    "reasoning_effort": OPTION,
+    "verbosity": OPTION,
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "audio": "only text is sampled; leave it out",
+    "modalities": "only text is sampled; leave it out",
+    "prediction": OPENAIS,
+    "service_tier": OPENAIS,
+    "web_search_options": OPENAIS,
+    "moderation": OPENAIS,
+    "prompt_cache_options": OPENAIS,
+    "prompt_cache_retention": OPENAIS,
+}
+
+
 def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatRequest:
     """`sampling`: the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused."""
     try:
@@ -160,6 +179,8 @@ def _require_fitting(name: str, value: Any, sampling: Mapping[str, float]) -> No
                 f"{got()}, but this run samples with rollout.{name}={own!r}, as its loss assumes; leave it out",
                 code="unsupported_parameter",
             )
+    elif name in REFUSED:
+        raise Refused(f"{got()}, wanted no such field: {REFUSED[name]}", code="unsupported_parameter")
     elif name not in FIELDS:
         raise Refused(
             f"{got()}, wanted no such field{did_you_mean(name, [*FIELDS, *sampling])}; leave it out",

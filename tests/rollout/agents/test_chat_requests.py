@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import completion_create_params
 
-from corerl.rollout.agents.chat_requests import FIELDS, ChatRequest, read_request
+from corerl.rollout.agents.chat_requests import FIELDS, REFUSED, ChatRequest, read_request
 from corerl.rollout.agents.conversation import Refused
 
 USER = {"role": "user", "content": "hello"}
@@ -123,3 +124,20 @@ def test_an_error_says_what_was_sent_and_what_is_wanted(name: str, value: Any, t
     with pytest.raises(Refused, match=f"{told}$") as refused:
         read(**{name: value})
     assert "\n" not in refused.value.message
+
+
+def test_every_field_of_openais_requests_is_taken_or_refused_with_a_reason() -> None:
+    known = {
+        *completion_create_params.CompletionCreateParamsBase.__annotations__,
+        *completion_create_params.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert known - FIELDS.keys() - RUN.keys() == REFUSED.keys()
+    text = PAGE.read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in text] == []
+
+
+def test_how_much_a_model_thinks_is_an_option_of_its_template() -> None:
+    with pytest.raises(
+        Refused, match=r"^reasoning_effort: got 'low', wanted no such field: .*send chat_template_kwargs$"
+    ):
+        read(reasoning_effort="low")
