@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -44,10 +45,11 @@ def export_directory(
     tensors: Iterable[tuple[str, Tensor]],
     generation: Mapping[str, Any] | None = None,
     files: Iterable[Path] = (),
+    kept: Iterable[tuple[str, Tensor]] = (),
     shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Write config, tokenizer, `tensors` (HF name, tensor), the generation_config.json `generation`, and copies of
-    `files` that are not among these to `path`; returns the bytes of the tensors.
+    """Write config, tokenizer, `tensors` (HF name, tensor), then `kept` as they are, the generation_config.json
+    `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
 
     transformers 4, on which engines are, reads the directory too. Raises ModelError for a tensor with NaN or infinite
     values.
@@ -57,7 +59,7 @@ def export_directory(
     directory is replaced only when the new one is complete. Raises SaveFailed if writing fails.
     """
     with _staged(Path(path)) as staging:
-        written, dtype = _write_shards(staging, tensors, shard_bytes)
+        written, dtype = _write_shards(staging, tensors, kept, shard_bytes)
         config = copy.deepcopy(config)
         config.dtype = dtype
         write_config(config, staging)
@@ -181,9 +183,11 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
     return older
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[int, str]:
-    """Write the shards; returns bytes, and the dtype of most. Shards are named at the end, when their number is
-    known."""
+def _write_shards(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], kept: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> tuple[int, str]:
+    """Write the shards; returns bytes, and the dtype of most of `tensors`. Shards are named at the end, when their
+    number is known."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     held = total = 0
@@ -194,16 +198,20 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
         shards.append(list(shard))
         shard.clear()
 
-    for name, tensor in tensors:
+    new = ((name, tensor, True) for name, tensor in tensors)
+    old = ((name, tensor, False) for name, tensor in kept)
+    for name, tensor, made in itertools.chain(new, old):
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
             held = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if not finite(shard[name]):
-            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size
+        if not made:
+            continue
+        if not finite(shard[name]):
+            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         dtypes[str(tensor.dtype).removeprefix("torch.")] += size
     flush()
     ((dtype, _),) = dtypes.most_common(1)

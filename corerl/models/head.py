@@ -52,6 +52,8 @@ class Head:
                 ) from error
         if not self._tokens or self._tokens[0] is not tokens:
             raise ModelError("its decoder is not called with the tokens")
+        if logits is None:
+            raise ModelError("it makes no logits of tokens alone")
         if logits.shape[:2] != tokens.shape:
             raise ModelError(f"it makes logits {list(logits.shape)} of 2 rows with one token each")
         names = {id(param): name for name, param in model.named_parameters()}

@@ -60,7 +60,8 @@ def _looked_at(decoder: PreTrainedModel) -> Iterator[set[type]]:
     """Within the block, the decoder is one that `PackedPolicy` runs, with experts that can be on meta. Gives the
     classes of modules that mix tokens and have not been called."""
     register_packed_attention()
-    configs: dict[int, Any] = {id(each.config): each.config for each in decoder.modules() if hasattr(each, "config")}
+    held = (getattr(each, "config", None) for each in decoder.modules())
+    configs: dict[int, Any] = {id(each): each for each in held if isinstance(each, PreTrainedConfig)}
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs.values()]
     apart = keep_apart(decoder)
     unseen = {type(module) for module in mixers(decoder)}

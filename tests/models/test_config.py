@@ -62,7 +62,7 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
         ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
         (json.dumps({"model_type": "qwen3", "hidden_size": "wide"}), "hidden_size"),
-        (json.dumps({"model_type": "t5"}), "'t5' is not a causal language model"),
+        (json.dumps({"model_type": "t5"}), "'t5' is neither a causal language model nor an image-text model"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expected: str) -> None:
