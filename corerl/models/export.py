@@ -61,7 +61,7 @@ def export_directory(
     with _staged(Path(path)) as staging:
         written, dtype = _write_shards(staging, tensors, kept, shard_bytes)
         config = copy.deepcopy(config)
-        config.dtype = dtype
+        config.dtype = config.get_text_config().dtype = dtype
         write_config(config, staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
@@ -146,6 +146,8 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
         older["torch_dtype"] = dtype
     if layers := OLD_LAYERS.get(config.model_type):
         older["layer_types"] = older["layers_block_type"] = [layers.get(kind, kind) for kind in config.layer_types]
+    if (text := config.get_text_config()) is not config and "text_config" in written:
+        older["text_config"] = {**written["text_config"], **_older_names(text, written["text_config"])}
     rope = written.get("rope_parameters")
     if not rope:
         return older
@@ -161,7 +163,8 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
         if (positions := full.pop("original_max_position_embeddings", None)) is not None:
             older["original_max_position_embeddings"] = positions
         full["type"] = full.pop("rope_type")
-    older["rope_scaling"] = None if full.get("rope_type") == "default" else full
+    plain = full.get("rope_type") == "default" and "mrope_section" not in full  # positions of three axes
+    older["rope_scaling"] = None if plain else full
     if "rope_theta" in sliding:
         modernbert = config.model_type.startswith("modernbert")
         older["local_rope_theta" if modernbert else "rope_local_base_freq"] = sliding["rope_theta"]

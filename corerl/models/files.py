@@ -87,8 +87,8 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
 
 
 def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
-    """The files of a model that reads pictures, and the names in them of the tensors that a run on text neither reads nor
-    trains, such as a vision tower: an export has them as they are."""
+    """The files of a model that reads pictures, and the names in them of the tensors that a run on text neither reads
+    nor trains, such as a vision tower: an export has them as they are."""
     files, model = model_files(directory, config), look_at(config)
     return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
 

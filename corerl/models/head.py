@@ -43,7 +43,7 @@ class Head:
         if width is None:
             raise ModelError("its config has no hidden_size")
         hidden, tokens = weight.new_empty(2, width), torch.zeros(2, 1, dtype=torch.long, device=weight.device)
-        with torch.no_grad(), _Reads() as reads, _Calls() as calls:
+        with torch.no_grad(), Reads() as reads, _Calls() as calls:
             try:
                 logits = self._logits(hidden, tokens)
             except Exception as error:  # whatever a model's code raises when its decoder is not there
@@ -97,7 +97,7 @@ class _Hidden:
         return (self.last_hidden_state,)[index]
 
 
-class _Reads(TorchFunctionMode):
+class Reads(TorchFunctionMode):
     """Notes the parameters that torch functions are called with, by id, in order."""
 
     def __init__(self) -> None:
