@@ -98,7 +98,7 @@ def export(
     precision = config.train_of(role).settled("cpu").precision
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
     precise = model_files.names_of_buffers(look_at(hf))
-    tensors = _read(source, source.shapes, kept, precise)
+    tensors = _read(source, shapes, kept, precise)
     if lora is not None:
         told = read_extra(checkpoint / role, 0).get("frozen_weights")
         wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)

@@ -133,7 +133,8 @@ def class_name(config: PreTrainedConfig) -> str:
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
     """Whether models of `config` have parts for pictures, of which a run on text needs none."""
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type) == class_name(config)
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return name is not None and name == class_name(config)
 
 
 def _cannot_be_random(config: PreTrainedConfig) -> ModelError:

@@ -18,7 +18,7 @@ from corerl.models.config import hf_config
 from corerl.models.peft_files import saved_settings
 from corerl.plan.model_files import require_adapters, with_adapters
 from tests.driver.adapted import train_adapted
-from tests.driver.saved import make_config
+from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
 from tests.with_peft import needs_peft, run_with_peft
 
@@ -129,3 +129,13 @@ def test_merged_adapters_are_the_whole_checkpoint(tmp_path: Path, family: str) -
         tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
         logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
     assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+
+
+def test_a_critic_is_exported_beside_the_tower(tmp_path: Path) -> None:
+    base = write_pictures("gemma3", tmp_path / "base")
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    run = train_adapted(tmp_path / "run", make_config(model=model, **CRITIC), role="critic")
+    assert np.abs(run.after - run.before).max() > 0.01
+    before, after = tensors_in(base), tensors_in(export(run.checkpoint, tmp_path / "export", role="critic"))
+    assert after.keys() == before.keys() | {"value_head.weight"}
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(of_pictures, before))
