@@ -79,11 +79,11 @@ def pictures_config(family: str) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=True)
 
 
-def write_pictures(family: str, directory: Path, seed: int = 0) -> Path:
-    """Save such a model, with noise in all vectors and the files of its processor; returns `directory`."""
+def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | None = None) -> Path:
+    """Save such a model, or one of `config`, with noise in vectors, and the files of its processor."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(pictures_config(family), dtype=torch.float32)
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config or pictures_config(family), dtype=torch.float32)
         with torch.no_grad():
             for param in model.parameters():
                 if param.dim() == 1:
