@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "models",
-        help="list transformers' causal language models: packed, whole, or refused and why",
-        description="Build each type of causal language model that the installed transformers has, very small but "
-        "with every kind of its layers, and tell whether it is trained packed or whole (train.layout), or why not.",
+        help="list transformers' language models: packed, whole, or refused and why",
+        description="Build each type of causal language model that the installed transformers has, and the text half "
+        "of each that reads pictures, very small but with every kind of its layers, and tell whether it is trained "
+        "packed or whole (train.layout), or why not.",
     )
     parser.add_argument("types", metavar="TYPE", nargs="*", help="model types, such as qwen3; none: all")
     parser.add_argument(
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     known = model_types()
     for each in args.types:
         if each not in known:
-            raise ConfigError(f"{each!r} is no causal language model of transformers{did_you_mean(each, known)}")
+            raise ConfigError(f"{each!r} is no language model of transformers{did_you_mean(each, known)}")
     found = []
     for row in rows(args.types or known, check=args.check):
         found.append(row)
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(row: Row) -> str:
     numbers = "" if row.logprobs is None else f"  log-probs {row.logprobs:.0e}, gradients {row.gradients:.0e}"
-    return f"{row.model_type:28}  {row.status:8}{numbers}{f'  {row.reason}' if row.reason else ''}"
+    half = "  its text half" if row.pictures else ""
+    return f"{row.model_type:28}  {row.status:8}{half}{numbers}{f'  {row.reason}' if row.reason else ''}"
 
 
 def _summary(found: Sequence[Row]) -> str:

@@ -19,10 +19,11 @@ from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import ModelError
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
-from corerl.models.config import hf_config
+from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
-from corerl.models.files import look_at
+from corerl.models.files import kept_files, look_at
 from corerl.models.lora import targets_in
+from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.sources import initial_source
@@ -35,6 +36,11 @@ from corerl.weights.chunks import TensorSource
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "special_tokens_map.json")
+# Copied from the model's directory: without them nothing could show pictures to an export.
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,7 +98,7 @@ def export(
     precision = config.train_of(role).settled("cpu").precision
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
     precise = model_files.names_of_buffers(look_at(hf))
-    tensors = _read(source, source.shapes, kept, precise)
+    tensors = _read(source, shapes, kept, precise)
     if lora is not None:
         told = read_extra(checkpoint / role, 0).get("frozen_weights")
         wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
@@ -111,7 +117,8 @@ def export(
         tokenizer=tokenizer,
         tensors=tensors,
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
-        files=_of(config.model.tokenizer or config.model.path),
+        files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
+        kept=_kept(model, hf),
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -164,12 +171,14 @@ def _export_adapters(
     *,
     base: str,
 ) -> None:
-    held = dict(tensors)
+    names = peft_names(look_at(hf, lora=lora))
+    held = {names[name]: tensor for name, tensor in tensors}
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
-    # Engines know targets by their last names; where these mean other modules too, the whole names are told.
+    # Engines know targets by their last names; where these mean other modules too, as those of a vision tower, the
+    # whole names are told.
     try:
-        alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules
+        alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules and not reads_pictures(hf)
     except ModelError:  # modules that are no linear layers, too
         alike = False
     write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))
@@ -220,8 +229,17 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _of(tokenizer: str) -> list[Path]:
-    """Those of TOKENIZER_FILES that the tokenizer's directory has, if it is one."""
-    if not tokenizer or tokenizer.startswith(CHARACTERS):
+def _kept(model: ModelConfig, hf: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that the run did not read, as the model's files have them."""
+    if reads_pictures(hf):  # and then from files
+        files, names = kept_files(model.path, hf)
+        for name in names:
+            shape = files.shape(name) or ()
+            yield name, files.read(name, (0,) * len(shape), shape)
+
+
+def _of(directory: str, names: Sequence[str] = TOKENIZER_FILES) -> list[Path]:
+    """Those of the files that a model's or tokenizer's directory has, if it is one."""
+    if not directory or directory.startswith(CHARACTERS):
         return []
-    return [file for name in TOKENIZER_FILES if (file := Path(tokenizer) / name).is_file()]
+    return [file for name in names if (file := Path(directory) / name).is_file()]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from corerl.models.build import recompute_layers as recompute_layers
     from corerl.models.build import stored_buffers as stored_buffers
     from corerl.models.config import hf_config as hf_config
+    from corerl.models.config import reads_pictures as reads_pictures
     from corerl.models.experts import experts_of as experts_of
     from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
+    from corerl.models.packable import unread_parameters as unread_parameters
+    from corerl.models.parts import parts_of as parts_of
     from corerl.models.peft_files import peft_config as peft_config
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers

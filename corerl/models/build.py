@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.config import reads_pictures
 
 NOISE = ("drop", "jitter")  # in the names of config fields: attention_dropout, resid_pdrop, router_jitter_noise
 BIASES = r"bias(es)?$"  # in the names of buffers: routers add them to their scores
@@ -35,7 +36,8 @@ def build_on_meta(
     vectors: bool = False,
     compute: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU.
+    """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU. Of one that
+    reads pictures, only what text passes through: the text decoder and its head.
 
     `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
     model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
@@ -58,9 +60,11 @@ def build_on_meta(
     handle = register_module_parameter_registration_hook(partial(_to_meta, kept=2 if vectors else 0))
     try:
         with nullcontext() if buffers else torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = _auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
+            if reads_pictures(config):
+                _keep_text(model)
             if value_head:
                 _put_value_head(model, dtype)
     except Exception as error:  # a model's code does not check its config: a division by zero, a negative dimension
@@ -83,7 +87,29 @@ def build_on_meta(
 
 def architecture_of(config: PreTrainedConfig) -> Any:
     """The class of the model that `build_on_meta` builds."""
-    return AutoModelForCausalLM._model_mapping[type(config)]
+    return _auto_class(config)._model_mapping[type(config)]
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
+
+
+def _keep_text(model: PreTrainedModel) -> None:
+    """Remove all weights outside of the text decoder and its head, such as a vision tower and what follows it."""
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    kept = {module for part in parts if part is not None for module in part.modules()}
+
+    def prune(module: nn.Module) -> None:
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            setattr(module, name, None)
+        for name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                delattr(module, name)
+            elif child not in kept:
+                prune(child)
+
+    if model not in kept:
+        prune(model)
 
 
 def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

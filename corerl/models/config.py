@@ -13,7 +13,10 @@ import transformers
 from attrs import field, frozen
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from corerl.errors import ModelError
 from corerl.messages import did_you_mean
@@ -63,13 +66,13 @@ MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
-    """The config of `model.path`, or else of the fields in `model.config`; `architectures` is the causal LM class.
+    """The config of `model.path`, or else of the fields in `model.config`; `architectures` is `class_name`.
 
     `tie_word_embeddings` is False where the files have a head of their own, and `pad_token_id` is None where the model
     has no embedding for it, so that what is built and exported is what transformers would train.
 
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
-    model type or a field that transformers does not know.
+    model type or a field that transformers does not know, or fields of a model that reads pictures.
     """
     return copy.deepcopy(_known(_asked(model)))
 
@@ -111,14 +114,10 @@ def _known(asked: _Asked) -> PreTrainedConfig:
             f"model.path={model.path!r} is quantized ({method}), which CoreRL does not support; use the original model "
             "in 16 or 32 bits"
         )
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if architecture is None:
-        raise ModelError(
-            f"model_type {config.model_type!r} is not a causal language model in transformers "
-            f"{transformers.__version__}"
-        )
     # A config made from fields names no architecture, and no engine can load an export without one.
-    config.architectures = [architecture]
+    config.architectures = [class_name(config)]
+    if not model.path and reads_pictures(config):
+        raise _cannot_be_random(config)
     _forget_pad(config)
     _forget_code(config)
     if model.path:
@@ -128,6 +127,36 @@ def _known(asked: _Asked) -> PreTrainedConfig:
             for part in (config, config.get_text_config()):
                 part.tie_word_embeddings = False
     return config
+
+
+def class_name(config: PreTrainedConfig) -> str:
+    """The class of transformers that models of `config` are: the one that `architectures` names if transformers has it
+    for this model type as a causal or as an image-text model, else the causal one, else the other. Raises ModelError if
+    it has neither."""
+    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    known = [names[config.model_type] for names in kinds if config.model_type in names]
+    if not known:
+        raise ModelError(
+            f"model_type {config.model_type!r} is neither a causal language model nor an image-text model in "
+            f"transformers {transformers.__version__}; use another model"
+        )
+    return next((name for name in config.architectures or () if name in known), known[0])
+
+
+def reads_pictures(config: PreTrainedConfig) -> bool:
+    """Whether models of `config` have parts for pictures, of which a run on text needs none."""
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return name is not None and name == class_name(config)
+
+
+def _cannot_be_random(config: PreTrainedConfig) -> ModelError:
+    """Its parts for pictures would be in no checkpoint, and no export would load."""
+    text = config.get_text_config().model_type
+    known = text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text != config.model_type
+    return ModelError(
+        f"model_type {config.model_type!r} has parts for pictures ({class_name(config)}), which a run on text does not "
+        f"train, so that they cannot begin at random; {f'use model_type {text!r}, or ' if known else ''}set model.path"
+    )
 
 
 def experts(config: PreTrainedConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -44,10 +45,11 @@ def export_directory(
     tensors: Iterable[tuple[str, Tensor]],
     generation: Mapping[str, Any] | None = None,
     files: Iterable[Path] = (),
+    kept: Iterable[tuple[str, Tensor]] = (),
     shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Write config, tokenizer, `tensors` (HF name, tensor), the generation_config.json `generation`, and copies of
-    `files` that are not among these to `path`; returns the bytes of the tensors.
+    """Write config, tokenizer, `tensors` (HF name, tensor), then `kept` as they are, the generation_config.json
+    `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
 
     transformers 4, on which engines are, reads the directory too. Raises ModelError for a tensor with NaN or infinite
     values.
@@ -57,9 +59,9 @@ def export_directory(
     directory is replaced only when the new one is complete. Raises SaveFailed if writing fails.
     """
     with _staged(Path(path)) as staging:
-        written, dtype = _write_shards(staging, tensors, shard_bytes)
+        written, dtype = _write_shards(staging, tensors, kept, shard_bytes)
         config = copy.deepcopy(config)
-        config.dtype = dtype
+        config.dtype = config.get_text_config().dtype = dtype
         write_config(config, staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
@@ -144,6 +146,8 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
         older["torch_dtype"] = dtype
     if layers := OLD_LAYERS.get(config.model_type):
         older["layer_types"] = older["layers_block_type"] = [layers.get(kind, kind) for kind in config.layer_types]
+    if (text := config.get_text_config()) is not config and "text_config" in written:
+        older["text_config"] = {**written["text_config"], **_older_names(text, written["text_config"])}
     rope = written.get("rope_parameters")
     if not rope:
         return older
@@ -159,7 +163,8 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
         if (positions := full.pop("original_max_position_embeddings", None)) is not None:
             older["original_max_position_embeddings"] = positions
         full["type"] = full.pop("rope_type")
-    older["rope_scaling"] = None if full.get("rope_type") == "default" else full
+    plain = full.get("rope_type") == "default" and "mrope_section" not in full  # positions of three axes
+    older["rope_scaling"] = None if plain else full
     if "rope_theta" in sliding:
         modernbert = config.model_type.startswith("modernbert")
         older["local_rope_theta" if modernbert else "rope_local_base_freq"] = sliding["rope_theta"]
@@ -181,9 +186,11 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
     return older
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[int, str]:
-    """Write the shards; returns bytes, and the dtype of most. Shards are named at the end, when their number is
-    known."""
+def _write_shards(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], kept: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> tuple[int, str]:
+    """Write the shards; returns bytes, and the dtype of most of `tensors`. Shards are named at the end, when their
+    number is known."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     held = total = 0
@@ -194,16 +201,20 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
         shards.append(list(shard))
         shard.clear()
 
-    for name, tensor in tensors:
+    new = ((name, tensor, True) for name, tensor in tensors)
+    old = ((name, tensor, False) for name, tensor in kept)
+    for name, tensor, made in itertools.chain(new, old):
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
             held = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if not finite(shard[name]):
-            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size
+        if not made:
+            continue
+        if not finite(shard[name]):
+            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         dtypes[str(tensor.dtype).removeprefix("torch.")] += size
     flush()
     ((dtype, _),) = dtypes.most_common(1)

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
 from corerl.models.described import Described
 from corerl.models.lora import put_adapters
+from corerl.models.names import shapes_of
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 
 LOOKED_AT = 16  # models that a process keeps on meta
@@ -45,16 +46,16 @@ class ModelFiles(SafetensorsSource):
         name_in, found = self._naming
         return found.get(name_in(name))
 
-    def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
-        """The tensors in the files that are none of `names`, the model's own, and that transformers would tell too."""
+    def others(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
+        """The tensors in the files that are none of `names`, the model's own, and are not tied to one of these."""
         taken = {self.stored(name) for name in names}
+        copies = [f"{re.escape(name)}$" for name in ties(model)]  # equal to what they are tied to, or `own_head` tells
+        return sorted(name for name in self.names - taken if not any(re.search(copy, name) for copy in copies))
+
+    def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
+        """Those of `others` that transformers would tell too."""
         known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
-        copies = [re.escape(name) for name in ties(model)]  # equal to what they are tied to, or `own_head` tells
-        return sorted(
-            name
-            for name in self.names - taken
-            if not any(re.search(pattern, name) for pattern in (*known, *(f"{copy}$" for copy in copies)))
-        )
+        return [name for name in self.others(names, model) if not any(re.search(each, name) for each in known)]
 
 
 def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
@@ -71,7 +72,7 @@ def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
 def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
     """The first tensor that differs in the directory's files from the one that `config` ties it to; "" if there is
     none. transformers ties only what is equal, whatever a config says."""
-    tied = getattr(AutoModelForCausalLM._model_mapping[type(config)], "_tied_weights_keys", None) or {}
+    tied = getattr(architecture_of(config), "_tied_weights_keys", None) or {}
     files = [Path(directory) / name for name in (SINGLE, INDEX)]
     if not getattr(config, "tie_word_embeddings", False) or not any(file.is_file() for file in files):
         return ""
@@ -83,6 +84,13 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
         pairs = ties(look_at(config)).items() if copies else ()
         _own_heads[key] = next((copy for copy, origin in pairs if _differ(held, copy, origin)), "")
     return _own_heads[key]
+
+
+def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
+    """The files of a model that reads pictures, and the names in them of the tensors that a run on text neither reads
+    nor trains, such as a vision tower: an export has them as they are."""
+    files, model = model_files(directory, config), look_at(config)
+    return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
 
 
 def look_at(config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None) -> PreTrainedModel:

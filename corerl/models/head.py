@@ -31,10 +31,11 @@ class Head:
     only returns the given hidden states. Each token is a row of its own, as in generation with a cache. The copies have
     no hooks: this may run more often on one rank than on another, so nothing may gather weights in it.
 
-    Raises ModelError if the model's forward does not make logits of hidden states alone.
+    Raises ModelError if the model's forward does not make logits of hidden states alone, or does not call the decoder
+    with the tokens or, with `embeds`, with what the embedding makes of them.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel, *, embeds: bool = False) -> None:
         self._given: list[_Hidden] = []
         self._tokens: list[Any] = []  # what the decoder was called with
         self._model = cast(PreTrainedModel, _twin(model, decoder, self._reached))
@@ -43,24 +44,32 @@ class Head:
         if width is None:
             raise ModelError("its config has no hidden_size")
         hidden, tokens = weight.new_empty(2, width), torch.zeros(2, 1, dtype=torch.long, device=weight.device)
-        with torch.no_grad(), _Reads() as reads, _Calls() as calls:
+        with torch.no_grad(), Reads() as reads, _Calls() as calls:
             try:
                 logits = self._logits(hidden, tokens)
             except Exception as error:  # whatever a model's code raises when its decoder is not there
                 raise ModelError(
                     f"what follows the decoder needs more than hidden states ({one_line(error)})"
                 ) from error
-        if not self._tokens or self._tokens[0] is not tokens:
+        wanted = (tokens, *(reads.embedded if embeds else ()))
+        if not self._tokens or not any(self._tokens[0] is each for each in wanted):
             raise ModelError("its decoder is not called with the tokens")
+        if logits is None:
+            raise ModelError("it makes no logits of tokens alone")
         if logits.shape[:2] != tokens.shape:
             raise ModelError(f"it makes logits {list(logits.shape)} of 2 rows with one token each")
+        last = model.get_output_embeddings()
+        own = {id(param) for param in (last.parameters(recurse=False) if last is not None else ())}
+        if embeds:  # which the decoder makes itself
+            del calls.names["embedding"]
+            for param in decoder.get_input_embeddings().parameters():
+                if id(param) not in own:
+                    reads.parameters.pop(id(param), None)
         names = {id(param): name for name, param in model.named_parameters()}
         self.vocab_size = logits.shape[2]
         self.reads = tuple(names[each] for each in reads.parameters if each in names)  # parameters of the model
-        last = model.get_output_embeddings()
         products = sum(calls.names[name] for name in PRODUCTS)
         alone = products == 1 and calls.names.keys() <= {*PRODUCTS, *VIEWS}
-        own = {id(param) for param in (last.parameters(recurse=False) if last is not None else ())}
         fits = alone and own == reads.parameters.keys() and last.weight.shape == (self.vocab_size, width)
         self.linear = last if fits else None
 
@@ -77,7 +86,8 @@ class Head:
         return logits
 
     def _reached(self, *args: Any, **kwargs: Any) -> _Hidden:
-        self._tokens = [*args[:1], *([kwargs["input_ids"]] if "input_ids" in kwargs else [])]
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        self._tokens = [each for each in given if each is not None]
         return self._given[0]
 
 
@@ -95,17 +105,21 @@ class _Hidden:
         return (self.last_hidden_state,)[index]
 
 
-class _Reads(TorchFunctionMode):
-    """Notes the parameters that torch functions are called with, by id, in order."""
+class Reads(TorchFunctionMode):
+    """Notes the parameters that torch functions are called with, by id, in order, and the embeddings they make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: dict[int, None] = {}
+        self.embedded: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = (each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
         self.parameters.update({id(each): None for each in found})
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func is nn.functional.embedding:
+            self.embedded.append(made)
+        return made
 
 
 class _Calls(TorchDispatchMode):

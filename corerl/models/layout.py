@@ -10,8 +10,10 @@ from attrs import frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
+from corerl.messages import one_line
 from corerl.models.attention import PACKED
 from corerl.models.build import architecture_of, build_on_meta
+from corerl.models.config import reads_pictures
 from corerl.models.files import look_at
 from corerl.models.packable import require_packable, require_packed_attention
 from corerl.models.packed import PackedPolicy
@@ -32,6 +34,8 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
     decoder = parts_of(model).decoder
+    if reads_pictures(model.config):
+        _require_text_alone(model, decoder)
     if asked == "whole":
         return Layout("whole")
     try:
@@ -42,6 +46,19 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
             raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
         return Layout("whole", error.message)
     return Layout("packed")
+
+
+def _require_text_alone(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ModelError if a decoder on meta wants more than tokens, such as pictures, or lets them see later ones."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} has an encoder, which lets every token see later ones; use another model")
+    try:
+        decoder(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{name} cannot be called with text alone ({one_line(error)}); use another model") from None
+    except RuntimeError:
+        pass  # its code depends on values, of which there are none on meta
 
 
 def make_policy(

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from corerl.errors import ModelError
 from corerl.models.build import named_weights, stored_buffers
 from corerl.models.lora import adapter_parameters
-from corerl.weights.adapters import PREFIX, adapted
+from corerl.weights.adapters import PREFIX, WEIGHT, B, adapted, adapters_of
 from corerl.weights.chunks import Box, Chunk, intersect, within
 
 
@@ -75,9 +75,9 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
     appears once.
 
     Found by running transformers' own conversion for saving once on meta tensors: a few milliseconds and no memory.
-    Adapters, which transformers does not know, have the names that PEFT gives them.
+    Adapters, which transformers does not know, have the names of `corerl.weights.adapters`.
     Raises ModelError if an HF tensor is not a box of one parameter, the boxes do not cover each element once, or a
-    weight with an adapter has another name in the files.
+    weight with an adapter is not one tensor in the files.
     """
     weights = named_weights(model)
     adapters = adapter_parameters(model)
@@ -104,15 +104,23 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
                 f"{type(model).__name__}: the HF tensors in {name} do not cover each of its elements exactly once"
             )
     for name in adapters:
-        peft, shape = PREFIX + name, tuple(weights[name].shape)
-        changed = adapted(peft)
-        if [box.name for box in boxes.get(changed, ())] != [changed]:
+        changed, shape = adapted(PREFIX + name), tuple(weights[name].shape)
+        whole = boxes.get(changed, ())
+        if len(whole) != 1 or not whole[0].name.endswith(WEIGHT) or whole[0].shape != tuple(weights[changed].shape):
             raise ModelError(
                 f"{type(model).__name__} has no tensor {changed!r} of its own in its files, so that it cannot have an "
                 "adapter; leave it out of lora.targets"
             )
-        boxes[name] = [HFBox(peft, shape, (0,) * len(shape), tuple(range(len(shape))))]
+        own = adapters_of(whole[0].name)[name.endswith(B)]
+        boxes[name] = [HFBox(own, shape, (0,) * len(shape), tuple(range(len(shape))))]
     return boxes
+
+
+def peft_names(model: PreTrainedModel) -> dict[str, str]:
+    """The names that PEFT gives a model's adapters, after the modules that they belong to, by the names that CoreRL
+    gives them, after the weights in the files."""
+    boxes = hf_boxes(model)
+    return {boxes[name][0].name: PREFIX + name for name in adapter_parameters(model)}
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.mixers import attends, counts_tokens, keep_apart, mixers, unregistered_attention
+from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.head import Reads
+from corerl.models.mixers import attends, counts_tokens, keep_apart, kept_apart, mixers, unregistered_attention
+from corerl.models.parts import Parts
 from corerl.ops.attention import PackedSequences
 
 NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
@@ -55,12 +58,29 @@ def require_packed_attention(decoder: PreTrainedModel) -> None:
                 ) from error
 
 
+def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
+    """Names of the parameters that no pass over text reads, so that they never get a gradient: such as attention to an
+    encoder that is not there. `model` is wholly on meta; empty if its code depends on values."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.ones_like(tokens, device="cpu")
+    passed_over = {id(param) for module in kept_apart(parts.decoder) for param in module.parameters()}  # on meta
+    with _looked_at(parts.decoder), Reads() as reads, torch.no_grad():
+        try:
+            parts.decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
+        except Exception:  # as above
+            return set()
+    read = passed_over | reads.parameters.keys()
+    after = {VALUE_HEAD_WEIGHT} if parts.head is None else set(parts.head.reads)
+    return {name for name, param in model.named_parameters() if id(param) not in read} - after
+
+
 @contextmanager
 def _looked_at(decoder: PreTrainedModel) -> Iterator[set[type]]:
     """Within the block, the decoder is one that `PackedPolicy` runs, with experts that can be on meta. Gives the
     classes of modules that mix tokens and have not been called."""
     register_packed_attention()
-    configs: dict[int, Any] = {id(each.config): each.config for each in decoder.modules() if hasattr(each, "config")}
+    held = (getattr(each, "config", None) for each in decoder.modules())
+    configs: dict[int, Any] = {id(each): each for each in held if isinstance(each, PreTrainedConfig)}
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs.values()]
     apart = keep_apart(decoder)
     unseen = {type(module) for module in mixers(decoder)}

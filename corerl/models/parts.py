@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 
 from attrs import frozen
@@ -20,6 +21,7 @@ OTHERS = {
     "cpmant": "lets prompts see all of their tokens",
     "glm_moe_dsa": TIES,
     "hy_v4": TIES,
+    "mistral_large4_text": TIES,
     "phimoe": "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts, so its log-probs would differ "
     "from an engine's",
     "prophetnet": "predicts several tokens ahead, with attention to its own predictions",
@@ -52,10 +54,13 @@ def parts_of(model: PreTrainedModel) -> Parts:
                 + (f", or set {field}={causal} if it was trained as one" if model.config is config else "")
             )
     reasons = []
-    for decoder in _decoders(model):
+    # The first that is called with tokens, or else one that is given their embeddings, which it would make itself.
+    for embeds, decoder in itertools.product((False, True), _decoders(model)):
+        if embeds and decoder.get_output_embeddings() is not None:
+            continue  # a model with a head of its own, as in Llama 4
         try:
             inspect.signature(decoder.forward).bind(input_ids=None, use_cache=False)
-            return Parts(decoder, None if hasattr(model, VALUE_HEAD) else Head(model, decoder))
+            return Parts(decoder, None if hasattr(model, VALUE_HEAD) else Head(model, decoder, embeds=embeds))
         except TypeError as error:
             reasons.append(f"{type(decoder).__name__} cannot be called with tokens alone ({one_line(error)})")
         except ModelError as error:
@@ -67,8 +72,9 @@ def parts_of(model: PreTrainedModel) -> Parts:
 def _decoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """What may be the part of `model` that turns tokens into hidden states."""
     named = model.get_decoder()
-    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if isinstance(named, PreTrainedModel) and named is not model:
         yield named
-    if len(inner) == 1 and inner[0] is not named:
-        yield inner[0]
+    for outer in (model, named):
+        inner = [child for child in outer.children() if isinstance(child, PreTrainedModel)]
+        if len(inner) == 1 and inner[0] is not named:
+            yield inner[0]

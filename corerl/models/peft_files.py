@@ -39,6 +39,7 @@ PLAIN: Mapping[str, Sequence[Any]] = {
 BEGINNING = ("eva_config",)  # tables of how adapters began, with init_lora_weights="eva"
 OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
 EMPTY: Sequence[Any] = (None, {})
+SAME: Mapping[str, str] = {}
 
 
 def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
@@ -53,9 +54,17 @@ def _a(shape: Sequence[int], init: str) -> Initial:
 
 
 class PeftFiles(SafetensorsSource):
-    """The adapters in a directory of PEFT, by the names of `corerl.weights.adapters`, which are its own."""
+    """The adapters in a directory of PEFT, by the names of `corerl.weights.adapters`; `names` has those that PEFT has
+    others for."""
 
     holds = "a directory of PEFT"
+
+    def __init__(self, directory: str | Path, names: Mapping[str, str] = SAME) -> None:
+        super().__init__(directory)
+        self._names = names
+
+    def stored(self, name: str) -> str | None:
+        return super().stored(self._names.get(name, name))
 
     def where(self, name: str) -> Path:
         return self.directory / PEFT_WEIGHTS

@@ -34,7 +34,9 @@ def choosers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _recorded(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     """The classes of modules whose output transformers records as the logits of routers."""
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    # Of a model that reads pictures, only its text decoder may say so.
+    told = [(getattr(each, "_can_record_outputs", None) or {}) for each in (model, model.get_decoder())]
+    recorded = next((each["router_logits"] for each in told if "router_logits" in each), None)
     several = recorded if isinstance(recorded, list) else [recorded]
     return tuple(filter(None, (getattr(each, "target_class", None) for each in several)))
 
@@ -53,7 +55,7 @@ class Routers:
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts(model.config)
-        self.topk = int(getattr(model.config, "num_experts_per_tok", 0) or 0)  # experts per token
+        self.topk = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0)  # experts per token
         self._listening = False
         self._told: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept

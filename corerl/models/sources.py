@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig
 
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.models.build import VALUE_HEAD_WEIGHT
-from corerl.models.files import model_files
+from corerl.models.files import look_at, model_files
 from corerl.models.initial import initials
+from corerl.models.names import peft_names
 from corerl.models.peft_files import PeftFiles, begins
 from corerl.models.random import RandomSource
 from corerl.models.readers import FirstOf
@@ -35,7 +36,10 @@ def initial_source(
     drawn = functools.partial(RandomSource, hf, seed=seed, device=device)
     sources: list[TensorSource] = []
     if lora is not None and adapters:
-        sources.append(PeftFiles(lora.path) if lora.path else drawn(adapters, initials=begins(adapters, lora.init)))
+        if lora.path:
+            sources.append(PeftFiles(lora.path, peft_names(look_at(hf, lora=lora))))
+        else:
+            sources.append(drawn(adapters, initials=begins(adapters, lora.init)))
     if model.path:
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         sources += [model_files(model.path, hf), *([drawn(head)] if head else [])]

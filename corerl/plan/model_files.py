@@ -5,6 +5,7 @@ Imports transformers' models, which takes seconds: import this module only when 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ from corerl.config.schema import LoraConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.messages import listed
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
-from corerl.models.files import look_at, model_files
-from corerl.models.names import hf_boxes, shapes_of
+from corerl.models.config import reads_pictures
+from corerl.models.files import kept_files, look_at, model_files
+from corerl.models.names import hf_boxes, peft_names, shapes_of
 from corerl.models.peft_files import PeftFiles
 from corerl.weights.adapters import is_adapter
 
@@ -62,7 +64,8 @@ def with_adapters(model: PreTrainedConfig, lora: LoraConfig, *, value_head: bool
 
 def require_adapters(directory: Path, model: PreTrainedModel) -> None:
     """Raise ModelError unless the PEFT directory has the adapters of `model`, and no others."""
-    files = PeftFiles(directory)
+    names = peft_names(model)
+    files = PeftFiles(directory, names)
     wanted = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
     for name, shape in wanted.items():
         if (found := files.shape(name)) != shape:
@@ -75,7 +78,7 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
                 f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; save "
                 "the adapters again"
             )
-    if others := sorted(files.names - wanted.keys()):
+    if others := sorted(files.names - set(names.values())):
         raise ModelError(
             f"{directory} has tensors that no adapter of this model is, as {listed(others, SHOWN)}; use adapters of "
             "linear layers of the same model"
@@ -158,9 +161,32 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
                 f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; use "
                 "the original model, not a quantized one"
             )
+    if reads_pictures(config):
+        return ""  # see `untrained`
     whole = look_at(config)  # with its head, which a critic does not read
     unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
     if not unused:
         return ""
     count = f"{len(unused)} tensors" if len(unused) > 1 else "a tensor"
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
+
+
+def untrained(directory: str, config: PreTrainedConfig) -> str:
+    """A notice of what a run on text does not train of a model that reads pictures; "" if its directory lacks that."""
+    files, kept = kept_files(directory, config)
+    if not kept:
+        return ""
+    own = shapes_of(look_at(config))
+    trained, others = sum(map(math.prod, own.values())), sum(math.prod(files.shape(name) or ()) for name in kept)
+    inside = {start for name in own for start in _prefixes(name)}
+    parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}
+    return (
+        f"{len(kept)} tensors ({others / (trained + others):.1%} of the weights) are not trained, as the run reads "
+        f"text alone, and an export has them as they are: {listed(sorted(parts), SHOWN)}"
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    """The names of a tensor and of the modules around it, the outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.build import materialize, stored_buffers
+from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout, make_policy
 from corerl.models.names import hf_boxes
@@ -50,33 +54,39 @@ class Status(StrEnum):
 class Row:
     model_type: str
     status: Status
+    pictures: bool = False  # whether its checkpoints have parts for pictures: what is examined is their text half
     reason: str = ""  # why it is not packed
     logprobs: float | None = None  # the largest difference, if it was checked, relative as above
     gradients: float | None = None  # the largest difference, relative as above
 
 
 def model_types() -> list[str]:
-    """Every type that `AutoModelForCausalLM` knows."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` knows."""
+    return list({**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def examine(model_type: str, *, check: bool = False) -> Row:
     """What becomes of a model of `smallest_config`; with `check`, it is compared with transformers in float32."""
+    blank = Row(
+        model_type=model_type, status=Status.UNBUILT, pictures=model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    )
     try:
         config = smallest_config(model_type)
     except Exception as error:  # whatever transformers' code does with a config that nobody publishes
-        return Row(model_type=model_type, status=Status.UNBUILT, reason=one_line(error))
+        return evolve(blank, reason=one_line(error))
+    if blank.pictures:
+        config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]  # as published checkpoints say
     try:
         chosen = choose_layout(look_at(config), "auto")
         policy = make_policy(config, dtype=torch.float32, layout=chosen.name)
         hf_boxes(policy.model)
     except ModelError as error:
         status = Status.REFUSED if error.__cause__ is None else Status.UNBUILT  # which has what transformers raised
-        return Row(model_type=model_type, status=status, reason=error.message)
-    row = Row(model_type=model_type, status=Status(chosen.name), reason=chosen.why)
+        return evolve(blank, status=status, reason=error.message)
+    row = evolve(blank, status=Status(chosen.name), reason=chosen.why)
     if not check:
         return row
-    model = drawn_model(config)
+    model = _drawn_text(config) if blank.pictures else drawn_model(config)
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() > 1:
@@ -89,7 +99,7 @@ def examine(model_type: str, *, check: bool = False) -> Row:
     try:
         wanted = _alone(model, sequences)
     except Exception as error:  # as above
-        return Row(model_type=model_type, status=Status.UNBUILT, reason=f"transformers' own forward: {one_line(error)}")
+        return evolve(blank, reason=f"transformers' own forward: {one_line(error)}")
     logprobs, gradients = _differences(_together(policy.eval(), sequences), policy.model, wanted, model)
     row = evolve(row, logprobs=logprobs, gradients=gradients)
     if logprobs <= TOLERANCE and gradients <= TOLERANCE:  # which a NaN is not
@@ -98,6 +108,17 @@ def examine(model_type: str, *, check: bool = False) -> Row:
         return row
     why = f"log-probs differ by {logprobs:.2g}, gradients by {gradients:.2g} of their norm, though {chosen.name}"
     return evolve(row, status=Status.WRONG, reason=why)
+
+
+def _drawn_text(config: PreTrainedConfig) -> PreTrainedModel:
+    """The text half of a model with random weights: towers are not small, in a config that is small otherwise."""
+    model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True)
+    drawn = {
+        name: nn.Parameter(0.02 * torch.randn(param.shape) if param.is_meta else param.detach())
+        for name, param in model.named_parameters()
+    }
+    materialize(model, drawn)
+    return model.eval()
 
 
 def _alone(model: Any, sequences: Sequence[Tensor]) -> Tensor:

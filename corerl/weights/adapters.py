@@ -1,7 +1,8 @@
-"""Low-rank adapters by the names that PEFT gives them, and the weights that they change.
+"""Low-rank adapters by name, and the weights that they change.
 
 An adapter of the HF tensor `model.layers.0.mlp.up_proj.weight` [out, in] is two tensors, A [rank, in] named
-`base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` and B [out, rank] named the same with `lora_B`. A backend
+`base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` and B [out, rank] named the same with `lora_B`: as PEFT does
+it, but after the weight's name in the files, where that is not the module's (`corerl.models.peft_names`). A backend
 that trains adapters holds boxes of them among its parameters, under these names, and masters and moments of nothing
 else but a value head.
 """

@@ -254,7 +254,8 @@ def models_reference() -> str:
         numbers = [row[what] for what in ("logprobs", "gradients") if row[what] is not None]
         apart = f"{max(numbers):.0e}" if numbers else ""
         reason = " ".join(row["reason"].split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
-        lines.append(f"| `{row['model_type']}` | {row['status']} | {reason} | {apart} |")
+        half = ", its text half" if row["pictures"] else ""
+        lines.append(f"| `{row['model_type']}`{half} | {row['status']} | {reason} | {apart} |")
     return "\n".join(lines)
 
 

@@ -24,10 +24,10 @@ def test_as_json_with_numbers_where_they_are_checked(capsys: pytest.CaptureFixtu
     (row,) = json.loads(capsys.readouterr().out)
     assert 0 < row.pop("logprobs") < 1e-5 and 0 < row.pop("gradients") < 1e-5
     assert row.pop("reason").startswith("BloomForCausalLM computes attention with its own code (BloomAttention)")
-    assert row == {"model_type": "bloom", "status": "whole"}
+    assert row == {"model_type": "bloom", "status": "whole", "pictures": False}
 
 
 def test_an_unknown_type_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "qwen33"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("corerl: error: 'qwen33' is no causal language model of transformers") and "qwen3" in err
+    assert err.startswith("corerl: error: 'qwen33' is no language model of transformers") and "qwen3" in err

@@ -1,4 +1,4 @@
-"""A checkpoint of a role that trains adapters, as the plain backend writes it after two steps."""
+"""A checkpoint of a role that trains adapters, or all weights, as the plain backend writes it after two steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train_adapted(
 ) -> Adapted:
     """`config` says the model, the adapters of the role, and the run's seed."""
     lora = config.lora_of(role)
-    assert lora is not None and lora.rank is not None  # it is settled
+    assert lora is None or lora.rank is not None  # it is settled
     model, critic = config.model_of(role), role == "critic"
     setup = Setup(
         backend=backend,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from transformers import AutoModelForImageTextToText
 
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
@@ -37,6 +38,7 @@ from tests.engines.models import (
     spread,
     update,
 )
+from tests.pictures import FAMILIES, of_pictures, tensors_in, write_pictures
 
 PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_tokens=(2, 9))
 
@@ -557,3 +559,20 @@ def test_a_paused_engine_answers_at_once_with_nothing_until_it_is_resumed(tmp_pa
     assert len(none.tokens) == 0 and none.unfinished.tolist() == [True] * 3
     served.resume()
     assert not served.generate(request(3)).unfinished.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_model_that_reads_pictures_it_holds_the_text(family: str, tmp_path: Path) -> None:
+    directory = write_pictures(family, tmp_path / "hf")
+    tensors = {name: tensor for name, tensor in tensors_in(directory).items() if not of_pictures(name)}
+    served = TransformersEngine(ModelConfig(path=str(directory)), TransformersConfig(), context())
+    assert [each.error for each in update([served], tensors, version=0, path=tmp_path / "weights")] == [""]
+    sums = served.weight_sums("float32")
+    assert sums is not None and sums.keys() == tensors.keys()
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    asked = request(12)
+    for prompt, response, logprobs in sequences(asked, served.generate(asked)):
+        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        torch.testing.assert_close(
+            torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
+        )

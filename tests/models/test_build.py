@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from corerl.errors import ModelError
 from corerl.models.build import (
@@ -20,6 +21,7 @@ from corerl.models.build import (
 )
 from corerl.models.smallest import smallest_config
 from corerl.testing.models import KINDS, tiny_config
+from tests.pictures import FAMILIES, of_pictures, pictures_config
 
 
 def test_transformers_draws_no_values_for_parameters_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,3 +166,21 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations() 
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
     assert few_kept < all_kept / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> None:
+    config = pictures_config(family)
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family]]
+    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    own = dict(whole.named_parameters())
+    text = build_on_meta(config, dtype=torch.float32, attention="eager")
+    assert type(text) is type(whole)
+    assert dict(text.named_parameters()).keys() == {name for name in own if not of_pictures(name)}
+    if family != "qwen3_vl":  # whose text half has no class of its own
+        alone: Any = AutoModelForCausalLM.from_config(config.get_text_config(), dtype=torch.float32)
+        assert sum(p.numel() for p in text.parameters()) == sum(p.numel() for p in alone.parameters())
+    materialize(text, {name: nn.Parameter(own[name].detach()) for name, _ in text.named_parameters()})
+    tokens = torch.tensor([[9, 10, 11, 30, 40]])
+    with torch.no_grad():
+        assert torch.equal(text.eval()(input_ids=tokens).logits, whole.eval()(input_ids=tokens).logits)

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.build import build_on_meta
-from corerl.models.config import context_length, experts, hf_config, require_ranges
+from corerl.models.build import architecture_of, build_on_meta
+from corerl.models.config import class_name, context_length, experts, hf_config, reads_pictures, require_ranges
 from corerl.models.smallest import smallest_config
 from corerl.testing.models import tiny_fields
 
@@ -69,7 +69,7 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
         ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
         (json.dumps({"model_type": "qwen3", "hidden_size": "wide"}), "hidden_size"),
-        (json.dumps({"model_type": "t5"}), "'t5' is not a causal language model"),
+        (json.dumps({"model_type": "t5"}), "'t5' is neither a causal language model nor an image-text model"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expected: str) -> None:
@@ -204,3 +204,35 @@ def test_a_context_is_as_long_as_the_model_has_positions() -> None:
 def test_a_config_whose_layers_differ_in_their_sizes_is_read(tmp_path: Path) -> None:
     smallest_config("gemma4_text").save_pretrained(tmp_path)
     assert hf_config(ModelConfig(path=str(tmp_path))).model_type == "gemma4_text"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named", "wanted"),
+    [
+        ("qwen3_5", ["Qwen3_5ForConditionalGeneration"], "Qwen3_5ForConditionalGeneration"),
+        ("qwen3_5", ["Qwen3_5ForCausalLM"], "Qwen3_5ForCausalLM"),
+        ("qwen3_5", None, "Qwen3_5ForCausalLM"),
+        ("qwen3_5", ["MyModel"], "Qwen3_5ForCausalLM"),  # which transformers does not have for it
+        ("qwen3_vl", ["Qwen2ForCausalLM"], "Qwen3VLForConditionalGeneration"),
+        ("qwen3", ["Qwen3ForSequenceClassification"], "Qwen3ForCausalLM"),
+        ("gemma3", None, "Gemma3ForConditionalGeneration"),
+        ("gemma3_text", None, "Gemma3ForCausalLM"),
+    ],
+)
+def test_a_model_is_of_the_class_that_its_config_names(model_type: str, named: list[str] | None, wanted: str) -> None:
+    config = smallest_config(model_type)
+    config.architectures = named
+    assert (class_name(config), architecture_of(config).__name__) == (wanted, wanted)
+    assert reads_pictures(config) == ("ForConditionalGeneration" in wanted)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "way_out"),
+    [
+        ("gemma3", "use model_type 'gemma3_text', or set model.path"),
+        ("qwen3_vl", "set model.path"),  # whose text half is no type of its own
+    ],
+)
+def test_fields_of_a_model_that_reads_pictures_are_refused(model_type: str, way_out: str) -> None:
+    with pytest.raises(ModelError, match=f"has parts for pictures .* cannot begin at random; {way_out}"):
+        hf_config(ModelConfig(config={"model_type": model_type}))

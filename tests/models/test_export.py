@@ -24,6 +24,7 @@ from corerl.models.readers import INDEX, SINGLE
 from corerl.models.smallest import smallest_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_config
+from tests.pictures import pictures_config
 
 
 def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,3 +307,23 @@ def test_an_exported_tokenizer_has_a_class_and_special_tokens_that_older_version
     )
     published, _ = exported("third", AutoTokenizer.from_pretrained(tmp_path / "first", trust_remote_code=False))
     assert "auto_map" not in published and published["tokenizer_class"].startswith("LlamaTokenizer")
+
+
+def test_text_inside_another_config_has_the_older_names_too(tmp_path: Path) -> None:
+    config = pictures_config("qwen3_vl")
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    text = json.loads((tmp_path / "hf/config.json").read_text())["text_config"]
+    assert text["rope_theta"] == 1e4 and text["torch_dtype"] == text["dtype"] == "float32"
+    # Without its sections the positions of pictures would be other ones.
+    assert text["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+
+def test_kept_tensors_are_written_as_they_are(tmp_path: Path) -> None:
+    kept = {"tower": torch.full((64,), torch.nan, dtype=torch.float16), "positions": torch.arange(3)}
+    config = AutoConfig.for_model("qwen3")
+    tensors = [("a", torch.zeros(2, dtype=torch.bfloat16))]
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors, kept=kept.items(), shard_bytes=64)
+    held = {name: each for file in (tmp_path / "hf").glob("*.safetensors") for name, each in load_file(file).items()}
+    assert held.keys() == {"a", *kept}
+    assert all(torch.equal(held[name].view(torch.uint8), each.view(torch.uint8)) for name, each in kept.items())
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16  # of what was trained

@@ -9,6 +9,7 @@ from corerl.errors import ModelError
 from corerl.models.files import look_at
 from corerl.models.layout import Layout, choose_layout, make_policy, own_attention
 from corerl.models.packed import PackedPolicy
+from corerl.models.parts import parts_of
 from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.testing.models import tiny_config
@@ -56,3 +57,32 @@ def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() 
         assert policy.value_head is not None and policy.value_head.weight.dtype is torch.bfloat16
     with pytest.raises(ModelError, match="; set train.layout to 'auto' or 'whole'$"):
         make_policy(smallest_config("bloom"), dtype=torch.float32, layout="packed")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        (
+            "idefics",
+            "IdeficsForVisionText2Text cannot be called with text alone (ValueError: Exactly 1",
+        ),
+        ("florence2", "Florence2ForConditionalGeneration has an encoder, which lets every token see later ones"),
+        (
+            "blip-2",
+            "CoreRL cannot tell the decoder of Blip2ForConditionalGeneration from what follows it: what follows",
+        ),
+    ],
+)
+def test_a_model_that_reads_pictures_must_pass_text_alone(model_type: str, reason: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        choose_layout(look_at(smallest_config(model_type)), "auto")
+    assert refused.value.message.startswith(reason)
+
+
+def test_a_decoder_may_be_given_the_embeddings_of_tokens() -> None:
+    config = smallest_config("llama4")
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    model = look_at(config)
+    found = parts_of(model)
+    assert type(found.decoder).__name__ == "Llama4TextModel" and found.head is not None
+    assert found.head.linear is model.get_output_embeddings()

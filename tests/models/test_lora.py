@@ -7,18 +7,19 @@ import math
 import pytest
 import torch
 from attrs import evolve
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
+from corerl.models import names
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.files import look_at
 from corerl.models.lora import LoraLinear, adapter_parameters, freeze, put_adapters, targets_in, trained_parameters
-from corerl.models.names import shapes_of
+from corerl.models.names import peft_names, shapes_of
 from corerl.models.smallest import smallest_config
 from corerl.testing.models import drawn_model, tiny_config
-from corerl.weights.adapters import PREFIX, is_adapter
+from corerl.weights.adapters import PREFIX, B, adapted, is_adapter
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 ATTENTION = [f"self_attn.{name}_proj" for name in ("k", "o", "q", "v")]
@@ -180,12 +181,28 @@ def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> No
     )
 
 
-def test_a_weight_that_the_files_hold_under_another_name_cannot_have_an_adapter() -> None:
-    config = smallest_config("laguna")  # whose shared experts are called otherwise in its files
+def test_adapters_of_renamed_weights_have_the_names_of_their_modules_in_peft() -> None:
+    model = look_at(smallest_config("laguna"), lora=LORA)  # whose shared experts are called otherwise in its files
+    ours = f"{PREFIX}model.layers.1.mlp.shared_expert.gate_proj.lora_B.weight"
+    assert peft_names(model)[ours] == f"{PREFIX}model.layers.1.mlp.shared_experts.gate_proj.lora_B.weight"
+    adapters = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
+    assert peft_names(model).keys() == adapters.keys()
+    for name, shape in adapters.items():  # of A [rank, in] and B [out, rank]
+        assert shapes_of(model)[adapted(name)][not name.endswith(B)] == shape[not name.endswith(B)]
+    same = look_at(tiny_config("qwen3"), lora=LORA)
+    assert all(ours == theirs for ours, theirs in peft_names(same).items())
+
+
+def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(model: PreTrainedModel, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        up = params.pop("model.layers.0.mlp.up_proj.weight")
+        return {**params, "up.0": up[:48], "up.1": up[48:]}
+
+    monkeypatch.setattr(names, "revert_weight_conversion", split)
     with pytest.raises(ModelError) as caught:
-        shapes_of(look_at(config, lora=LORA))
+        shapes_of(look_at(tiny_config("qwen3"), lora=LORA))
     assert caught.value.message == (
-        "LagunaForCausalLM has no tensor 'model.layers.1.mlp.shared_experts.gate_proj.weight' of its own in its files, "
-        "so that it cannot have an adapter; leave it out of lora.targets"
+        "Qwen3ForCausalLM has no tensor 'model.layers.0.mlp.up_proj.weight' of its own in its files, so that it cannot "
+        "have an adapter; leave it out of lora.targets"
     )
-    assert any(map(is_adapter, shapes_of(look_at(config, lora=of("self_attn.q_proj")))))
+    assert any(map(is_adapter, shapes_of(look_at(tiny_config("qwen3"), lora=of("self_attn.q_proj")))))

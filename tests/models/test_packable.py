@@ -14,7 +14,12 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize, recompute_layers
 from corerl.models.files import look_at
-from corerl.models.packable import longest_sequence, require_packable, require_packed_attention
+from corerl.models.packable import (
+    longest_sequence,
+    require_packable,
+    require_packed_attention,
+    unread_parameters,
+)
 from corerl.models.packed import PackedPolicy
 from corerl.models.parts import parts_of
 from corerl.models.smallest import smallest_config
@@ -133,3 +138,12 @@ def test_other_rotary_frequencies_have_no_limit_and_one_table_for_each_type_of_l
     nested = AutoConfig.for_model(**LLAMA)
     nested.rope_parameters = {"full_attention": LONG, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     assert longest_sequence(nested) == 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "unread"), [("bart", "encoder_attn"), ("qwen3_5_text", ""), ("gemma3_text", "")]
+)
+def test_weights_that_no_pass_reads_are_known(model_type: str, unread: str) -> None:
+    model = look_at(smallest_config(model_type))
+    found = unread_parameters(model, parts_of(model))
+    assert found == {name for name, _ in model.named_parameters() if unread and unread in name}

@@ -22,12 +22,14 @@ from corerl.plan.model_files import (
     require_same_model,
     require_weights,
     saved_shapes,
+    untrained,
     with_adapters,
 )
 from corerl.testing.models import tiny_config
 from corerl.weights.adapters import is_adapter
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save
+from tests.pictures import of_pictures, tensors_in, write_pictures
 
 LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
 MODULES = ("self_attn.q_proj", "mlp.up_proj")
@@ -169,3 +171,17 @@ def test_a_model_that_no_memory_holds_is_refused() -> None:
     wide = built(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
     with pytest.raises(ModelError, match=r"the model has .*e\+1\d parameters.*'model.layers.0.mlp.gate_proj.weight', "):
         require_memory(wide, there=2**40)
+
+
+def test_what_is_not_trained_of_a_model_that_reads_pictures_is_told(tmp_path: Path) -> None:
+    for family, parts in (("gemma3", "multi_modal_projector, vision_tower"), ("qwen3_5", "model.visual")):
+        directory = write_pictures(family, tmp_path / family)
+        hf = hf_config(ModelConfig(path=str(directory)))
+        held = tensors_in(directory)
+        kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
+        share = sum(kept.values()) / sum(each.numel() for each in held.values())
+        assert untrained(str(directory), hf) == (
+            f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
+            f"export has them as they are: {parts}"
+        )
+        assert require_weights(str(directory), built(hf, value_head=False), hf) == ""

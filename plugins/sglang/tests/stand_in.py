@@ -58,20 +58,21 @@ class Rank:
     def __init__(self, model_path: str, dtype: str, damage: str, lora: Mapping[str, Any]) -> None:
         """`damage`: a tensor that it loads wrongly. `lora`: rank and targets of adapters, if it has any."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         from corerl.engines import named_views
         from corerl.models import routers
 
         self.damage = damage
-        config = AutoConfig.from_pretrained(model_path)
+        config = transformers.AutoConfig.from_pretrained(model_path)
         form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks
         self.stops = {config.eos_token_id} - {None}
-        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
+        kind = getattr(transformers, config.architectures[0])  # as SGLang chooses it
+        self.model = kind._from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
         self.model.eval()
         self.adapters: dict[str, Any] = {}  # by the names of PEFT
         self.views, self.routers = named_views(self.model), routers(self.model)
-        self.layers = config.num_hidden_layers
+        self.layers = config.get_text_config().num_hidden_layers
         if lora:
             self.put_adapters(lora, dtype)
         self.blocks = blocks_of(self.views, form) if form else {}

@@ -45,3 +45,9 @@ def test_the_limit_is_that_of_transformers_code() -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     assert GptOssExperts(smallest_config("gpt_oss")).limit == 7.0
+
+
+def test_text_inside_another_config_gets_them_too() -> None:
+    config = AutoConfig.for_model("qwen3_5")
+    add_published_fields(config)
+    assert config.text_config.full_attention_interval == 4

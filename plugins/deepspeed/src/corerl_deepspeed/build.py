@@ -24,12 +24,15 @@ from corerl.models import (
     Policy,
     freeze,
     hf_boxes,
+    look_at,
     make_policy,
     materialize,
     move_buffers,
+    parts_of,
     put_adapters,
     recompute_layers,
     trained_parameters,
+    unread_parameters,
 )
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.gradients import GradientWatch
@@ -69,7 +72,10 @@ def build_model(
         recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
-    untrained = [name for name, param in policy.model.named_parameters() if not param.requires_grad]
+    untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
+    if train.optimizer.weight_decay:
+        looked = look_at(hf, value_head=value_head, lora=lora)
+        untrained |= unread_parameters(looked, parts_of(looked))
     settings = deepspeed_json(
         options,
         train,

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from corerl.config import RoleConfig
 from corerl.errors import ModelError, PluginError
 from corerl.messages import listed, one_line
-from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, look_at, shapes_of, stored_buffers
+from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, look_at, reads_pictures, shapes_of, stored_buffers
 from corerl.weights import gather_plain
 from corerl_megatron.boxes import Traced, trace
 from corerl_megatron.chunks import Held, Piece, vocabulary_pieces
@@ -77,6 +77,11 @@ class Bridged:
                 f"backends.megatron.bridge=true, but megatron-bridge cannot be imported ({one_line(error)}); "
                 f"{BRIDGE_INSTALL}"
             ) from error
+        if reads_pictures(config):
+            raise ModelError(
+                f"Megatron-Bridge builds a {architecture_of(config).__name__} with its vision tower, which numbers and "
+                "packs tokens in its own way, while this backend trains text decoders alone; use another backend"
+            )
         model = look_at(config, value_head=value_head)
         config = copy.deepcopy(config)
         config.architectures = [architecture_of(config).__name__]  # whatever else the checkpoint may have

@@ -268,7 +268,7 @@ def unsupported_by(hf: Fields) -> str:
     if family is None:
         return (
             f"model_type {name!r} is not supported by this backend, only {', '.join(FAMILIES)}; use another backend, "
-            "or backends.megatron.bridge=true, if Megatron-Bridge knows it"
+            "or backends.megatron.bridge=true, if Megatron-Bridge knows it and it reads no pictures"
         )
     for bias in ("attention_bias", "attention_out_bias", "mlp_bias"):
         if hf.get(bias) and family.qkv_bias != bias and not family.all_biases:

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "trust_remote_code": MODEL,
     "json_model_override_args": MODEL,
     "skip_tokenizer_init": TOKENS,
+    "enable_multimodal": TOKENS,
     "tokenizer_worker_num": TOKENS,
     "load_format": TRAINER,
     "model_loader_extra_config": TRAINER,
@@ -134,6 +135,7 @@ def server_arguments(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
+        "enable_multimodal": False,  # else it looks for a processor of pictures, and keeps memory for them
         "custom_weight_loader": [LOADER],
         "device": context.device,
         "dtype": context.precision,

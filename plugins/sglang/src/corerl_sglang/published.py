@@ -18,6 +18,7 @@ INTERVAL = "full_attention_interval"  # of the layers of hybrid models, every so
 
 def add_published_fields(config: PreTrainedConfig) -> None:
     """Set those of the fields that `config` lacks, as it does unless it was read from a published file."""
+    config = config.get_text_config()
     fields = dict(FIELDS.get(config.model_type, {}))
     layers = getattr(config, "layer_types", None) or []
     if "linear_attention" in layers and "full_attention" in layers:

@@ -71,6 +71,7 @@ def quantized(config: SglangConfig, cluster: ClusterInfo) -> str:
 
 def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of dividing the model as configured."""
+    model = {**model, **(model.get("text_config") or {})}  # of one that reads pictures
     experts = max(1, experts_of(model))
     if experts == 1 and config.expert_parallel > 1:
         yield Problem("expert_parallel", f"{config.expert_parallel}, but the model has no experts; set it to 1")

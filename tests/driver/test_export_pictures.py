@@ -1,0 +1,141 @@
+"""A checkpoint that reads pictures is exported as what it was but for its text, whole, as adapters, and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from corerl.config.schema import LoraConfig, ModelConfig, RunConfig
+from corerl.driver.export import export
+from corerl.models.config import hf_config
+from corerl.models.peft_files import saved_settings
+from corerl.plan.model_files import require_adapters, with_adapters
+from tests.driver.adapted import train_adapted
+from tests.driver.saved import CRITIC, make_config
+from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
+from tests.with_peft import needs_peft, run_with_peft
+
+LORA = LoraConfig(rank=3, alpha=7.0).settled({})
+READ = """
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+found = []
+for case in asked:
+    base = AutoModelForImageTextToText.from_pretrained(case["base"], dtype=torch.float32, attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, case["adapters"]).eval()
+    names = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        logits = [model(input_ids=tokens[None]).logits[0, :-1] for tokens in case["tokens"]]
+    found.append((names, logits))
+"""
+
+
+def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None, **tables: Any) -> Any:
+    """The base directory, and a checkpoint of two steps on it."""
+    base = write_pictures(family, tmp_path / family)
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    config = evolve(make_config(model=model, **tables), lora=lora, run=RunConfig())
+    return base, train_adapted(tmp_path / f"run-{family}", config)
+
+
+def logprobs_of(logits: list[torch.Tensor], samples: Any) -> np.ndarray[Any, Any]:
+    found = []
+    for each, tokens in zip(logits, np.split(samples.tokens, samples.offsets[1:-1]), strict=True):
+        log_p = (each / samples.temperature).log_softmax(-1)
+        found += [np.zeros(1), log_p.gather(-1, torch.tensor(tokens[1:, None]))[:, 0].numpy()]
+    return np.concatenate(found)
+
+
+def loaded(directory: Path, auto: Any) -> Any:
+    """A model of transformers, to which no weight was missing or unknown."""
+    model, told = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    return model.eval()
+
+
+def assert_is_the_base_but_for_text(directory: Path, base: Path) -> None:
+    """Every tensor has its name, those of pictures their bytes, and all others have changed."""
+    before, after = tensors_in(base), tensors_in(directory)
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if of_pictures(name)}
+    was, now = (json.loads((each / "config.json").read_text()) for each in (base, directory))
+    assert (now["architectures"], now["model_type"]) == (was["architectures"], was["model_type"])
+    assert now["vision_config"].items() >= {k: v for k, v in was["vision_config"].items() if k != "dtype"}.items()
+    for name in PROCESSOR:
+        assert (directory / name).read_text() == (base / name).read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_is_the_checkpoint_but_for_its_text(tmp_path: Path, family: str) -> None:
+    base, run = trained(tmp_path, family)
+    directory = export(run.checkpoint, tmp_path / "export")
+    assert_is_the_base_but_for_text(directory, base)
+    autos = [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in ("qwen3_5", "gemma3") else [])]
+    for model in (loaded(directory, auto) for auto in autos):
+        with torch.no_grad():
+            tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
+            logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
+        assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+    assert np.abs(run.after - run.before).max() > 0.01
+
+
+@needs_peft
+@pytest.mark.processes
+def test_adapters_load_in_the_class_of_the_checkpoint(tmp_path: Path) -> None:
+    runs = {family: trained(tmp_path, family, LORA) for family in FAMILIES}
+    asked = list[dict[str, Any]]()
+    for family, (base, run) in runs.items():
+        tokens = [torch.tensor(each) for each in np.split(run.samples.tokens, run.samples.offsets[1:-1])]
+        adapters = export(run.checkpoint, tmp_path / f"adapters-{family}")
+        asked.append({"base": str(base), "adapters": str(adapters), "tokens": tokens})
+    found = run_with_peft(READ, asked, tmp_path)
+    for case, (names, logits), (_, run) in zip(asked, found, runs.values(), strict=True):
+        assert names == tensors_in(Path(case["adapters"])).keys() and not any(map(of_pictures, names))
+        assert np.abs(run.after - run.before).max() > 0.01
+        assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+
+
+def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path) -> None:
+    base, first = trained(tmp_path, "mistral3", LORA)
+    adapters = export(first.checkpoint, tmp_path / "adapters")
+    lora = LoraConfig(path=str(adapters)).settled(saved_settings(adapters))
+    hf = hf_config(ModelConfig(path=str(base)))
+    require_adapters(adapters, with_adapters(hf, lora, value_head=False))
+    _, second = trained(tmp_path, "mistral3", lora)
+    assert np.array_equal(second.before, first.after)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mistral3"])  # whose files name weights as the model does, and do not
+def test_merged_adapters_are_the_whole_checkpoint(tmp_path: Path, family: str) -> None:
+    base, run = trained(tmp_path, family, LORA)
+    directory = export(run.checkpoint, tmp_path / "merged", merge=True)
+    before, after = tensors_in(base), tensors_in(directory)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("proj.weight") and "layers" in name} - set(
+        filter(of_pictures, before)
+    ) | {name for name in before if ".linear_attn.in_proj" in name}
+    model = loaded(directory, AutoModelForImageTextToText)
+    with torch.no_grad():
+        tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
+        logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
+    assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+
+
+def test_a_critic_is_exported_beside_the_tower(tmp_path: Path) -> None:
+    base = write_pictures("gemma3", tmp_path / "base")
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    run = train_adapted(tmp_path / "run", make_config(model=model, **CRITIC), role="critic")
+    assert np.abs(run.after - run.before).max() > 0.01
+    before, after = tensors_in(base), tensors_in(export(run.checkpoint, tmp_path / "export", role="critic"))
+    assert after.keys() == before.keys() | {"value_head.weight"}
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(of_pictures, before))
