@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from corerl.backend.base import StateKey as StateKey
     from corerl.backend.batches import DeviceBatch as DeviceBatch
     from corerl.backend.batches import OutputCollector as OutputCollector
+    from corerl.backend.batches import counted as counted
     from corerl.backend.batches import to_device as to_device
     from corerl.backend.batches import unpadded as unpadded
     from corerl.backend.optimizer import adamw as adamw

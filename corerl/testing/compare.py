@@ -85,13 +85,18 @@ def metrics_of(results: Sequence[TrainResult]) -> dict[str, float]:
 
 
 def assert_same_metrics(found: Trajectory, wanted: Trajectory) -> None:
-    """Compare every metric of each step, within the tolerance for means over few tokens."""
+    """Compare every metric of each step, within the tolerance for means over few tokens. The load of experts is
+    reported by whoever can."""
     for number, results in enumerate(zip(found.results, wanted.results, strict=True)):
         mine, others = (metrics_of(each) for each in results)
-        assert mine.keys() == others.keys()
-        for name, value in others.items():
+        assert {*filter(_required, mine)} == {*filter(_required, others)}
+        for name, value in ((name, value) for name, value in others.items() if name in mine):
             near = pytest.approx(value, rel=METRICS.relative, abs=METRICS.absolute)
             assert mine[name] == near, f"{name} of step {number}"
+
+
+def _required(metric: str) -> bool:
+    return not metric.startswith("moe/")
 
 
 def whole(states: Sequence[State]) -> dict[str, Tensors]:
