@@ -37,8 +37,9 @@ def load_balancing_loss(logits: Sequence[Tensor], counts: Tensor, *, topk: int) 
     return experts * ((load / rows) @ (likely / rows))
 
 
-def require_balance(routers: Routers | None, coef: float, tokens: int) -> None:
-    """Raise what forbids to add the balancing loss to a step of so many tokens. `coef` 0 leaves it out."""
+def require_balance(coef: float, *, layers: int, tokens: int) -> None:
+    """Raise what forbids to add the balancing loss to a step of so many tokens, with so many known routers. `coef` 0
+    leaves it out."""
     if not coef:
         return
     if not tokens:
@@ -47,7 +48,7 @@ def require_balance(routers: Routers | None, coef: float, tokens: int) -> None:
             "whole step has, which a part does not know; pass all of the step's samples in one call, or set "
             "train.aux_loss_coef to 0"
         )
-    if routers is None or not routers.layers:
+    if not layers:
         raise ModelError(f"train.aux_loss_coef={coef:g}, but the model has no known routers; set it to 0")
 
 

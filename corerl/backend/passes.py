@@ -41,7 +41,7 @@ class StepLosses:
         routers: Routers | None = None,
         aux_loss_coef: float = 0.0,
     ) -> None:
-        require_balance(routers, aux_loss_coef, batch.step_tokens)
+        require_balance(aux_loss_coef, layers=routers.layers if routers else 0, tokens=batch.step_tokens)
         self._experts: ExpertLoad | None = None
         if routers is not None and routers.layers and (aux_loss_coef or routers.listens):
             self._experts = ExpertLoad(routers=routers, coef=aux_loss_coef, step_tokens=batch.step_tokens)

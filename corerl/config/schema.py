@@ -225,8 +225,8 @@ class TrainConfig:
         default="auto",
     )
     aux_loss_coef: float = option(
-        "weight of the loss that balances the load of experts (Fedus et al. 2021), over all tokens of a step; the value "
-        "that a model was trained with is usually router_aux_loss_coef in its config, which is not read; 0: without",
+        "weight of the loss that balances the load of experts (Fedus et al. 2021), over all tokens of a step; usually "
+        "the router_aux_loss_coef of the model's config, which is not read; 0: without",
         default=0.0,
         validator=[at_least(0), finite],
     )

@@ -12,7 +12,7 @@ from corerl.backend.experts import load_balancing_loss, metrics_of_load
 from corerl.testing import Runs
 from corerl.testing.routing import assert_balances
 from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS, WHOLE
+from corerl.testing.subject import WHOLE
 
 
 @pytest.mark.parametrize("topk", [1, 3])

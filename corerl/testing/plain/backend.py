@@ -73,7 +73,7 @@ class PlainBackend(Backend):
         metrics, collector = MetricSum(), OutputCollector()
         tokens = 0
         coef = self.config.train.aux_loss_coef
-        require_balance(self.routers, coef, batch.step_tokens)
+        require_balance(coef, layers=self.routers.layers, tokens=batch.step_tokens)
         experts = ExpertLoad(routers=self.routers, coef=coef, step_tokens=batch.step_tokens)
         self.model.train()
         for micro in batch.micro_batches:
