@@ -23,7 +23,7 @@ AUX_LOSS = ("router_aux_loss_coef", "aux_loss_coef")  # and if output_router_log
 Z_LOSS = ("router_z_loss_coef", "z_loss_coefficient")
 # Fields that count layers of a checkpoint which predict tokens after the next one, and which transformers never builds.
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-OTHER_HEADS = ("classifier", "summary")  # in the names of fields that no language model reads
+OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")  # which no language model reads
 
 
 def against_aux_loss(config: Config, built: Mapping[str, PreTrainedModel]) -> Iterator[str]:
@@ -62,13 +62,14 @@ def unread_fields(config: Config, models: Mapping[str, PreTrainedConfig]) -> lis
         where = f"{table}.path: config.json" if config.model_of(role).path else f"{table}.config"
         if not config.train_of(role).aux_loss_coef and fields.get("output_router_logits"):
             for name, coef in _set(fields, AUX_LOSS, read).items():
+                term = f"{name}={coef:g} with output_router_logits"
                 lines.append(
-                    f"{where}: {name}={coef:g} changes transformers' loss, not CoreRL's; set {train}.aux_loss_coef to "
-                    "it to balance the load of experts"
+                    f"{where}: {term} changes transformers' loss, not CoreRL's; set {train}.aux_loss_coef={coef:g} to "
+                    "balance the load of experts here too"
                 )
         for name, coef in _set(fields, Z_LOSS, read).items():
             lines.append(f"{where}: {name}={coef:g} changes transformers' loss, not CoreRL's, which has no such term")
-        if noise := _noise(fields):
+        if noise := _noise(hf):
             lines.append(f"{where}: {noise}: training here is without this noise, so that log-probs are the engine's")
         if config.model_of(role).path and (further := next((each for each in FURTHER if fields.get(each)), "")):
             lines.append(
@@ -98,8 +99,8 @@ def without_adapters(config: Config, models: Mapping[str, PreTrainedConfig]) -> 
         share = covered / sum(math.prod(param.shape) for param in sizes.values())
         kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
         lines.append(
-            f"{config.lora_table_of(role)}: adapters cover {share:.2g} of the weights: {len(fused)} fused tensors of "
-            f"experts ({kinds}) get none"
+            f"{config.lora_table_of(role)}: adapters cover {100 * share:.2g} % of the weights: {len(fused)} fused "
+            f"tensors of experts ({kinds}) get none"
         )
     return list(dict.fromkeys(lines))
 
@@ -110,15 +111,16 @@ def _set(fields: Mapping[str, Any], names: tuple[str, ...], read: str) -> dict[s
     return {name: value for name, value in found.items() if isinstance(value, int | float) and value}
 
 
-def _noise(fields: Mapping[str, Any]) -> str:
-    """The fields that add noise to transformers' training, as "attention_dropout=0.1"."""
+def _noise(hf: PreTrainedConfig) -> str:
+    """The fields that add noise to transformers' training, as "attention_dropout=0.1", but for a model type's own
+    defaults, which those who train it seldom know of."""
     from corerl.models.build import NOISE
 
+    text = hf.get_text_config()
+    usual, fields = type(text)().to_dict(), text.to_dict()
+    given = {name: value for name, value in fields.items() if any(word in name for word in NOISE)}
     return ", ".join(
         f"{name}={value:g}"
-        for name, value in fields.items()
-        if isinstance(value, int | float)
-        and value
-        and any(word in name for word in NOISE)
-        and not any(word in name for word in OTHER_HEADS)
+        for name, value in given.items()
+        if isinstance(value, int | float) and value and value != usual.get(name) and name not in OTHER_HEADS
     )
