@@ -6,13 +6,18 @@ from functools import partial
 
 import pytest
 import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from corerl.backend.experts import load_balancing_loss, metrics_of_load
+from corerl.backend.experts import ExpertLoad, load_balancing_loss, metrics_of_load
+from corerl.models.routing import Routers
+from corerl.models.smallest import smallest_config
 from corerl.testing import Runs
 from corerl.testing.routing import assert_balances
 from corerl.testing.scenarios import training
 from corerl.testing.subject import WHOLE
+from tests.backend.test_batches import micro_batch
 
 
 @pytest.mark.parametrize("topk", [1, 3])
@@ -50,6 +55,40 @@ def test_metrics_of_the_load_are_means_and_extremes_over_layers() -> None:
         "moe/entropy_min": 0.0,
         "moe/unused_max": 3.0,
     }
+
+
+FAMILIES = ["qwen2_moe", "mixtral", "gpt_oss", "ernie4_5_moe", "granitemoe", "phimoe", "qwen3_5_moe_text", "minimax_m2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_that_transformers_balances(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(smallest_config(family)).eval()
+    routers, tokens = Routers(model), torch.arange(3, 14)[None]
+    with routers.replaying(None, record=True):
+        wanted = model(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
+        routed = routers.take(logits=True)
+    found = load_balancing_loss(routed.logits, torch.ones(11, dtype=torch.bool), topk=routers.topk)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+def test_the_load_counts_the_experts_that_were_chosen(family: str) -> None:
+    """Those of DeepSeek's routers are chosen in the last of several top-k, the first of which are of groups."""
+    routers = Routers(model := AutoModelForCausalLM.from_config(smallest_config(family)).eval())
+    tokens, heard = torch.arange(3, 14)[None], []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_hook(lambda module, arguments, output: heard.append(arguments[1]))
+    micro = evolve(micro_batch([0, -1], [7, 4], multiple=1), columns={})
+    with routers.replaying(None, record=True):
+        model(input_ids=tokens, use_cache=False)
+        load = ExpertLoad(routers=routers, coef=0.0, step_tokens=0)
+        assert load.add(micro) is None
+    shares = [torch.bincount(index[:7].flatten(), minlength=routers.experts) / (7 * routers.topk) for index in heard]
+    found = load.metrics()
+    assert found["moe/largest_share_max"].value == pytest.approx(max(share.max().item() for share in shares))
+    assert found["moe/unused"].value == sum(int((share == 0).sum()) for share in shares) / routers.layers
+    assert "moe/aux_loss" not in found
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp"])
