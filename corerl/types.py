@@ -224,6 +224,7 @@ class PackedBatch:
     micro_batches: Iterable[MicroBatch]  # may be lazy; equally many on every dp rank
     count: int  # of micro-batches
     temperature: float = 1.0  # divides the logits
+    step_tokens: int = 0  # tokens of the whole optimizer step on all dp ranks, without padding; 0 if not known
 
 
 # ---- the contract's arguments and results ----------------------------------------------------------------------------

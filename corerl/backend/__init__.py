@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from corerl.backend.base import StateKey as StateKey
     from corerl.backend.batches import DeviceBatch as DeviceBatch
     from corerl.backend.batches import OutputCollector as OutputCollector
+    from corerl.backend.batches import counted as counted
     from corerl.backend.batches import to_device as to_device
     from corerl.backend.batches import unpadded as unpadded
+    from corerl.backend.experts import AUX_LOSS as AUX_LOSS
+    from corerl.backend.experts import metrics_of_load as metrics_of_load
+    from corerl.backend.experts import require_balance as require_balance
     from corerl.backend.optimizer import adamw as adamw
     from corerl.backend.optimizer import moments as moments
     from corerl.backend.optimizer import set_adam_step as set_adam_step

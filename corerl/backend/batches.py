@@ -49,6 +49,12 @@ def unpadded(micro: MicroBatch) -> BoolArray:
     return real
 
 
+def counted(micro: MicroBatch) -> BoolArray:
+    """[T] False in padding and in fillers."""
+    counts: BoolArray = unpadded(micro) & np.repeat(micro.samples >= 0, np.diff(micro.cu_seqlens))
+    return counts
+
+
 @frozen
 class OutputCollector:
     """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers.
@@ -65,7 +71,7 @@ class OutputCollector:
         real = micro.samples >= 0
         if not real.any():
             return
-        keep = np.flatnonzero(unpadded(micro) & np.repeat(real, np.diff(micro.cu_seqlens)))
+        keep = np.flatnonzero(counted(micro))
         self.samples.append(micro.samples[real])
         self.lengths.append(micro.lengths[real])
         for output, values in outputs.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
+from corerl.backend.experts import ExpertLoad, require_balance
 from corerl.backend.routing import replayed_experts
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
@@ -25,7 +26,8 @@ class StepLosses:
 
     Token weights already hold 1 / denominator of the whole step: the sum over micro-batches and ranks is the step's
     loss, and a library's own averaging must be undone. With `routers`, tokens go through the experts that the batch
-    names.
+    names, metrics say how many each expert gets, and the losses include the balancing loss times `aux_loss_coef`.
+    Raises Unsupported if the batch, and ModelError if the model, does not allow that.
     """
 
     def __init__(
@@ -37,7 +39,12 @@ class StepLosses:
         *,
         device: torch.device,
         routers: Routers | None = None,
+        aux_loss_coef: float = 0.0,
     ) -> None:
+        require_balance(aux_loss_coef, layers=routers.layers if routers else 0, tokens=batch.step_tokens)
+        self._experts: ExpertLoad | None = None
+        if routers is not None and routers.layers and (aux_loss_coef or routers.listens):
+            self._experts = ExpertLoad(routers=routers, coef=aux_loss_coef, step_tokens=batch.step_tokens)
         self._metrics = MetricSum()
         self._tokens = 0  # passed through the model so far
         self._model, self._batch, self._loss, self._device = model, batch, loss, device
@@ -49,18 +56,23 @@ class StepLosses:
         computed = tuple(dict.fromkeys((*own, *self._wanted)))
         for micro in self._batch.micro_batches:
             inputs = to_device(micro, self._device)
-            with _replayed(self._routers, micro, self._device):  # spans the backward pass, which may recompute layers
+            record = self._experts is not None
+            # Spans the backward pass, which may recompute layers.
+            with _replayed(self._routers, micro, self._device, record=record):
                 outputs = _outputs(self._model, inputs, self._batch.temperature, computed)
+                balance = None if self._experts is None else self._experts.add(micro)
                 result = loss_function(inputs.loss_inputs({output: outputs[output] for output in own}))
-                yield result.loss
+                yield result.loss if balance is None else result.loss + balance
             self._metrics.add(result.metrics)
             self._tokens += len(micro.tokens)
             if self._wanted:
                 self._collector.add(micro, {output: outputs[output] for output in self._wanted})
 
     def result(self) -> GradientResult:
+        """Called on every rank."""
+        of_experts = {} if self._experts is None else self._experts.metrics()
         return GradientResult(
-            metrics=self._metrics.finish(),
+            metrics={**self._metrics.finish(), **of_experts},
             tokens=self._tokens,
             outputs=self._collector.finish(self._wanted) if self._wanted else None,
         )
@@ -90,9 +102,11 @@ def forward_outputs(
 
 
 def _replayed(
-    routers: Routers | None, micro: MicroBatch, device: torch.device, *, keep: bool = False
+    routers: Routers | None, micro: MicroBatch, device: torch.device, *, keep: bool = False, record: bool = False
 ) -> AbstractContextManager[None]:
-    return nullcontext() if routers is None else routers.replaying(replayed_experts(routers, micro, device), keep=keep)
+    if routers is None:
+        return nullcontext()
+    return routers.replaying(replayed_experts(routers, micro, device), keep=keep, record=record)
 
 
 def _outputs(

@@ -230,6 +230,12 @@ class TrainConfig:
         "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
         default="auto",
     )
+    aux_loss_coef: float = option(
+        "weight of the loss that balances the load of experts (Fedus et al. 2021), over all tokens of a step; usually "
+        "the router_aux_loss_coef of the model's config, which is not read; 0: without",
+        default=0.0,
+        validator=[at_least(0), finite],
+    )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
     restarts: int = option(

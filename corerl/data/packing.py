@@ -32,7 +32,12 @@ def pack(
         sequence_multiple=sequence_multiple,
         columns=names,
     )
-    return PackedBatch(micro_batches=micro_batches, count=len(micro_batches), temperature=batch.temperature)
+    return PackedBatch(
+        micro_batches=micro_batches,
+        count=len(micro_batches),
+        temperature=batch.temperature,
+        step_tokens=share.step_tokens,
+    )
 
 
 @frozen(kw_only=True, eq=False)

@@ -28,6 +28,7 @@ class StepShare:
     scales: FloatArray  # [n]
     offsets: IntArray  # [M + 1] micro-batch m has rows[offsets[m]:offsets[m + 1]]
     filler: BoolArray  # [M]
+    step_tokens: int = 0  # of the StepPlan
 
 
 @frozen(kw_only=True, eq=False)
@@ -37,6 +38,7 @@ class StepPlan:
     micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] sample indices; M is equal for all dp ranks
     filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
     scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
+    step_tokens: int = 0  # prompts included, on all dp ranks; 0 for what is only a part of a step
 
     def rows(self, dp_ranks: Collection[int]) -> IntArray:
         """[n] the samples that these dp ranks read, fillers included, in ascending order."""
@@ -59,6 +61,7 @@ class StepPlan:
             scales=self.scales[samples],
             offsets=offsets_of([len(members) for members in micro_batches]),
             filler=np.array(self.filler[dp_rank], dtype=np.bool_),
+            step_tokens=self.step_tokens,
         )
 
 
@@ -100,7 +103,8 @@ def plan_steps(
             scales[chosen] = _scales(
                 loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
             )
-            steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales))
+            tokens = int(batch.lengths[chosen].sum())
+            steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, step_tokens=tokens))
     return steps
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -32,13 +33,26 @@ def choosers(model: PreTrainedModel) -> list[nn.Module]:
     return [each for each in found if not any(isinstance(inner, classes) for inner in list(each.modules())[1:])]
 
 
-def _recorded(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """The classes of modules whose output transformers records as the logits of routers."""
-    # Of a model that reads pictures, only its text decoder may say so.
-    told = [(getattr(each, "_can_record_outputs", None) or {}) for each in (model, model.get_decoder())]
-    recorded = next((each["router_logits"] for each in told if "router_logits" in each), None)
+def _recorders(model: PreTrainedModel) -> list[Any]:
+    """What transformers records as the logits of routers: each with the class of a module, and the index of its
+    output."""
+    # In a model that reads pictures, only the text decoder may say so.
+    known = [(getattr(each, "_can_record_outputs", None) or {}) for each in (model, model.get_decoder())]
+    recorded = next((each["router_logits"] for each in known if "router_logits" in each), None)
     several = recorded if isinstance(recorded, list) else [recorded]
-    return tuple(filter(None, (getattr(each, "target_class", None) for each in several)))
+    return [each for each in several if getattr(each, "target_class", None) is not None]
+
+
+def _recorded(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    return tuple(each.target_class for each in _recorders(model))
+
+
+@define(eq=False)
+class Routed:
+    """What routers make of the tokens of a pass, layer by layer."""
+
+    logits: list[Tensor] = field(factory=list)  # each [T, experts], with gradient
+    chosen: list[Tensor] = field(factory=list)  # each [T, k]; none of routers whose choice is no top-k over all experts
 
 
 class Routers:
@@ -50,13 +64,17 @@ class Routers:
     such as groups of experts first, is refused: it would have excluded some experts before.
     """
 
+    listens = True  # whether training may record what routers do; False where they are part of compiled layers
+
     def __init__(self, model: PreTrainedModel) -> None:
         modules = routers(model)
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts(model.config)
         self.topk = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0)  # experts per token
+        self._logits_at = _recorders(model)[0].index if modules else 0
         self._listening = False
+        self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded
         self._told: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept
         self._cells: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -64,16 +82,30 @@ class Routers:
             module.forward = self._asking(layer, module.forward)
 
     @contextmanager
-    def replaying(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
+    def replaying(self, experts: Tensor | None, *, keep: bool = False, record: bool = False) -> Iterator[None]:
         """Within the block, send tokens through `experts` [T, layers, k]; where that is -1, or None as a whole, the
         routers choose. A backward pass that recomputes layers must be inside the block. With `keep`, `chosen` has the
-        experts of the block's one pass."""
-        self._told, self._chosen = experts, [] if keep else None
-        self._listening = keep or experts is not None
+        experts of the block's one pass; with `record`, `take` returns what routers made of one."""
+        self._told, self._chosen, self._routed = experts, [] if keep else None, Routed() if record else None
+        self._listening = keep or record or experts is not None
         try:
             yield
         finally:
-            self._told, self._chosen, self._listening = None, None, False
+            self._told, self._chosen, self._routed, self._listening = None, None, None, False
+
+    def take(self, *, logits: bool) -> Routed:
+        """What routers made of the pass since the block began, which then goes on without recording, so that layers can
+        be recomputed. A loss of its `logits`, which are left out unless asked for, has gradients."""
+        routed, self._routed = self._routed, None
+        if routed is None or (logits and len(routed.logits) != self.layers):
+            raise ModelError(f"{self._name} did not pass its {self.layers} routers once; set train.aux_loss_coef to 0")
+        _, scatter = self._cells
+
+        def of_tokens(cells: list[Tensor]) -> list[Tensor]:
+            flat = [each.flatten(0, -2) for each in cells]
+            return flat if scatter is None else [each[scatter] for each in flat]
+
+        return Routed(of_tokens(routed.logits) if logits else [], of_tokens(routed.chosen))
 
     def laid_out(self, gather: Tensor | None, scatter: Tensor | None) -> None:
         """From now on the model sees T tokens as cells: `gather` has the token of each cell, `scatter` [T] the cell of
@@ -104,6 +136,11 @@ class Routers:
                 raise ModelError(f"{self._name} does not choose its experts with a single top-k; {REPLAYS}")
             if self._chosen is not None and asked.steps == 1:
                 self._chosen.append(asked.chosen if scatter is None else asked.chosen[scatter])
+            if self._routed is not None:
+                # As it is: a layer that is recomputed must do then what it does here.
+                self._routed.logits.append(output[self._logits_at] if isinstance(output, tuple) else output)
+                if asked.last is not None:
+                    self._routed.chosen.append(asked.last)
             return output
 
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -122,6 +159,7 @@ class _Topk(TorchFunctionMode):
         self.steps = 0
         self.replaced = False
         self.chosen = torch.empty(0)  # [t, k] in the last step
+        self.last: Tensor | None = None  # [t, k] in the last step over all experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
@@ -134,4 +172,6 @@ class _Topk(TorchFunctionMode):
             answer = torch.return_types.topk((scores.gather(-1, index), index))
             self.replaced = True
         self.chosen = answer.indices
+        if scores.shape[-1] == self._of:
+            self.last = self.chosen
         return answer

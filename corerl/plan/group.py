@@ -20,6 +20,7 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.check import contradictions_of_a_group
 from corerl.plan.devices import has_bfloat16, resolve_device
 from corerl.plan.environment import environment_of, process_environment
+from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
 from corerl.plan.inputs import built_model
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.model_files import require_same_tensors, require_weights, saved_shapes
@@ -71,6 +72,8 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     hf = hf_config(own)
     model = built_model(config, role, hf)
     check_adapters(config, {role: hf}, problems)
+    for line in against_aux_loss(config, {role: model}):
+        problems.add(line)
     problems.raise_all()
     layout = choose_layout(model, config.train_of(role).layout)
     unused = ""
@@ -112,6 +115,8 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         notices=(
             *ignored_tables(config),
             *([f"{table}.path: {unused}"] if unused else []),
+            *unread_fields(config, {role: hf}),
+            *without_adapters(config, {role: hf}),
             *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
             *(settled(asked, config) if device == "cuda" else ()),
             *slow_paths(asked, config, {role: plan}, {role: model}),

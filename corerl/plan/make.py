@@ -24,6 +24,7 @@ from corerl.plan.algorithm import (
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions
 from corerl.plan.devices import against_taking_turns, device_memory, has_bfloat16, resolve_device
+from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
 from corerl.plan.inputs import (
     built_models,
     check_weights,
@@ -91,6 +92,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     built = built_models(config, models, problems)
     layouts = choose_layouts(config, built, problems)
     check_adapters(config, models, problems)
+    for line in against_aux_loss(config, built):
+        problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
     scaler: Callable[..., Any] | None = None
@@ -188,6 +191,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *ignored_tables(config),
             *unanswered(config, prompts),
             *unused,
+            *unread_fields(config, models),
+            *without_adapters(config, models),
             *told_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),
             *(settled(asked, config) if device == "cuda" else ()),

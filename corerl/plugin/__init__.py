@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.plugin.api import API as API
+    from corerl.plugin.capabilities import FULL as FULL
     from corerl.plugin.capabilities import Capability as Capability
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from attrs import frozen
@@ -10,7 +11,7 @@ from corerl.config.schema import TrainConfig
 
 
 class Capability(StrEnum):
-    """What a backend may be able to do; one that its spec does not name counts as present."""
+    """What a backend may be able to do; one that its spec does not name counts as present, except AUX_LOSS."""
 
     CRITIC = "critic"  # a value head, and losses on values
     LORA = "lora"  # low-rank adapters in place of all weights
@@ -31,6 +32,7 @@ class Capability(StrEnum):
     BUFFERS = "buffers"  # models with weights that no gradient trains, such as the biases of some routers
     WHOLE = "whole"  # passes padded rows through any causal language model of transformers, as its authors wrote it
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
+    AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
 
 
 class Grade(StrEnum):
@@ -50,8 +52,15 @@ class Support:
 
 
 FULL = Support(Grade.FULL)
+# Capabilities whose setting a backend that does not know of them would ignore without a word.
+ABSENT = {Capability.AUX_LOSS: Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it")}
 # The precisions that need a capability. Every backend has float32.
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
+
+
+def support_in(declared: Mapping[Capability, Support], capability: Capability) -> Support:
+    """The declared support for `capability`; FULL if none is declared, except for ABSENT ones."""
+    return declared.get(capability) or ABSENT.get(capability, FULL)
 
 
 def asked_by_role(
@@ -76,6 +85,8 @@ def asked_by_role(
         asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if train.layout == "whole":
         asked[Capability.WHOLE] = "train.layout = 'whole'"
+    if train.aux_loss_coef and not frozen:
+        asked[Capability.AUX_LOSS] = f"train.aux_loss_coef = {train.aux_loss_coef:g}"
     return asked
 
 

@@ -23,7 +23,7 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.messages import one_line, place
-from corerl.plugin.capabilities import FULL, Capability, Support, asked_by_role, refusal
+from corerl.plugin.capabilities import Capability, Support, asked_by_role, refusal, support_in
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
     INNERMOST,
@@ -99,7 +99,7 @@ class BackendBase:
     def require(self, capability: Capability, asked_by: str) -> None:
         """Raise Unsupported, with the declared reason, if the spec does not declare `capability` as full. Guards also
         against a driver that did not check, and hooks called without a driver."""
-        support = self.declared.get(capability, FULL)
+        support = support_in(self.declared, capability)
         if not support.full:
             raise Unsupported(
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)

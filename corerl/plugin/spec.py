@@ -19,7 +19,7 @@ from attrs.validators import in_, matches_re
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, RolloutConfig, TrainConfig
 from corerl.fields import explain
 from corerl.kinds import MemoryKind, ModelSize
-from corerl.plugin.capabilities import FULL, Capability, Support
+from corerl.plugin.capabilities import Capability, Support, support_in
 
 Environment: TypeAlias = Mapping[str, str]
 PATH = matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+")
@@ -178,7 +178,7 @@ class BackendSpec:
     config: type  # frozen attrs; every field has a default and help text
     api: tuple[int, int]  # the backend API it was written for
     summary: str
-    capabilities: Mapping[Capability, Support] = field(factory=dict)  # a capability that is not named counts as FULL
+    capabilities: Mapping[Capability, Support] = field(factory=dict)  # one that is not named: see `support_in`
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
@@ -195,8 +195,7 @@ class BackendSpec:
     variants: Sequence[Variant] = ()  # each with a name of its own
 
     def support(self, capability: Capability) -> Support:
-        """The declared support for `capability`; FULL if none is declared."""
-        return self.capabilities.get(capability, FULL)
+        return support_in(self.capabilities, capability)
 
 
 @frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""The reference for routing replay: transformers' MoE models, with the experts read from their routers or given."""
+"""References for what routers do: transformers' MoE models, with experts read or given, and with its balancing loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from corerl.testing.compare import grad_norm_of, in_order, loss_of, whole
-from corerl.testing.harness import TRAIN, make_samples
+from corerl.testing.compare import grad_norm_of, in_order, loss_of, metrics_of, whole
+from corerl.testing.harness import TRAIN, Setup, State, make_samples
 from corerl.testing.references import reference
-from corerl.testing.scenarios.training import EXPERTS, Replayed
-from corerl.testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, ROUTER_GRADS
+from corerl.testing.scenarios.training import EXPERTS, Replayed, Trained
+from corerl.testing.tolerances import BALANCED_ROUTER_GRADS, GRAD_NORM, LOGPROBS, LOSS, METRICS, ROUTER_GRADS
 from corerl.types import Array, FloatArray, Output, SampleBatch
+
+BALANCE = 0.5  # coefficient of the balancing loss
 
 
 @frozen(kw_only=True)
@@ -62,6 +64,80 @@ def through_experts(
         grad_norm=float(grads.norm()),
         router_grads={name: grad.numpy() for name, grad in _grads(model) if name.endswith(".gate.weight")},
     )
+
+
+@frozen(kw_only=True)
+class Balanced:
+    """One step on all samples, of the likelihood and the balancing loss."""
+
+    loss: float  # -sum_t weights_t * logprobs_t
+    aux_loss: float  # without its coefficient
+    grad_norm: float  # of both, over the whole model
+    router_grads: dict[str, Array]
+
+
+@reference
+def with_aux_loss(
+    directory: Path, samples: SampleBatch, micro_batches: Sequence[Sequence[int]], *, coef: float
+) -> Balanced:
+    """The loss that transformers itself computes of padded rows with labels and router logits, by autograd in float64:
+    of each micro-batch, whose likelihood counts by its loss tokens, and its balancing loss by its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
+    ).eval()
+    model.router_aux_loss_coef = coef
+    mask, loss, aux = samples.columns["loss_mask"], 0.0, 0.0
+    for members in micro_batches:
+        part = samples.take(np.array(members))
+        rows, longest = part.lengths, int(part.lengths.max())
+        real = torch.arange(longest) < torch.tensor(rows)[:, None]
+        tokens, labels = torch.zeros(real.shape, dtype=torch.long), torch.full(real.shape, -100)
+        tokens[real] = torch.tensor(part.tokens)
+        labels[real] = torch.tensor(np.where(part.columns["loss_mask"], part.tokens, -100))
+        found = model(input_ids=tokens, attention_mask=real.long(), labels=labels, output_router_logits=True)
+        likelihood = (found.loss - coef * found.aux_loss) * (part.columns["loss_mask"].sum() / mask.sum())
+        share = float(rows.sum() / len(samples.tokens))
+        (likelihood + coef * share * found.aux_loss).backward()
+        loss, aux = loss + likelihood.item(), aux + share * found.aux_loss.item()
+    grads = dict(_grads(model))
+    return Balanced(
+        loss=loss,
+        aux_loss=aux,
+        grad_norm=float(torch.cat([grad.flatten() for grad in grads.values()]).norm()),
+        router_grads={name: grad.numpy() for name, grad in grads.items() if name.endswith(".gate.weight")},
+    )
+
+
+def assert_balances(
+    directory: Path, setup: Setup, train: Callable[[Setup, SampleBatch], Sequence[Trained]], micro_batches: Any = None
+) -> None:
+    """Check `train`, which takes a first step with this setup and returns all ranks' reports, with a balancing loss and
+    without. `micro_batches` are the samples of each one; each sample is one if they are not given."""
+    samples = evolve(make_samples(8, samples=6), temperature=1.0)
+    members = micro_batches or [[sample] for sample in range(len(samples))]
+    plain = with_aux_loss(directory, samples, members, coef=0.0)
+    for coef, tolerance in ((BALANCE, BALANCED_ROUTER_GRADS), (0.0, ROUTER_GRADS)):
+        wanted = with_aux_loss(directory, samples, members, coef=coef)
+        ranks = train(evolve(setup, train=evolve(setup.train, aux_loss_coef=coef)), samples)
+        results = [rank.results[0] for rank in ranks]
+        assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
+        assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+        found = metrics_of(results).get("moe/aux_loss")
+        assert found == (pytest.approx(wanted.aux_loss, rel=METRICS.relative) if coef else None)
+        _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=tolerance)
+        for name, grad in plain.router_grads.items() if coef else ():
+            assert np.linalg.norm(wanted.router_grads[name] - grad) > 0.1 * np.linalg.norm(grad), name
+
+
+def _assert_router_grads(states: Sequence[State], wanted: dict[str, Array], grad_norm: float, *, within: float) -> None:
+    """Compare routers' gradients, which are a small part of the norm, by Adam's first moments after the first step."""
+    kept = whole(states)["exp_avg"]
+    missing = sorted(wanted.keys() - kept.keys())
+    assert not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)"
+    clipped = (1 - TRAIN.optimizer.betas[0]) * min(1.0, TRAIN.optimizer.clip_norm / grad_norm)
+    for name, grad in wanted.items():
+        apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)
+        assert apart < within, f"{name}: {apart:.1e}"
 
 
 def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -110,14 +186,8 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     results = [rank.result for rank in ranks]
     assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
     assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
-    # Routers are a small part of the norm, so check their gradients separately, from Adam's first moments.
-    kept = whole([rank.state for rank in ranks])["exp_avg"]
-    missing = sorted(wanted.router_grads.keys() - kept.keys())
-    assert not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)"
-    clipped = (1 - TRAIN.optimizer.betas[0]) * TRAIN.optimizer.clip_norm / wanted.grad_norm
+    _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=ROUTER_GRADS)
     for name, grad in wanted.router_grads.items():
-        apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)
-        assert apart < ROUTER_GRADS, name
         other = np.linalg.norm(grad - own.router_grads[name]) / np.linalg.norm(grad)
         assert other > 1000 * ROUTER_GRADS, name  # other experts, another gradient
     told = samples.columns[EXPERTS] >= 0

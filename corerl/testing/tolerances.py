@@ -17,6 +17,7 @@ class Tolerance:
 LOSS = Tolerance(1e-5, 1e-7)  # eight steps against the plain backend, after a resume elsewhere, or streamed
 GRAD_NORM = Tolerance(1e-5)
 ROUTER_GRADS = 1e-4  # L2 relative; they come from differences of experts' outputs, which are similar in small models
+BALANCED_ROUTER_GRADS = 1e-5  # L2 relative; with a balancing loss, whose part of them is no difference
 METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of nearly equal numbers
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
 WEIGHTS_L2 = (

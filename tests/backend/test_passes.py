@@ -85,12 +85,13 @@ class Listening(Routers):
     """Of no model: what is told while something passes through it, and what then was chosen."""
 
     layers, experts, topk = 1, 8, 2
+    listens = False
 
     def __init__(self) -> None:
         self.now: list[list[list[int]]] | None = None
 
     @contextmanager
-    def replaying(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
+    def replaying(self, experts: Tensor | None, *, keep: bool = False, record: bool = False) -> Iterator[None]:
         self.now = None if experts is None else experts.tolist()
         yield
         self.now = None

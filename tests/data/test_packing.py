@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from corerl.data.packing import pack
-from corerl.data.plan import StepPlan
-from corerl.types import SampleBatch
+from corerl.data.plan import StepPlan, plan_part, plan_steps
+from corerl.types import ParallelLayout, SampleBatch
 
 
 def three_samples() -> SampleBatch:
@@ -85,3 +85,14 @@ def test_micro_batches_can_be_gone_through_again() -> None:
     packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
     once, again = ([m.tokens.tolist() for m in packed.micro_batches] for _ in range(2))
     assert once == again == [[31, 32, 33, 34, 11, 12, 13], [21, 22]]
+
+
+def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
+    samples = three_samples()
+    layout = ParallelLayout.data_parallel(rank=0, world_size=2)
+    usual = {"tokens_per_micro_batch": 4, "aggregation": "token-mean", "max_tokens": 8}
+    (step,) = plan_steps(samples, layout, seed=0, **usual)
+    part, _ = plan_part(samples, layout, **usual)
+    for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
+        packed = [pack(samples, planned.share(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
+        assert [batch.step_tokens for batch in packed] == [tokens, tokens]

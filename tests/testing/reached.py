@@ -44,6 +44,7 @@ WAITS_FOR: dict[str, tuple[str, Callable[[Call], Any]]] = {
     "CountsSkippedSteps": ("optimizer_step", lambda call: call.result and not call.result.applied),
     "KeepsFirstRate": ("optimizer_step", lambda call: call.given["step"].lr != call.optimizer.lr),
     "OwnExperts": ("forward_backward", lambda call: any(COLUMN in each.columns for each in micro_batches(call))),
+    "IgnoresAuxLoss": ("forward_backward", lambda call: call.backend.config.train.aux_loss_coef),
     "AlwaysScales": (
         "optimizer_step",
         lambda call: call.result and not call.result.grad_norm > (call.optimizer.clip_norm or 0),

@@ -72,6 +72,7 @@ LOSES_WEIGHTS_IN_SWAP = broken("LosesWeightsInSwap", "a snapshot stays where a p
 KEEPS_SNAPSHOT = broken("KeepsSnapshot", "a snapshot stays in the model's place", seen_by="C48")
 WRONG_TOKEN_WEIGHTS = broken("WrongTokenWeights", "every micro-batch counts the same", seen_by="C15")
 OWN_EXPERTS = broken("OwnExperts", "training uses other experts than those requested", seen_by="C60")
+IGNORES_AUX_LOSS = broken("IgnoresAuxLoss", "the balancing loss is left out", seen_by="C76")
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -108,8 +109,8 @@ class OffByOneLogprobs(PlainBackend):
 
 
 class ForgetsTemperature(PlainBackend):
-    def outputs(self, micro: MicroBatch, temperature: float, *, routed: bool = False) -> dict[Output, torch.Tensor]:
-        return super().outputs(micro, 1.0, routed=routed)
+    def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
+        return super().outputs(micro, 1.0, **asked)
 
 
 class SamplesBackwards(PlainBackend):
@@ -169,6 +170,14 @@ class OwnExperts(PlainBackend):
             for micro in batch.micro_batches
         )
         return super().forward_backward(evolve(batch, micro_batches=untold), loss, outputs, last)
+
+
+class IgnoresAuxLoss(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        self.config = evolve(self.config, train=evolve(self.config.train, aux_loss_coef=0.0))
+        return super().forward_backward(batch, loss, outputs, last)
 
 
 class KeepsFirstRate(PlainBackend):

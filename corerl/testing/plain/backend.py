@@ -11,6 +11,7 @@ import torch
 
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.batches import OutputCollector
+from corerl.backend.experts import ExpertLoad, require_balance
 from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
 from corerl.backend.routing import replayed_experts
 from corerl.config.schema import RoleConfig
@@ -21,7 +22,7 @@ from corerl.models.layout import choose_layout
 from corerl.models.lora import freeze, put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
-from corerl.models.routing import Routers
+from corerl.models.routing import Routed, Routers
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -71,9 +72,13 @@ class PlainBackend(Backend):
         loss_function = resolve_loss(loss)
         metrics, collector = MetricSum(), OutputCollector()
         tokens = 0
+        coef = self.config.train.aux_loss_coef
+        require_balance(coef, layers=self.routers.layers, tokens=batch.step_tokens)
+        experts = ExpertLoad(routers=self.routers, coef=coef, step_tokens=batch.step_tokens)
         self.model.train()
         for micro in batch.micro_batches:
-            computed = self.outputs(micro, batch.temperature)
+            routed = Routed() if self.routers.layers else None
+            computed = self.outputs(micro, batch.temperature, record=routed)
             columns = {name: torch.tensor(column, device=self.device) for name, column in micro.columns.items()}
             result = loss_function(
                 LossInputs(
@@ -84,12 +89,13 @@ class PlainBackend(Backend):
                     bounds=torch.tensor(micro.cu_seqlens, device=self.device),
                 )
             )
-            result.loss.backward()
+            balance = None if routed is None else experts.add(micro, routed)
+            (result.loss if balance is None else result.loss + balance).backward()
             metrics.add(result.metrics)
             collector.add(micro, {output: computed[output] for output in outputs})
             tokens += len(micro.tokens)
         found = collector.finish(outputs) if outputs else None
-        return GradientResult(metrics=metrics.finish(), tokens=tokens, outputs=found)
+        return GradientResult(metrics={**metrics.finish(), **experts.metrics()}, tokens=tokens, outputs=found)
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         for param in self.trained.values():
@@ -114,17 +120,27 @@ class PlainBackend(Backend):
                 collector.add(micro, {output: computed[output] for output in outputs})
         return collector.finish(outputs)
 
-    def outputs(self, micro: MicroBatch, temperature: float, *, routed: bool = False) -> dict[Output, torch.Tensor]:
+    def outputs(
+        self, micro: MicroBatch, temperature: float, *, routed: bool = False, record: Routed | None = None
+    ) -> dict[Output, torch.Tensor]:
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
-        experts of each token [T, layers, k]."""
+        experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
         tokens = torch.tensor(micro.tokens, device=self.device)
         told = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
-            with self.routers.replaying(None if told is None else told[rows].flatten(0, 1), keep=routed):
+            told_here = None if told is None else told[rows].flatten(0, 1)
+            with self.routers.replaying(told_here, keep=routed, record=record is not None):
                 found = self.of_sequences(tokens[rows], temperature)
+                if record is not None:
+                    _put(
+                        self.routers.take(logits=self.config.train.aux_loss_coef != 0),
+                        rows.flatten(),
+                        record,
+                        len(tokens),
+                    )
                 if routed:
                     chosen = self.routers.chosen
                     columns.setdefault(Output.ROUTED_EXPERTS, chosen.new_zeros(len(tokens), *chosen.shape[1:]))
@@ -172,3 +188,12 @@ class PlainBackend(Backend):
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         if adam_step is not None:
             set_adam_step(self.optimizer, adam_step)
+
+
+def _put(part: Routed, rows: torch.Tensor, into: Routed, tokens: int) -> None:
+    """Put what routers made of the tokens `rows` [t] into the record of all tokens."""
+    for found, whole in ((part.logits, into.logits), (part.chosen, into.chosen)):
+        for layer, values in enumerate(found):
+            if layer == len(whole):
+                whole.append(values.new_zeros(tokens, values.shape[-1]))
+            whole[layer] = whole[layer].index_copy(0, rows, values)

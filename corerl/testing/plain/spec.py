@@ -6,7 +6,7 @@ from attrs import frozen
 
 from corerl.config.schema import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
-from corerl.plugin.capabilities import Capability, not_implemented, unsupported
+from corerl.plugin.capabilities import FULL, Capability, not_implemented, unsupported
 from corerl.plugin.spec import BackendSpec, RankMemory
 
 FLOAT32 = 4
@@ -43,6 +43,7 @@ SPEC = BackendSpec(
         Capability.BFLOAT16: unsupported("it is a float32 reference"),
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
+        Capability.AUX_LOSS: FULL,
     },
     memory=memory,
 )

@@ -88,6 +88,17 @@ def taken(worker: Worker, init: InitResult, numbers: Sequence[int], take: Callab
     return report
 
 
+def first_step(setup: Setup, samples: SampleBatch) -> Trained:
+    """Take one step of maximum likelihood on these samples."""
+    worker, init = start(setup)
+
+    def take(number: int) -> TrainResult:
+        batch = packed_for_training(worker, setup, samples)
+        return worker.train_on(batch=batch, loss=LIKELIHOOD, step=step_at(number))
+
+    return taken(worker, init, [0], take)
+
+
 def forward_only(setup: Setup, samples: SampleBatch) -> ForwardResult:
     with running(setup) as worker:
         return forward(worker, setup, samples)

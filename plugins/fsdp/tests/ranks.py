@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -25,12 +25,12 @@ from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
 from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
 from corerl.testing.inprocess import InProcessSender
-from corerl.testing.scenarios.training import Replayed, replay_experts
-from corerl.types import Array, MemoryKind, Output, SampleBatch, TrainResult, UpdateResult
+from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
 
+T = TypeVar("T")
 KINDS = list(MemoryKind)
 
 
@@ -180,14 +180,13 @@ def compiled(setup: Setup, steps: int) -> tuple[list[list[TrainResult]], list[in
     return results, graphs
 
 
-def replayed(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
-    """A step through the experts that `samples` tell. Where layers are compiled, the graphs are made and run as they
-    are."""
+def traced(scenario: Callable[..., T], *arguments: Any) -> T:
+    """Go through a scenario. Where layers are compiled, the graphs are made and run as they are."""
     with (
         mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")),
         warnings.catch_warnings(action="ignore"),  # torch's own, of the gradients that it looks at as it traces
     ):
-        found = replay_experts(setup, samples, lr)
+        found = scenario(*arguments)
     torch._dynamo.reset()
     return found
 

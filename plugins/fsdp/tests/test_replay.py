@@ -1,13 +1,18 @@
-"""Routing replay where layers are computed again in the backward pass, and where they are compiled."""
+"""Routing replay and balancing where layers are computed again in the backward pass, and where they are compiled."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
 
 from corerl.testing import Runs, assert_replays
+from corerl.testing.routing import assert_balances
+from corerl.testing.scenarios import training
+from corerl.testing.subject import PACKINGS, WHOLE
 from plugins.fsdp.tests import ranks
 
 
@@ -18,6 +23,25 @@ def test_recomputed_layers_go_through_the_experts_that_they_were_told(
 ) -> None:
     setup = runs.setup("fsdp", "qwen3-moe")
     setup = evolve(setup, options={"compile": compiled}, train=evolve(setup.train, recompute="full"))
-    assert_replays(
-        Path(setup.model), lambda samples: runs.rank_sets[world_size].run(ranks.replayed, setup, samples, 0.02)
-    )
+    run = partial(runs.rank_sets[world_size].run, ranks.traced, training.replay_experts, setup)
+    assert_replays(Path(setup.model), lambda samples: run(samples, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "world_size"),
+    [
+        ({}, "packed", 2),
+        ({}, "whole", 2),
+        ({"sync": "last", "shard_size": 1}, "packed", 2),
+        ({"compile": True}, "packed", 1),
+    ],
+    ids=["packed", "whole", "replicas", "compiled"],
+)
+def test_recomputed_layers_are_balanced_as_in_transformers(
+    runs: Runs, options: dict[str, Any], layout: Any, world_size: int
+) -> None:
+    setup = runs.setup("fsdp", "qwen3-moe", PACKINGS["one by one"] if world_size > 1 else WHOLE)
+    setup = evolve(setup, options={"compile": False, **options})
+    setup = evolve(setup, train=evolve(setup.train, recompute="full", layout=layout))
+    run = partial(runs.rank_sets[world_size].run, ranks.traced, training.first_step)
+    assert_balances(Path(setup.model), setup, run, [range(6)] if world_size == 1 else None)

@@ -109,13 +109,10 @@ def steps_in_calls(setup: Setup, steps: int) -> Trained:
     return report
 
 
-def refused_with_balance(setup: Setup) -> tuple[str, str]:
-    """What is said of a step's second call, and of one with a scale, of each by a worker of its own."""
+def refused_with_balance(setup: Setup) -> str:
+    """What is said of a step in several calls."""
     with running(setup) as worker:
-        again = error_of(lambda: halves.take_step(worker, setup, 0, announced=True))
-    with running(setup) as worker:
-        worker.add_gradients(packed_for_training(worker, setup, samples_at(0)), setup.loss, last=True)
-        return again, error_of(lambda: worker.optimizer_step(step_at(0), 0.5))
+        return error_of(lambda: halves.take_step(worker, setup, 0, announced=True))
 
 
 def steps_on(setup: Setup, loss: LossSpec, steps: int) -> list[TrainResult]:

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.testing import GRAD_NORM, RankPool, Runs, assert_follows, grad_norm_of, metrics_of, samples_at
+from corerl.testing import GRAD_NORM, RankPool, Runs, Setup, assert_follows, grad_norm_of, metrics_of, samples_at
 from corerl.testing.compare import assert_same_metrics
 from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, WHOLE
@@ -39,11 +39,11 @@ SPLIT = {
 def test_its_value_and_its_gradient_are_those_of_the_formula(
     runs: Runs, world_size: int, packing: tuple[int, int]
 ) -> None:
-    """Fedus et al. 2021, eq. 4: experts * sum_i (share of choices of i) * (mean probability of i), by layer and
-    micro-batch, which weigh as many as they have tokens."""
+    """experts * sum_i (choices of i for each token) * (mean probability of i): a mean over layers, and over
+    micro-batches by their tokens."""
     samples = samples_at(0)
     none_counts = samples.with_columns(loss_mask=np.zeros(len(samples.tokens), dtype=np.bool_))
-    setup = evolve(runs.setup("megatron", "qwen3-moe", packing), options={"aux_loss_coef": COEF})
+    setup = balanced(runs.setup("megatron", "qwen3-moe", packing))
     found = runs.rank_sets[world_size].run(training.train_on, setup, none_counts)
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -60,12 +60,12 @@ def test_its_value_and_its_gradient_are_those_of_the_formula(
         for layer in zip(*micro_batch, strict=True):
             probabilities = torch.cat(layer).softmax(-1)
             choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(chosen).indices, 1.0)
-            loss = experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
+            loss = experts * (choices.mean(0) * probabilities.mean(0)).sum() / len(logits[0])
             total = total + loss * len(probabilities) / len(samples.tokens)
     (COEF * total).backward()
     grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
 
-    assert metrics_of(found)["load_balancing_loss"] == pytest.approx(total.item() / len(logits[0]), rel=1e-6)
+    assert metrics_of(found)["moe/aux_loss"] == pytest.approx(total.item(), rel=1e-6)
     assert grad_norm_of(found) == pytest.approx(float(grads.norm()), rel=GRAD_NORM.relative)
     assert grad_norm_of(found) > 1e-3
 
@@ -80,13 +80,11 @@ def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
     assert_same(runs, 2, {"expert_parallel": 2}, 2, {})
 
 
-def test_a_step_that_it_has_no_weight_in_is_refused(runs: Runs, rank_pool: RankPool) -> None:
-    """It is a mean over the step's tokens, of which one of several calls knows its own; nor is it meant by a scale."""
-    setup = evolve(runs.setup("megatron", "qwen3-moe"), options={"aux_loss_coef": COEF})
-    cure = "set backends.megatron.aux_loss_coef to 0"
-    for again, scaled in rank_pool.run(ranks.refused_with_balance, setup):
-        assert again.startswith("Unsupported: ") and again.endswith(f"all of the step's samples in one call, or {cure}")
-        assert scaled.startswith("Unsupported: ") and scaled.endswith(f"as train does, or {cure}")
+def test_a_part_of_a_step_is_refused(runs: Runs, rank_pool: RankPool) -> None:
+    """It is a mean over the step's tokens, of which one of several calls knows its own."""
+    setup = balanced(runs.setup("megatron", "qwen3-moe"))
+    for refused in rank_pool.run(ranks.refused_with_balance, setup):
+        assert refused.startswith("Unsupported: a part of a step got train.aux_loss_coef=0.5, expected 0")
 
 
 def assert_same(
@@ -97,10 +95,14 @@ def assert_same(
     others: Mapping[str, Any],
     recompute: str = "none",
 ) -> None:
-    setup = runs.setup("megatron", "qwen3-moe", PACKINGS["padded"])
+    setup = balanced(runs.setup("megatron", "qwen3-moe", PACKINGS["padded"]))
     train = evolve(setup.train, recompute=recompute)
-    found = runs.train(world_size, evolve(setup, train=train, options={"aux_loss_coef": COEF, **options}), range(3))
-    wanted = runs.train(other_ranks, evolve(setup, options={"aux_loss_coef": COEF, **others}), range(3))
+    found = runs.train(world_size, evolve(setup, train=train, options=options), range(3))
+    wanted = runs.train(other_ranks, evolve(setup, options=others), range(3))
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)
-    assert "load_balancing_loss" in found.results[0][-1].metrics or "load_balancing_loss" in found.results[0][0].metrics
+    assert {"moe/aux_loss", "moe/entropy"} <= metrics_of(found.results[0]).keys()
+
+
+def balanced(setup: Setup) -> Setup:
+    return evolve(setup, train=evolve(setup.train, aux_loss_coef=COEF))

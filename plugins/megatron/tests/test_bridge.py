@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from attrs import evolve
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from corerl.testing import (
     tiny_fields,
     whole,
 )
+from corerl.testing.harness import TRAIN
 from corerl.types import Output
 from corerl_megatron.families import BRIDGE_INSTALL
 from plugins.megatron.tests import ranks
@@ -166,9 +168,9 @@ def test_families_and_losses_that_it_lacks_are_refused(runs: Runs) -> None:
         "ModelError: Megatron-Bridge cannot build a llama model (ValueError: No bridge for ['LlamaForCausalLM']); use "
         "another backend"
     )
-    setup = Setup(backend="megatron", model="", fields=FIELDS, options={"aux_loss_coef": 0.1})
+    setup = Setup(backend="megatron", model="", fields=FIELDS, train=evolve(TRAIN, aux_loss_coef=0.1))
     assert one.run(ranks.start_by_bridge, setup)[0] == (
-        "ModelError: backends.megatron.aux_loss_coef=0.1, but the routers of a glm4_moe model have no softmax, of "
+        "ModelError: train.aux_loss_coef=0.1, but the routers of a glm4_moe model have no softmax, of "
         "whose probabilities this loss is; set it to 0"
     )
 

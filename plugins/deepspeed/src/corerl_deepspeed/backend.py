@@ -63,7 +63,14 @@ class DeepSpeedBackend(Backend):
     ) -> GradientResult:
         with calling_deepspeed(partitioned=self.partitioned):
             return forward_backward(
-                self.model, batch, loss, outputs, last=last, dp_size=self.layout.dp_size, device=self.device
+                self.model,
+                batch,
+                loss,
+                outputs,
+                last=last,
+                dp_size=self.layout.dp_size,
+                aux_loss_coef=self.config.train.aux_loss_coef,
+                device=self.device,
             )
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:

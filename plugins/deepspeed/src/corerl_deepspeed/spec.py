@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from corerl.config import ClusterInfo
 from corerl.kinds import ModelSize
 from corerl.plugin import (
+    FULL,
     BackendSpec,
     Capability,
     Environment,
@@ -64,6 +65,7 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="DeepSpeed ZeRO 1 to 3: transformers models sharded over all ranks, in host memory where asked",
     capabilities={
+        Capability.AUX_LOSS: FULL,
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
     },
     environment=environment,

@@ -22,6 +22,7 @@ def forward_backward(
     *,
     last: bool,
     dp_size: int,
+    aux_loss_coef: float,
     device: torch.device,
 ) -> GradientResult:
     """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch. After
@@ -31,7 +32,8 @@ def forward_backward(
     assert watch is not None  # it is trained
     engine.train()
     announced = evolve(batch, micro_batches=_announced(engine, batch, last))
-    losses = StepLosses(engine, announced, loss, outputs, device=device, routers=model.policy.routers)
+    routers = model.policy.routers
+    losses = StepLosses(engine, announced, loss, outputs, device=device, routers=routers, aux_loss_coef=aux_loss_coef)
     for value in losses:
         engine.backward(value * dp_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over dp
         watch.check()

@@ -71,6 +71,7 @@ class FsdpBackend(Backend):
             dp_size=self.layout.dp_size,
             sync=self.config.options.sync,
             loss_scale=self.scale,
+            aux_loss_coef=self.config.train.aux_loss_coef,
             device=self.device,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from corerl.config import ClusterInfo
-from corerl.plugin import BackendSpec, Problem, Variant
+from corerl.plugin import FULL, BackendSpec, Capability, Problem, Variant
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
 from corerl_fsdp.probe import probe
@@ -33,6 +33,7 @@ SPEC = BackendSpec(
     config=FsdpConfig,
     api=(1, 0),
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
+    capabilities={Capability.AUX_LOSS: FULL},
     check=check,
     memory=memory,
     slow=slow,

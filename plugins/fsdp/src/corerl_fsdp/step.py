@@ -27,13 +27,16 @@ def forward_backward(
     dp_size: int,
     sync: Literal["every", "last"],
     loss_scale: LossScale | None,
+    aux_loss_coef: float,
     device: torch.device,
 ) -> GradientResult:
     """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and call if `sync` is "last")."""
     assert isinstance(policy, FSDPModule)
     factor = dp_size * (loss_scale.value if loss_scale else 1.0)  # FSDP averages gradients over dp
     policy.train()
-    losses = StepLosses(policy, batch, loss, outputs, device=device, routers=policy.routers)
+    losses = StepLosses(
+        policy, batch, loss, outputs, device=device, routers=policy.routers, aux_loss_coef=aux_loss_coef
+    )
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
         policy.set_requires_gradient_sync(last or sync == "every")

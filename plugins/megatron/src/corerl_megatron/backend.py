@@ -70,7 +70,7 @@ class MegatronBackend(Backend):
             model=self.model,
             routing=Routing.of(self.model.chunks, self.model.config, self.groups),
             groups=self.groups,
-            balance_coef=config.options.aux_loss_coef,
+            balance_coef=config.train.aux_loss_coef,
             vocabulary=config.model.vocabulary or source.vocabulary,
             device=self.device,
         )

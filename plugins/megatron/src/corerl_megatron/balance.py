@@ -1,53 +1,39 @@
 """The load-balancing loss for experts: each router adds its part of the gradient as tokens pass through it.
 
 megatron-core's own counts padding and fillers as tokens, and multiplies its gradient by a number of tokens that differs
-between versions.
+between versions. transformers' loss, which `corerl.backend.experts` computes, takes the tokens of all layers together:
+a layer which prefers an expert makes up for one that avoids it. Here a router knows no other layer's load, as later
+stages come later, so the loss is a mean over layers, each by itself. With one layer of experts both are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import field, frozen
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from corerl.backend import unpadded
-from corerl.types import BoolArray, Metric, MicroBatch
-from corerl_megatron.parallel import Groups
-
-LOSS = "load_balancing_loss"  # the metric
-
-
-def counted(micro: MicroBatch) -> BoolArray:
-    """[T] False in padding and in fillers."""
-    counts: BoolArray = unpadded(micro) & np.repeat(micro.samples >= 0, np.diff(micro.cu_seqlens))
-    return counts
+from corerl.backend import AUX_LOSS
+from corerl.types import Metric
 
 
 @frozen(kw_only=True, eq=False)
 class Balance:
     """The balancing loss of one optimizer step: a mean over its tokens, so micro-batches are weighted by tokens."""
 
-    coef: float
-    tokens: float  # number of tokens in the step, on all ranks
-    parts: list[Tensor] = field(factory=list)  # each [], this rank's parts of the loss so far
-
-    @classmethod
-    def of(cls, coef: float, micro_batches: Iterable[MicroBatch], groups: Groups) -> Balance:
-        """Called on every rank; iterates over the micro-batches."""
-        tokens = torch.tensor(float(sum(counted(micro).sum() for micro in micro_batches)), device="cuda")
-        torch.distributed.all_reduce(tokens, group=groups.data)
-        return cls(coef=coef, tokens=float(tokens))
+    coef: float  # of each part
+    tokens: int  # number of tokens in the step, on all ranks
+    topk: int
+    parts: list[Tensor] = field(factory=list)  # each [], this rank's parts of the loss so far: 1 if the load is even
 
     def metrics(self, layers: int) -> Mapping[str, Metric]:
-        """The loss, a mean over tokens and MoE layers; 1 if the load is even. Called on every rank."""
+        """The loss, a mean over tokens and MoE layers; `topk` if the load is even. Called on every rank."""
         total = torch.stack([torch.zeros((), device="cuda"), *self.parts]).sum()
         torch.distributed.all_reduce(total)  # over ranks with other layers and ranks with other tokens
-        return {LOSS: Metric(float(total) / layers)}
+        return {AUX_LOSS: Metric(float(total) * self.topk / layers)}
 
 
 @frozen(kw_only=True, eq=False)

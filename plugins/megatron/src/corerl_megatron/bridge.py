@@ -31,7 +31,7 @@ from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, look_at, reads_pic
 from corerl.weights import gather_plain
 from corerl_megatron.boxes import Traced, trace
 from corerl_megatron.chunks import Held, Piece, vocabulary_pieces
-from corerl_megatron.families import BRIDGE_INSTALL
+from corerl_megatron.families import BRIDGE_INSTALL, NO_SOFTMAX
 from corerl_megatron.layers import add_choice_bias
 from corerl_megatron.model import EMBEDDING, HEAD, PackedModel, padded_vocabulary, settings, uses_transformer_engine
 from corerl_megatron.parallel import Groups
@@ -116,11 +116,8 @@ class Bridged:
         options, provider = role.options, self.provider
         engine = uses_transformer_engine(options, role.train.precision, device)
         sigmoid = provider.num_moe_experts and provider.moe_router_score_function != "softmax"
-        if options.aux_loss_coef and sigmoid:
-            raise ModelError(
-                f"backends.megatron.aux_loss_coef={options.aux_loss_coef}, but the routers of a "
-                f"{self.config.model_type} model have no softmax, of whose probabilities this loss is; set it to 0"
-            )
+        if (coef := role.train.aux_loss_coef) and sigmoid:
+            raise ModelError(f"train.aux_loss_coef={coef:g}, but {NO_SOFTMAX.format(self.config.model_type)}")
         sparse, count = provider.moe_layer_freq, provider.num_layers
         changed = {
             **settings(role, experts=bool(provider.num_moe_experts), engine=engine, device=device),

@@ -89,11 +89,6 @@ class MegatronConfig:
         "with fp8, how scales are computed: from earlier steps, per tensor, or per block of a tensor",
         default="blockwise",
     )
-    aux_loss_coef: float = option(
-        "weight of the expert load-balancing loss (Fedus et al. 2021, eq. 4); 0 disables it",
-        default=0.0,
-        validator=at_least(0),
-    )
     native_checkpoint: bool = option(
         "also write megatron-core's own distributed checkpoint, as `megatron` in the role's directory of each "
         "checkpoint; training waits for it, and CoreRL still resumes from its own",

@@ -174,6 +174,9 @@ def _sigmoid_experts(layers: Callable[[Fields], list[int]]) -> Experts:
     )
 
 
+# Why the balancing loss cannot be added.
+NO_SOFTMAX = "the routers of a {} model have no softmax, of whose probabilities this loss is; set it to 0"
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(windows=True),

@@ -16,10 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from corerl.backend import DeviceBatch, free_tokens
+from corerl.backend import DeviceBatch, counted, free_tokens
 from corerl.ops import upload
 from corerl.types import MicroBatch, Output
-from corerl_megatron.balance import Balance, Share, counted
+from corerl_megatron.balance import Balance, Share
 from corerl_megatron.packed import Split, all_gathered
 from corerl_megatron.parallel import Groups
 
@@ -30,6 +30,7 @@ class Told:
 
     experts: Tensor | None = None  # [t, k] int64 experts of the tokens; None lets the router choose
     free: Tensor | None = None  # [t] bool: tokens for which the router chooses nevertheless; None if there are none
+    counts: Tensor | None = None  # [t, 1] bool: which tokens count to the load of experts; None if none does
     share: Share | None = None  # of the balancing loss; None without one
 
 
@@ -50,6 +51,7 @@ class Chooser:
     told: Told = NOTHING  # for that micro-batch
     trains: bool = False  # whether a backward pass will follow
     chosen: Tensor | None = None  # [t, k] experts in the last pass without a backward pass
+    load: Tensor | None = None  # [experts] how often each was chosen in the passes with one
     again: deque[Told] = field(factory=deque)  # for micro-batches that will be recomputed, in order
 
     def get_replay_topk(
@@ -73,6 +75,9 @@ class Chooser:
             values = told.share.balanced(values, scores if self.softmax_first else scores.softmax(1), own)
         if not self.trains:
             self.chosen = experts
+        elif self.passing and told.counts is not None:
+            often = torch.zeros_like(scores).scatter(1, experts, 1.0).mul(told.counts).sum(0).detach()
+            self.load = often if self.load is None else self.load + often
         return values, experts
 
     def _now_told(self) -> Told:
@@ -127,7 +132,7 @@ class Routing:
     def begin(self) -> None:
         """Called before the first micro-batch: clears the state of earlier runs, even failed ones."""
         for chooser in (chooser for part in self.choosers for chooser in part):
-            chooser.passing, chooser.told, chooser.chosen = False, NOTHING, None
+            chooser.passing, chooser.told, chooser.chosen, chooser.load = False, NOTHING, None, None
             chooser.again.clear()
 
     @contextmanager
@@ -143,15 +148,29 @@ class Routing:
     ) -> Iterator[None]:
         """Within the block, in which a micro-batch passes through this part of the stage, replay the experts in its
         column, if it has one. With `trains` a backward pass follows."""
-        share = None if balance is None else self._share(micro, inputs, split, balance)
+        counts, share = None, None
+        if trains and self.choosers[part]:
+            real = counted(micro)
+            counts = self._local(upload(real, inputs.tokens.device), split)[:, None]
+            if balance is not None:
+                share = Share(counts=counts, tokens=int(real.sum()), group=self.groups.tokens, step=balance)
         replayed = self._replayed(part, micro, inputs, split) if Output.ROUTED_EXPERTS in inputs.columns else {}
         for chooser in self.choosers[part]:
             experts, free = replayed.get(chooser.layer, (None, None))
-            chooser.told = Told(experts=experts, free=free, share=share)
+            chooser.told = Told(experts=experts, free=free, counts=counts, share=share)
             chooser.passing, chooser.trains = True, trains
         yield
         for chooser in self.choosers[part]:
             chooser.passing, chooser.told = False, NOTHING
+
+    def load(self, device: torch.device) -> Tensor:
+        """[layers, experts] how often this rank's tokens went through each expert in the last run; 0 in layers of other
+        stages. Ranks that compute the same tokens all count them."""
+        total = torch.zeros(self.layers, self.experts, device=device)
+        for chooser in (chooser for part in self.choosers for chooser in part):
+            if chooser.load is not None:
+                total[chooser.layer] = chooser.load
+        return total
 
     def chosen(self, part: int, tokens: int, split: Split | None) -> Tensor:
         """[T, layers of this part, k] int32 experts of the last micro-batch's tokens. Called on every rank of the
@@ -175,11 +194,6 @@ class Routing:
         if self.groups.pipeline.size() > 1:
             torch.distributed.all_reduce(total, group=self.groups.pipeline)  # 0 for layers of other stages
         return total.to(torch.int16).cpu()
-
-    def _share(self, micro: MicroBatch, inputs: DeviceBatch, split: Split | None, step: Balance) -> Share:
-        counts = counted(micro)
-        local = self._local(upload(counts, inputs.tokens.device), split)
-        return Share(counts=local[:, None], tokens=int(counts.sum()), group=self.groups.tokens, step=step)
 
     def _replayed(
         self, part: int, micro: MicroBatch, inputs: DeviceBatch, split: Split | None

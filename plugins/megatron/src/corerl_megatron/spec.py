@@ -8,9 +8,17 @@ from typing import Any
 
 from corerl.config import ClusterInfo
 from corerl.models import experts_of
-from corerl.plugin import BackendSpec, Capability, Environment, Problem, Variant, not_implemented, unsupported
+from corerl.plugin import FULL, BackendSpec, Capability, Environment, Problem, Variant, not_implemented, unsupported
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, UNSPLIT, Architecture, architecture, unsupported_by
+from corerl_megatron.families import (
+    BRIDGE_INSTALL,
+    FAMILIES,
+    NO_SOFTMAX,
+    UNSPLIT,
+    Architecture,
+    architecture,
+    unsupported_by,
+)
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
 from corerl_megatron.slow import slow
@@ -53,17 +61,14 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _switches(config, cluster)
     if cluster.lora is not None:
         yield from beside_adapters(config)
-    if config.aux_loss_coef and cluster.streamed:
-        yield Problem(
-            "aux_loss_coef",
-            f"{config.aux_loss_coef}, but the balancing loss weighs tokens by how many a step has, which is not known "
-            "when rollout.source='streamed' begins with it; set it to 0, or rollout.source to 'synchronous'",
-        )
     recompute = cluster.train is not None and cluster.train.recompute == "full"
     if config.bridge:
         yield from _bridge(config, cluster, recompute=recompute)
     elif cluster.model:
         yield from _model(config, cluster.model, recompute=recompute)
+        coef = cluster.train.aux_loss_coef if cluster.train is not None else 0.0
+        if coef and not unsupported_by(cluster.model) and architecture(cluster.model, value_head=False).choice_bias:
+            yield Problem(".train.aux_loss_coef", f"{coef:g}, but {NO_SOFTMAX.format(cluster.model['model_type'])}")
 
 
 def beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
@@ -205,12 +210,6 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
                     f"needs a multiple of {FP8_WIDTH}: set fp8='none'{', or lower tensor_parallel' if tp > 1 else ''}",
                 )
     yield from _experts(config, experts=experts, latent=built.latent)
-    if experts and config.aux_loss_coef and built.choice_bias:
-        yield Problem(
-            "aux_loss_coef",
-            f"{config.aux_loss_coef}, but the routers of a {model['model_type']} model have no softmax, of whose "
-            "probabilities this loss is; set it to 0",
-        )
     if experts and sizes["add_bias_linear"] and expert_tp > 1:
         yield Problem(
             "expert_tensor_parallel",
@@ -256,8 +255,6 @@ def _experts(config: MegatronConfig, *, experts: int, latent: bool) -> Iterator[
         yield Problem(
             "expert_tensor_parallel", f"{config.expert_tensor_parallel}, but the model has no experts; set it to 0"
         )
-    if config.aux_loss_coef and not experts:
-        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, but the model has no experts; set it to 0")
     tp = config.tensor_parallel
     if (experts or latent) and tp > 1 and not config.sequence_parallel:
         what = "experts" if experts else "latent attention"
@@ -302,6 +299,7 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary=f"NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; {len(FAMILIES)} model families",
     capabilities={
+        Capability.AUX_LOSS: FULL,
         Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
     },

@@ -13,8 +13,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from corerl.backend import DeviceBatch, MetricSum, OutputCollector, resolve_loss, to_device
-from corerl.errors import ModelError, Unsupported
+from corerl.backend import (
+    DeviceBatch,
+    MetricSum,
+    OutputCollector,
+    metrics_of_load,
+    require_balance,
+    resolve_loss,
+    to_device,
+)
+from corerl.errors import ModelError
 from corerl.models import VALUE_HEAD
 from corerl.ops import token_logprobs
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
@@ -183,13 +191,8 @@ def forward_backward(
 ) -> GradientResult:
     """Add gradients to the buffers, and reduce them if this is the step's `last` call. Called on every rank, inside
     `calling_megatron`."""
-    coef = pipeline.balance_coef
-    if coef and gradients.begun:
-        raise Unsupported(
-            f"a step's second forward_backward got backends.megatron.aux_loss_coef={coef:g}, expected 0: that loss is "
-            "a mean over the tokens of the whole step, and the first call has already added it as a mean over its own; "
-            "pass all of the step's samples in one call, or set backends.megatron.aux_loss_coef to 0"
-        )
+    routing = pipeline.routing
+    require_balance(pipeline.balance_coef, layers=routing.layers, tokens=batch.step_tokens)
     loss_function = resolve_loss(loss)
     metrics, collector = MetricSum(), OutputCollector()
     computed = tuple(dict.fromkeys((*loss.outputs, *outputs)))
@@ -215,13 +218,16 @@ def forward_backward(
         if first:
             chunk.zero_grad_buffer()
     balance = None
-    if coef:
-        micro_batches = list(micro_batches)  # their tokens are counted before the first pass
-        balance = Balance.of(coef, micro_batches, pipeline.groups)
+    if pipeline.balance_coef:
+        balance = Balance(
+            coef=pipeline.balance_coef * routing.topk / routing.layers, tokens=batch.step_tokens, topk=routing.topk
+        )
     gradients.begun, gradients.reduced = True, last
     with scheduled(pipeline.model, first=first, last=last):
         pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
-    found = {**metrics.finish(), **(balance.metrics(pipeline.routing.layers) if balance else {})}
+    found = {**metrics.finish(), **(balance.metrics(routing.layers) if balance else {})}
+    if routing.layers:
+        found |= metrics_of_load(routing.load(pipeline.device))
     return GradientResult(
         metrics=found,
         tokens=tokens,
@@ -233,13 +239,6 @@ def optimizer_step(
     pipeline: Pipeline, gradients: Gradients, *, lr: float, scale: float, clip_norm: float
 ) -> StepResult:
     """Step with the gradients times `scale`. Called on every rank, inside `calling_megatron`."""
-    coef = pipeline.balance_coef
-    if coef and scale != 1.0:
-        raise Unsupported(
-            f"optimizer_step got the scale {scale:g} with backends.megatron.aux_loss_coef={coef:g}, expected 1: the "
-            "gradients hold that loss too, which no scale is meant for; give the tokens' weights the scale beforehand, "
-            "as train does, or set backends.megatron.aux_loss_coef to 0"
-        )
     if not gradients.reduced:
         reduce_gradients(pipeline.model)
     gradients.begun = gradients.reduced = False

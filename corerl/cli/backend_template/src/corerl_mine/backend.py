@@ -67,7 +67,15 @@ class MineBackend(Backend):
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
         self.policy.train()
-        losses = StepLosses(self.outputs, batch, loss, outputs, device=self.device, routers=self.policy.routers)
+        losses = StepLosses(
+            self.outputs,
+            batch,
+            loss,
+            outputs,
+            device=self.device,
+            routers=self.policy.routers,
+            aux_loss_coef=self.config.train.aux_loss_coef,
+        )
         for value in losses:
             value.backward()  # accumulates gradients over micro-batches, and over calls
         return losses.result()

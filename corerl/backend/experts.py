@@ -1,0 +1,119 @@
+"""The loss that balances the load of experts, and metrics of that load, from what routers make of each micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from corerl.backend.batches import counted
+from corerl.errors import ModelError, Unsupported
+from corerl.models.routing import Routed, Routers
+from corerl.ops.transfer import upload
+from corerl.types import Metric, MicroBatch, Reduction
+
+AUX_LOSS = "moe/aux_loss"  # the metric: a sum over micro-batches and ranks
+
+
+def load_balancing_loss(logits: Sequence[Tensor], counts: Tensor, *, topk: int) -> Tensor:
+    """[] experts * sum_i f_i P_i, of the logits [T, experts] of each layer and of the tokens that `counts` [T] bool.
+
+    f_i is the mean number of times that a token of a layer has expert i among its `topk` most likely ones, without
+    gradient, and P_i the mean probability of i, both over the tokens of all layers: `topk` if the load is even. This is
+    transformers' `load_balancing_loss_func` with a mask, in float32 (Fedus et al. 2021, "Switch Transformers", eq. 4-6,
+    with the layers taken together).
+    """
+    experts, weights = logits[0].shape[-1], counts.float()
+    load = likely = torch.zeros(experts, device=weights.device)
+    for each in logits:
+        probabilities = each.float().softmax(-1)
+        index = probabilities.detach().topk(topk).indices
+        load = load.scatter_add(0, index.flatten(), weights.repeat_interleave(topk))
+        likely = likely + weights @ probabilities
+    rows = (weights.sum() * len(logits)).clamp(min=1)
+    return experts * ((load / rows) @ (likely / rows))
+
+
+def require_balance(coef: float, *, layers: int, tokens: int) -> None:
+    """Raise what forbids to add the balancing loss to a step of so many tokens, with so many known routers. `coef` 0
+    leaves it out."""
+    if not coef:
+        return
+    if not tokens:
+        raise Unsupported(
+            f"a part of a step got train.aux_loss_coef={coef:g}, expected 0: that loss weighs tokens by how many the "
+            "whole step has, which a part does not know; pass all of the step's samples in one call, or set "
+            "train.aux_loss_coef to 0"
+        )
+    if not layers:
+        raise ModelError(f"train.aux_loss_coef={coef:g}, but the model has no known routers; set it to 0")
+
+
+@define(kw_only=True, eq=False)
+class ExpertLoad:
+    """The load of experts in one rank's micro-batches of a step, and with `coef` the step's balancing loss.
+
+    That loss is a mean over micro-batches by their tokens, on all ranks: each is balanced by itself, as the shares of
+    other micro-batches are not known yet in its backward pass.
+    """
+
+    routers: Routers
+    coef: float
+    step_tokens: int  # on all dp ranks
+    _load: Tensor | None = field(default=None, init=False)  # [layers, experts]
+    _losses: list[Tensor] = field(factory=list, init=False)  # each [], its part of the step's
+
+    def add(self, micro: MicroBatch, routed: Routed | None = None) -> Tensor | None:
+        """Count a micro-batch whose tokens have just passed, or are those of `routed`; returns what it adds to the
+        loss, None if nothing."""
+        routed = routed or self.routers.take(logits=self.coef != 0)
+        every = [*routed.logits, *routed.chosen]
+        if not every:
+            return None
+        counts = upload(counted(micro), every[0].device)
+        if len(routed.chosen) == self.routers.layers:
+            chosen = torch.stack(routed.chosen).flatten(1)  # [layers, T * k]
+            often = counts.long().repeat_interleave(routed.chosen[0].shape[-1]).expand_as(chosen)
+            empty = torch.zeros(len(chosen), self.routers.experts, dtype=torch.long, device=chosen.device)
+            self._load = (empty if self._load is None else self._load).scatter_add(1, chosen, often)
+        if not self.coef:
+            return None
+        loss = load_balancing_loss(routed.logits, counts, topk=self.routers.topk)
+        part = loss * (counts.sum() / self.step_tokens)
+        self._losses.append(part.detach())
+        return self.coef * part
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the step. Called on every rank: one all-reduce."""
+        found: dict[str, Metric] = {}
+        if self._losses:
+            found[AUX_LOSS] = Metric(float(torch.stack(self._losses).sum()), reduction=Reduction.SUM)
+        return found if self._load is None else {**found, **metrics_of_load(self._load)}
+
+
+def metrics_of_load(load: Tensor) -> dict[str, Metric]:
+    """Metrics of how often each expert of a layer was chosen, `load` [layers, experts] of this rank's tokens. Called on
+    every rank: one all-reduce. Those without an ending are means over layers, the others of the worst layer.
+
+    largest_share   of the choices, that fall on one expert; 1 / experts if the load is even
+    entropy         of the shares, in units of log(experts): 1 if the load is even
+    unused          experts that no token was sent to
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(load)
+    shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
+    largest, entropy = shares.amax(1), -torch.xlogy(shares, shares).sum(1) / math.log(load.shape[1])
+    unused = (load == 0).sum(1).double()
+    worst = torch.stack([largest.amax(), entropy.amin(), unused.amax()])
+    numbers = torch.cat([torch.stack([largest.mean(), entropy.mean(), unused.mean()]), worst]).tolist()
+    return {
+        "moe/largest_share": Metric(numbers[0]),
+        "moe/entropy": Metric(numbers[1]),
+        "moe/unused": Metric(numbers[2]),
+        "moe/largest_share_max": Metric(numbers[3], reduction=Reduction.MAX),
+        "moe/entropy_min": Metric(numbers[4], reduction=Reduction.MIN),
+        "moe/unused_max": Metric(numbers[5], reduction=Reduction.MAX),
+    }

@@ -1,0 +1,98 @@
+"""The balancing loss and the load of experts, against transformers' own loss and counts by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from corerl.backend.experts import ExpertLoad, load_balancing_loss, metrics_of_load
+from corerl.models.routing import Routers
+from corerl.models.smallest import smallest_config
+from corerl.testing import Runs
+from corerl.testing.routing import assert_balances
+from corerl.testing.scenarios import training
+from corerl.testing.subject import WHOLE
+from tests.backend.test_batches import micro_batch
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_the_balancing_loss_is_that_of_transformers(topk: int) -> None:
+    torch.manual_seed(0)
+    counts = torch.rand(23) < 0.7
+    logits = [torch.randn(23, 7, requires_grad=True) for _ in range(3)]
+    found = load_balancing_loss(logits, counts, topk=topk)
+    wanted = load_balancing_loss_func(tuple(logits), 7, topk, counts[None].long())
+    torch.testing.assert_close(found, wanted)
+    for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(wanted, logits), strict=True):
+        torch.testing.assert_close(mine, other)
+        assert mine[~counts].abs().sum() == 0 < mine.abs().sum()
+
+
+def test_an_even_load_costs_as_many_as_experts_are_chosen() -> None:
+    even = torch.eye(6).add(torch.eye(6).roll(1, 0)) * 40  # each token has two likely experts, each expert two tokens
+    assert load_balancing_loss([even], torch.ones(6, dtype=torch.bool), topk=2).item() == pytest.approx(2.0)
+
+
+def test_a_micro_batch_of_padding_alone_costs_nothing() -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    loss = load_balancing_loss([logits], torch.zeros(4, dtype=torch.bool), topk=1)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
+
+
+def test_metrics_of_the_load_are_means_and_extremes_over_layers() -> None:
+    found = {name: metric.value for name, metric in metrics_of_load(torch.tensor([[4, 0, 0, 0], [1, 1, 1, 1]])).items()}
+    assert found == {
+        "moe/largest_share": pytest.approx((1 + 0.25) / 2),
+        "moe/entropy": pytest.approx(0.5),
+        "moe/unused": 1.5,
+        "moe/largest_share_max": 1.0,
+        "moe/entropy_min": 0.0,
+        "moe/unused_max": 3.0,
+    }
+
+
+FAMILIES = ["qwen2_moe", "mixtral", "gpt_oss", "ernie4_5_moe", "granitemoe", "phimoe", "qwen3_5_moe_text", "minimax_m2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_that_transformers_balances(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(smallest_config(family)).eval()
+    routers, tokens = Routers(model), torch.arange(3, 14)[None]
+    with routers.replaying(None, record=True):
+        wanted = model(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
+        routed = routers.take(logits=True)
+    found = load_balancing_loss(routed.logits, torch.ones(11, dtype=torch.bool), topk=routers.topk)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+def test_the_load_counts_the_experts_that_were_chosen(family: str) -> None:
+    """Those of DeepSeek's routers are chosen in the last of several top-k, the first of which are of groups."""
+    routers = Routers(model := AutoModelForCausalLM.from_config(smallest_config(family)).eval())
+    tokens, heard = torch.arange(3, 14)[None], []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_hook(lambda module, arguments, output: heard.append(arguments[1]))
+    micro = evolve(micro_batch([0, -1], [7, 4], multiple=1), columns={})
+    with routers.replaying(None, record=True):
+        model(input_ids=tokens, use_cache=False)
+        load = ExpertLoad(routers=routers, coef=0.0, step_tokens=0)
+        assert load.add(micro) is None
+    shares = [torch.bincount(index[:7].flatten(), minlength=routers.experts) / (7 * routers.topk) for index in heard]
+    found = load.metrics()
+    assert found["moe/largest_share_max"].value == pytest.approx(max(share.max().item() for share in shares))
+    assert found["moe/unused"].value == sum(int((share == 0).sum()) for share in shares) / routers.layers
+    assert "moe/aux_loss" not in found
+
+
+@pytest.mark.parametrize("backend", ["plain", "fsdp"])
+def test_a_step_of_one_micro_batch_has_the_gradients_of_transformers(runs: Runs, backend: str) -> None:
+    setup = runs.setup(backend, "qwen3-moe", WHOLE)
+    run = partial(runs.rank_sets[1].run, training.first_step)
+    assert_balances(runs.models["qwen3-moe"], setup, run, [range(6)])
