@@ -395,7 +395,7 @@ class AlgorithmConfig:
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3-differentiated"] | None = option(
         "estimator of the KL's value (Schulman 2020). In the loss, the gradient is that of the KL with each of them "
-        "except k3-differentiated, the GRPO paper's; in the reward, only with k1. Unset: k3 in the loss, k1 in the "
+        "except k3-differentiated (Shao et al. 2024); in the reward, only with k1. Unset: k3 in the loss, k1 in the "
         "reward",
         default=None,
     )
