@@ -1,22 +1,25 @@
-"""Write code into the pages that show it, so that they read in the repository as they do when built.
+"""Write code and computed tables into the pages that show them, so that they read in the repository as when built.
 
     python docs/quoted.py
 
 A block under a line `<!-- code: FILE NAME from 'TEXT' to 'TEXT' -->` is a part of FILE, a path in the repository: the
-class, function or method NAME, from the first line with a TEXT up to another, each of these if it is given. A test
-tells whether the pages have what their files have now.
+class, function or method NAME, from the first line with a TEXT up to another, each of these if it is given. A table
+under a line `<!-- table: MODULE FUNCTION -->` is what the function returns. A test checks that pages are up to date.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^<!-- code: (?P<asked>[^\n]*) -->\n```\w+\n.*?^```$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^(?P<mark><!-- table: (?P<module>[\w.]+) (?P<function>\w+) -->\n)(?:\|[^\n]*\n)+", re.MULTILINE)
 # Not "python": tests run each of those blocks by itself.
 LANGUAGES = {".py": "python3", ".toml": "toml", ".yml": "yaml"}
 
@@ -26,8 +29,14 @@ def pages() -> list[Path]:
 
 
 def written(page: str) -> str:
-    """The page with the code that its files have now. Raises ValueError where a file has not what is asked for."""
-    return BLOCK.sub(_block, page)
+    """The page with the code that its files have now, and its tables computed. Raises ValueError where a file has not
+    what is asked for."""
+    return TABLE.sub(_table, BLOCK.sub(_block, page))
+
+
+def _table(found: re.Match[str]) -> str:
+    rows: str = getattr(importlib.import_module(found["module"]), found["function"])()
+    return found["mark"] + rows
 
 
 def _block(found: re.Match[str]) -> str:
@@ -56,5 +65,6 @@ def _object(code: str, name: str) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for the modules of tables
     for each in pages():
         each.write_text(written(each.read_text()))

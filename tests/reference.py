@@ -65,7 +65,8 @@ def train(
 
 
 def objective(model: Any, sequence: Sample, temperature: float) -> torch.Tensor:
-    """Summed over the tokens that the policy chose: PPO's clipped term, an entropy bonus, and k3 to the reference."""
+    """Summed over the tokens that the policy chose: PPO's clipped term, an entropy bonus, and k3 to the reference,
+    an expectation over the policy by its ratio to the old one."""
     logits = model(input_ids=sequence.tokens[None], use_cache=False).logits[0]
     total = torch.zeros(())
     for t in range(1, len(sequence.tokens)):
@@ -80,7 +81,7 @@ def objective(model: Any, sequence: Sample, temperature: float) -> torch.Tensor:
             torch.clip(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH) * sequence.advantages[t],
         )
         apart = sequence.reference[t] - logprob
-        total = total - gain - ENTROPY * entropy + KL * (torch.exp(apart) - 1 - apart)
+        total = total - gain - ENTROPY * entropy + KL * ratio * (torch.exp(apart) - 1 - apart)
     return total
 
 

@@ -36,8 +36,9 @@ class Distill(Algorithm):
         A_t = log p(token_t) of the teacher - log p(token_t) of the student + reward_coef r
 
     The difference is the estimate by one sample of the reverse KL, KL(student || teacher), of this token's
-    distribution, with the other sign. A token is not credited with what follows it (a discount of 0), and no baseline
-    is taken off. Both log-probs are at the sampling temperature.
+    distribution, with the other sign. In the first optimizer step on a batch the expected gradient is that of this KL;
+    in later ones A_t is still that of the student that sampled. A token is not credited with what follows it (a
+    discount of 0), and no baseline is taken off. Both log-probs are at the sampling temperature.
 
     Agarwal et al. 2024, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes" (GKD); Gu et
     al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models", which credits what follows too; Thinking

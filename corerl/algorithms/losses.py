@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
 
-from corerl.algorithms.kl import MAX_LOG_RATIO, estimator
+from corerl.algorithms.kl import MAX_LOG_RATIO, penalty
 from corerl.errors import ContractError
 from corerl.types import Reduction
 
@@ -124,8 +124,8 @@ class PolicyTokens:
 
             loss = sum_t weights_t * (policy_term_t - entropy_coef * H_t + kl_coef * KL_t)
 
-        The penalty in the loss: Shao et al. 2024, "DeepSeekMath", eq. 3; estimators of the KL: `corerl.algorithms.kl`.
-        Reads the column `rollout_logprobs`, and with a `kl_coef` also `ref_logprobs`.
+        KL_t is `corerl.algorithms.kl.penalty`: `kl_estimator` says how its value is estimated, its gradient is that of
+        the KL. Reads the column `rollout_logprobs`, and with a `kl_coef` also `ref_logprobs`.
 
         Metrics: `loss` and `policy_loss` are sums with the loss's own weights. All others are means over loss tokens,
         each counted once whatever the aggregation, so that runs can be compared: `metrics`, each [T], `entropy`,
@@ -158,7 +158,7 @@ class PolicyTokens:
                 )
             loss = loss - entropy_coef * (self.weights * _where(self.counted, entropy)).sum()
         if kl_coef:
-            kl = estimator(kl_estimator)(self.logprobs, self.column("ref_logprobs"))
+            kl = penalty(self.logprobs, self.column("ref_logprobs"), self.log_ratio, estimator=kl_estimator)
             found["kl"] = mean(kl)
             loss = loss + kl_coef * (self.weights * kl).sum()
         found["loss"] = TensorMetric(loss.detach(), tokens, Reduction.LOSS)

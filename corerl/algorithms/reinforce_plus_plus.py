@@ -59,7 +59,7 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
         A'_t = r - mean(r of the group)
         A_t  = (A'_t - mean(A')) / std(A')
 
-    The paper adds a KL penalty to the loss: algorithm.kl_coef, with kl_estimator = "k2".
+    The paper adds a KL penalty to the loss: algorithm.kl_coef.
     """
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:

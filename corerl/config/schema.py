@@ -35,6 +35,7 @@ from corerl.kinds import MemoryKind
 Device = Literal["auto", "cpu", "cuda"]
 LayoutName = Literal["auto", "packed", "whole"]
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
+KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # that of algorithm.kl_in, where the config names none
 Precision = Literal["float32", "bfloat16", "float16"]
 ALL_LINEAR = "all-linear"  # of lora.targets
 KINDS = tuple(kind.value for kind in MemoryKind)
@@ -404,7 +405,12 @@ class AlgorithmConfig:
         default=0,
         validator=at_least(0),
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = option("estimator of the KL (Schulman 2020)", default="k3")
+    kl_estimator: Literal["k1", "k2", "k3", "k3-differentiated"] | None = option(
+        "estimator of the KL's value (Schulman 2020). In the loss, the gradient is that of the KL with each of them "
+        "except k3-differentiated (Shao et al. 2024); in the reward, only with k1. Unset: k3 in the loss, k1 in the "
+        "reward",
+        default=None,
+    )
     kl_in: Literal["loss", "reward"] = option(
         "apply the KL penalty in the loss, or subtract it from each token's reward", default="loss"
     )
@@ -495,6 +501,7 @@ class AlgorithmConfig:
             "dynamic_sampling": 0,
             "overlong": "keep",
             "old_logprobs": "rollout",
+            "kl_estimator": KL_ESTIMATOR[self.kl_in],
             **defaults,
         }
         settled = evolve(self, **{name: value for name, value in common.items() if getattr(self, name) is None})

@@ -9,7 +9,7 @@ from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.algorithms.kl import token_kl
 from corerl.algorithms.overlong import soft_overlong_penalty
-from corerl.config.schema import AlgorithmConfig
+from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig
 from corerl.errors import DataError
 from corerl.types import FloatArray, SampleBatch
 
@@ -48,7 +48,8 @@ def compute_advantages(
         rewards = rewards + penalty[episode_of]
     token_rewards = np.zeros(len(mask), dtype=np.float32)
     if "ref_logprobs" in columns:
-        divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)
+        estimator = algorithm.kl_estimator or KL_ESTIMATOR[algorithm.kl_in]
+        divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=estimator)
         metrics["train/kl_coef"] = kl_coef
         if mask.any():  # otherwise nothing was measured, and the coefficient stays
             kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))

@@ -20,7 +20,7 @@ from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.registry import find_loss, policy_loss
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import AlgorithmConfig, Config, TrainConfig
+from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import ROLES, algorithm_spec, check_spec, role_kinds
@@ -278,7 +278,7 @@ def _objectives(config: Config, algorithm: Algorithm) -> dict[str, Objective]:
                 loss=common.loss,
                 entropy_coef=common.entropy_coef,
                 kl_coef=common.kl_coef if common.kl_in == "loss" else 0.0,
-                kl_estimator=common.kl_estimator,
+                kl_estimator=common.kl_estimator or KL_ESTIMATOR["loss"],
             )
         found[role] = evolve(objective, loss=loss, aggregation=aggregation)
     return found

@@ -176,6 +176,11 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         yield "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3-differentiated":
+        yield (
+            "algorithm.kl_estimator: 'k3-differentiated', but algorithm.kl_in='reward' differentiates no estimator; "
+            "remove it, which uses k1"
+        )
     for setting in ("reference", "reference_every"):
         if getattr(algorithm, setting) and not algorithm.kl_coef:
             yield (

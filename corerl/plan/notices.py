@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corerl.algorithms.base import REFERENCE
-from corerl.config.schema import Config
+from corerl.algorithms.kl import DIFFERENTIATED
+from corerl.config.schema import AlgorithmConfig, Config
 from corerl.data.prompts import PromptSource
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
@@ -62,6 +63,23 @@ def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:
         if layout.why
     ]
     return list(dict.fromkeys(lines))
+
+
+# What the KL penalty's gradient is that of, by `kl_in` and `kl_estimator`, where it is not KL(policy || reference).
+OTHER_GRADIENTS = {
+    ("loss", DIFFERENTIATED): "KL(reference || policy), and after the first optimizer step on a batch of neither",
+    ("reward", "k2"): "the mean of k2 - KL(policy || reference), which can lead away from the reference",
+    ("reward", "k3"): "KL(policy || reference) - KL(reference || policy), which can lead away from the reference",
+}
+
+
+def kl_gradient(algorithm: AlgorithmConfig) -> list[str]:
+    """One line if the gradient of the KL penalty is not that of the KL."""
+    gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
+    if gradient is None or not algorithm.kl_coef:
+        return []
+    setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
+    return [f"{setting}: the penalty's gradient is that of {gradient}; remove it for that of KL(policy || reference)"]
 
 
 def swapped_weights(algorithm: AlgorithmPlan, source: str) -> list[str]:

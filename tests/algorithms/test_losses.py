@@ -129,12 +129,16 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_weighted_entropy() -> None:
     assert at_entropy.tolist() == pytest.approx([-0.1 * w for w in WEIGHTS])
 
 
+TOWARDS = [1.5 * math.log(2), 0.0, -0.5 * math.log(2)]  # the reference: ratio * log(p_new / p_ref)
+
+
 @pytest.mark.parametrize(
-    ("name", "values", "slopes"),  # of each token, and their derivatives by the log-prob, with q = p_ref / p_new
+    ("name", "values", "slopes"),  # of each token, with q = p_ref / p_new = 1/2, 1, 2
     [
-        ("k1", [math.log(2), 0.0, -math.log(2)], [1.0, 1.0, 1.0]),
-        ("k2", [math.log(2) ** 2 / 2, 0.0, math.log(2) ** 2 / 2], [math.log(2), 0.0, -math.log(2)]),
-        ("k3", [0.5 - 1 + math.log(2), 0.0, 2 - 1 - math.log(2)], [1 - 0.5, 0.0, 1 - 2.0]),
+        ("k1", [1.5 * math.log(2), 0.0, -0.5 * math.log(2)], TOWARDS),
+        ("k2", [1.5 * math.log(2) ** 2 / 2, 0.0, 0.5 * math.log(2) ** 2 / 2], TOWARDS),
+        ("k3", [1.5 * (0.5 - 1 + math.log(2)), 0.0, 0.5 * (2 - 1 - math.log(2))], TOWARDS),
+        ("k3-differentiated", [0.5 - 1 + math.log(2), 0.0, 2 - 1 - math.log(2)], [1 - 0.5, 0.0, 1 - 2.0]),
     ],
 )
 def test_the_kl_penalty_raises_the_loss_by_the_weighted_estimate(

@@ -227,7 +227,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
         (
             "[algorithm]\nkl_estimator = 'k4'",
-            "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', got string 'k4'",
+            "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', 'k3-differentiated', got string 'k4'",
         ),
         (
             "[weights]\ndtype = 'bfloat6'",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from docs import quoted
@@ -25,6 +27,10 @@ def test_a_block_has_what_its_line_asks_for_whatever_it_had() -> None:
             'def pages() -> list[Path]:\n    return sorted(page for page in (ROOT / "docs").rglob("*.md") '
             'if "_build" not in page.parts)\n',
         )
+    table = "before\n\n<!-- table: docs.quoted {} -->\n| a |\n|---|\n| b |\n\nafter | c |\n"
+    with mock.patch.object(quoted, "rows", create=True, return_value="| d |\n|---|\n"):
+        found = quoted.written(table.format("rows"))
+    assert found == "before\n\n<!-- table: docs.quoted rows -->\n| d |\n|---|\n\nafter | c |\n"
     method = quoted.written(page("corerl/types.py ParallelLayout.data_parallel to 'return'"))
     assert "```python3\n@classmethod\ndef data_parallel(cls, " in method and "return cls" not in method
     with pytest.raises(ValueError, match="^there is no class, function or method ParallelLayout.none$"):

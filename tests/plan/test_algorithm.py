@@ -202,6 +202,14 @@ def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
         assert plan.compares == (place == "loss")
 
 
+def test_an_unset_estimator_of_the_kl_goes_by_its_place() -> None:
+    for place, expected in (("loss", "k3"), ("reward", "k1")):
+        settled = settle_algorithm(changed(GRPO, kl_coef=0.25, kl_in=place))
+        assert settled.algorithm.kl_estimator == expected
+        assert plan_algorithm(resolve_tables(settled)).objectives["actor"].loss.params["kl_estimator"] == expected
+        assert settle_algorithm(changed(GRPO, kl_in=place, kl_estimator="k2")).algorithm.kl_estimator == "k2"
+
+
 def test_a_step_passes_samples_through_the_models_whose_columns_are_read() -> None:
     def passes(config: Config) -> list[tuple[Any, ...]]:
         found = plan_algorithm(resolve_tables(config)).passes

@@ -289,6 +289,10 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
             "checkpoint.every: 50 is not a multiple of algorithm.reference_every=20; a resumed run starts",
         ),
         ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3-differentiated"},
+            "algorithm.kl_estimator: 'k3-differentiated', but algorithm.kl_in='reward' differentiates no estimator",
+        ),
         ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
         (
             {"correction_floor": 2.5, "correction": "token", "old_logprobs": "recompute"},

@@ -126,3 +126,30 @@ def test_a_snapshot_that_a_streamed_batch_swaps_in_for_each_of_its_parts_is_told
     lines = told(planned(tmp_path, rollout=rollout, cluster={"offload": "never"}, **tables))
     assert [line.partition(": with rollout.source='streamed'")[0] for line in lines] == wanted
     assert all("[roles.reference]" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("place", "estimator", "gradient"),
+    [
+        (
+            "loss",
+            "k3-differentiated",
+            "KL(reference || policy), and after the first optimizer step on a batch of neither",
+        ),
+        ("reward", "k2", "the mean of k2 - KL(policy || reference), which can lead away from the reference"),
+        ("reward", "k3", "KL(policy || reference) - KL(reference || policy), which can lead away from the reference"),
+        *(("loss", estimator, "") for estimator in ("k1", "k2", "k3", "")),
+        *(("reward", estimator, "") for estimator in ("k1", "")),
+    ],
+)
+def test_a_penalty_with_another_gradient_than_the_kls_is_named(
+    tmp_path: Path, place: str, estimator: str, gradient: str
+) -> None:
+    given = {"kl_coef": 0.1, "kl_in": place, **({"kl_estimator": estimator} if estimator else {})}
+    lines = make_plan(config_in(tmp_path / "run", algorithm=given)).notices
+    assert [line for line in lines if line.startswith("algorithm.")] == [
+        f"algorithm.kl_estimator: {estimator!r} with algorithm.kl_in={place!r}: the penalty's gradient is that of "
+        f"{each}; remove it for that of KL(policy || reference)"
+        for each in [gradient]
+        if each
+    ]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from corerl.algorithms.kl import estimator
+from corerl.algorithms.kl import penalty
 from corerl.algorithms.losses import PolicyTokens
 from corerl.algorithms.metrics import MetricSum
 from corerl.driver.metrics import train_metrics
@@ -205,7 +205,8 @@ def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient:
         coefficient = float(params.get("kl_coef", 0.0))
         if not coefficient:
             return own, np.zeros_like(own)
-        kl = estimator(str(params["kl_estimator"]))(leaf, columns["ref_logprobs"].double())
+        log_ratio = leaf - columns["old_logprobs"]
+        kl = penalty(leaf, columns["ref_logprobs"].double(), log_ratio, estimator=str(params["kl_estimator"]))
         (found,) = torch.autograd.grad((coefficient * weights * kl).sum(), leaf)
         return own, found.numpy()
 
