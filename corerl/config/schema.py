@@ -462,6 +462,12 @@ class AlgorithmConfig:
         default=None,
         validator=at_least(0),
     )
+    dynamic_sampling_on: str = option(
+        "the part of the reward by which dynamic_sampling takes a group's rewards for equal: the label of one of "
+        "reward.functions, or a name under which the function returns a value, such as 'right'; empty: the reward "
+        "itself, the sum of all parts",
+        default="",
+    )
     overlong: Literal["keep", "mask", "penalty"] | None = option(
         "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "
         "truncated ones; penalty: reduce the reward by up to 1 over the last overlong_buffer tokens (Yu et al. 2025, "

@@ -141,7 +141,7 @@ def make_source(
         params=plan.params,
         prompts=settings.prompts,
         samples=settings.samples,
-        refill=DynamicSampling(useful=spread, attempts=plan.attempts) if plan.attempts else None,
+        refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
     )
     match settings.source:
         case "synchronous":

@@ -167,6 +167,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             reward=reward,
             params=params,
             attempts=config.algorithm.dynamic_sampling or 0,
+            spread_on=config.algorithm.dynamic_sampling_on,
             function=function,
             postprocess=postprocess,
             vocab_size=models[ACTOR].get_text_config().vocab_size,

@@ -47,6 +47,7 @@ class RolloutPlan:
     reward: Reward
     params: SamplingParams
     attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
+    spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model

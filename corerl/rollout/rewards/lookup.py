@@ -91,6 +91,20 @@ def require_known(name: str, *, table: str = "reward") -> None:
         )
 
 
+def require_part(reward: Reward, name: str, *, setting: str) -> None:
+    """Raise ConfigError if a reward has no part of this name, as far as its config tells: a function without weights
+    may return any."""
+    if isinstance(reward, WeightedSum):
+        known = [term.label for term in reward.terms]
+        known += [f"{term.label}.{part}" for term in reward.terms for part in term.reward.weights]
+        free = any(name.startswith(f"{term.label}.") for term in reward.terms if not term.reward.weights)
+    else:
+        known, free = list(reward.weights), not reward.weights and reward.name not in BUILT_IN
+    if name and not free and name not in known:
+        has = f"its parts are {', '.join(map(repr, known))}" if known else f"{reward.name!r} has no parts"
+        raise ConfigError(f"{setting}: {name!r} is no part of the reward; {has}{did_you_mean(name, known)}")
+
+
 def require_any_thread(reward: Reward, prompt: Prompt) -> None:
     """Try a reward in a thread, as a run calls it whose source samples ahead. Raises ConfigError if it needs the main
     thread, which alone may set signals; other errors may be those of this sample alone. One that needs it for some
