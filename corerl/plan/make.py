@@ -24,6 +24,7 @@ from corerl.plan.algorithm import (
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions
 from corerl.plan.devices import against_taking_turns, device_memory, has_bfloat16, resolve_device
+from corerl.plan.eval_sets import load_eval_sets
 from corerl.plan.inputs import (
     built_models,
     check_weights,
@@ -100,6 +101,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     context = longest_sample(config, models)
     require_positions(config, built, problems)
     require_room_for_prompts(config, context, problems)
+    eval_sets, about_sets = load_eval_sets(config, prompts, reward, tokenizer, context, problems)
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -176,6 +178,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         weights=config.weights,
         checkpoint=config.checkpoint,
         eval=config.eval,
+        eval_sets=eval_sets,
         extensions=config.extensions,
         resized=resized,
         scaler=scaler,
@@ -185,6 +188,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
             *unanswered(config, prompts),
+            *about_sets,
             *unused,
             *told_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import numbers
@@ -379,6 +380,12 @@ class Scoring:
         self._call = call
         self._noted = noted
         self._turn = asyncio.Lock()
+
+    def by(self, scorer: Scorer) -> Scoring:
+        """With another scorer, in turns with this one."""
+        other = copy.copy(self)
+        other._scorer = scorer
+        return other
 
     async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""

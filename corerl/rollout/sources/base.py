@@ -231,6 +231,8 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             response=rollout.texts[row],
             answer=prompts[group].answer,
             reward=reward,
+            sample=int(rollout.batch.rows["sample"][row]),
+            source=prompts[group].source,
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )
