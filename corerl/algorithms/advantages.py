@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,24 @@ from corerl.types import Array, BoolArray, FloatArray, IntArray, SampleBatch
 # Added to a standard deviation, as in TRL and verl: it only matters if that is about this small itself, and keeps
 # rounding errors from being blown up to unit advantages.
 STD_EPS = 1e-6
+# Rewards that differ by no more are equal: what sums of floats leave, of the larger of the two, and where parts cancel.
+ROUNDING, RESIDUE = 1e-6, 1e-8
+
+
+def differ(low: Array, high: Array) -> Any:
+    """Whether numbers between `low` and `high` differ by more than rounding. `std` of thousandths of a float32's step
+    would blow that up to advantages of 1."""
+    return high - low > RESIDUE + ROUNDING * np.maximum(np.abs(low), np.abs(high))
+
+
+def _differing(rewards: Array, group_of: IntArray) -> BoolArray:
+    """[G] whether the rewards of each group differ."""
+    low = np.full(group_of.max(initial=-1) + 1, np.inf)
+    high = -low
+    np.minimum.at(low, group_of, rewards)
+    np.maximum.at(high, group_of, rewards)
+    found: BoolArray = differ(low, high)
+    return found
 
 
 def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -> FloatArray:
@@ -19,8 +38,8 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
         A_i = (r_i - mean(r_group)) / (std(r_group) + 1e-6)        GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3)
         A_i =  r_i - mean(r_group)                                 Dr.GRPO (Liu et al. 2025), normalize_std=False
 
-    `std` is the sample standard deviation (divided by G - 1). A group of one sample, or of equal rewards, says nothing
-    about better or worse: its advantages are exactly 0.
+    `std` is the sample standard deviation (divided by G - 1). A group of one sample, or of rewards that are equal
+    within rounding, says nothing about better or worse: its advantages are exactly 0.
 
         rewards: [B] finite, of any float type
         groups: [B] group numbers, equal for samples of one prompt; any numbers, in any order
@@ -31,14 +50,8 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
     exact = np.asarray(rewards, dtype=np.float64)
     count = np.bincount(group_of)
     centred = exact - (np.bincount(group_of, weights=exact) / count)[group_of]
-
-    low = np.full(len(count), np.inf)
-    high = np.full(len(count), -np.inf)
-    np.minimum.at(low, group_of, exact)
-    np.maximum.at(high, group_of, exact)
     # If all rewards are equal, rounding of the mean leaves about 1e-17; the answer is exactly 0.
-    centred[(low == high)[group_of]] = 0.0
-
+    centred[~_differing(exact, group_of)[group_of]] = 0.0
     if normalize_std:
         std = np.sqrt(np.bincount(group_of, weights=centred**2) / np.maximum(count - 1, 1))
         centred /= (std + STD_EPS)[group_of]
@@ -125,23 +138,23 @@ def whiten(advantages: FloatArray, loss_mask: BoolArray) -> FloatArray:
         (A_t - mean(A)) / (std(A) + 1e-6)
 
     As in OpenAI Baselines' PPO2, studied in Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients".
-    Advantages that are all equal say nothing about better or worse, and become 0.
+    Advantages that are all equal within rounding say nothing about better or worse, and become 0.
     """
     chosen = advantages[loss_mask].astype(np.float64)
     whitened = np.zeros(len(advantages), dtype=np.float32)
-    if len(chosen) and chosen.min() < chosen.max():
+    if len(chosen) and differ(chosen.min(), chosen.max()):
         whitened[loss_mask] = (chosen - chosen.mean()) / (chosen.std() + STD_EPS)
     return whitened
 
 
 def spread(rewards: FloatArray, groups: IntArray) -> BoolArray:
-    """[G] whether the rewards of each group differ; rewards and groups are [B], groups are numbered 0..G-1.
+    """[G] whether the rewards of each group differ by more than rounding; rewards and groups are [B], groups are
+    numbered 0..G-1.
 
     If they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling draws another group in
     its place (Yu et al. 2025, "DAPO", section 3.2).
     """
-    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
-    return np.bincount(groups, weights=rewards != rewards[first[group_of]]) > 0
+    return _differing(np.asarray(rewards, dtype=np.float64), groups)
 
 
 def explained_variance(values: FloatArray, returns: FloatArray, loss_mask: BoolArray) -> float:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from corerl.config.schema import Config
 
 
+# What says how a run samples for training, and what says it here.
+SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
+SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
+
+
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("eval", help="score weights on the held-out prompts")
     parser.add_argument(
@@ -27,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         nargs="*",
         default=[],
-        help="such as data.source=other.jsonl; results go to run.dir/eval, by default of WHAT's own run",
+        help="such as eval.samples=8; results go to run.dir/eval, by default of WHAT's own run",
     )
     parser.add_argument("--json", action="store_true", help="print only the scores, as JSON")
     parser.set_defaults(run=run)
@@ -42,10 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
     from corerl.cli.trial import beside
     from corerl.config.load import load_config
+    from corerl.errors import ConfigError
     from corerl.imports import uncollected
     from corerl.plan.names import wrong_apart
     from corerl.plan.user_code import code_of
 
+    for word in args.overrides:
+        if (setting := word.partition("=")[0].strip()) in SAMPLING:
+            raise ConfigError(f"{setting}: has no effect on evaluation; {SAMPLING[setting]}")
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
     # What is missing is a config file only by its name; else a run's directory that is misspelt, or a checkpoint that

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Literal
 
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 from attrs.validators import optional
 
 from corerl.config.options import (
@@ -480,6 +481,12 @@ class AlgorithmConfig:
         default=None,
         validator=at_least(0),
     )
+    dynamic_sampling_on: str = option(
+        "the part of the reward by which dynamic_sampling takes a group's rewards for equal: the label of one of "
+        "reward.functions, or a name under which the function returns a value, such as 'right'; empty: the reward "
+        "itself, the sum of all parts",
+        default="",
+    )
     overlong: Literal["keep", "mask", "penalty"] | None = option(
         "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "
         "truncated ones; penalty: reduce the reward by up to 1 over the last overlong_buffer tokens (Yu et al. 2025, "
@@ -525,6 +532,10 @@ class DataSource:
         "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,
     )
+
+    @property
+    def called(self) -> str:
+        return self.name or PurePath(self.source).stem
 
 
 @frozen(kw_only=True)
@@ -749,12 +760,75 @@ class WeightsConfig:
     )
 
 
+@frozen(kw_only=True, slots=False)  # a base beside another one
+class EvalSampling:
+    """How held-out prompts are sampled, and which answers are right. What a set leaves unset is as in [eval]."""
+
+    samples: int | None = option(
+        "samples of each prompt; with several, pass@k and majority@k are reported; unset: 1",
+        default=None,
+        validator=optional(between(1, MOST_SAMPLES)),
+    )
+    temperature: float | None = option(
+        "sampling temperature, 0 takes the likeliest token; unset: 0 with one sample, with several as in [rollout]",
+        default=None,
+        validator=[at_least(0), optional(finite)],
+    )
+    top_p: float | None = option("unset: rollout.top_p", default=None, validator=optional(share))
+    top_k: int | None = option("unset: rollout.top_k", default=None, validator=optional(zero_or_several))
+    max_tokens: int | None = option(
+        "prompts that leave no room for so many tokens are skipped; unset: rollout.max_tokens",
+        default=None,
+        validator=at_least(1),
+    )
+    stop: tuple[str, ...] | None = option("unset: rollout.stop", default=None)
+    correct_on: str | None = option(
+        "the part of the reward that says whether an answer is right, as in algorithm.dynamic_sampling_on; unset: the "
+        "reward itself",
+        default=None,
+    )
+    correct_from: float | None = option(
+        "its value from which on an answer is right; unset: 1", default=None, validator=optional(finite)
+    )
+    answer: str | None = option(
+        "'module:function' called with (prompt, response) that returns the answer for majority@k, or None if there is "
+        "none; unset: the response without surrounding white space",
+        default=None,
+    )
+
+    def settled(self, common: EvalSampling, rollout: RolloutConfig) -> EvalSampling:
+        """These with a value for what is unset: of `common`, or of `rollout`."""
+        names = [each.name for each in fields(EvalSampling)]
+        given = {name: each for table in (common, self) for name in names if (each := getattr(table, name)) is not None}
+        unset = {name: getattr(rollout, name) for name in ("top_p", "top_k", "max_tokens", "stop", "temperature")}
+        if given.get("samples", 1) == 1:
+            unset["temperature"] = 0.0
+        return EvalSampling(**{"samples": 1, **unset, **given})
+
+
 @frozen(kw_only=True)
-class EvalConfig:
+class EvalSource(DataSource, EvalSampling):
+    """One of several sets of held-out prompts: all that a source has."""
+
+    weight: float = field(default=1.0, init=False)  # nothing is mixed
+    reward: RewardConfig | None = option(
+        "[reward] settings of this set only, replacing [reward] entirely; unset uses [reward]", default=None
+    )
+    every: int | None = option("unset: eval.every", default=None, validator=at_least(0))
+
+
+@frozen(kw_only=True)
+class EvalConfig(EvalSampling):
     every: int = option(
         "rollout steps between evaluations on held-out prompts; 0 disables them", default=25, validator=at_least(0)
     )
     at_start: bool = option("also evaluate before the first step", default=True)
+    sets: tuple[EvalSource, ...] = option("further sets of held-out prompts, besides data.held_out", default=())
+
+    @property
+    def tables(self) -> dict[str, EvalSampling]:
+        """This one, for `data.held_out`, and those of the sets, by their paths."""
+        return {"eval": self, **{f"eval.sets[{number}]": each for number, each in enumerate(self.sets)}}
 
 
 @frozen(kw_only=True)

@@ -75,7 +75,7 @@ def _mixed(data: DataConfig, seed: int, reports: Reports, read: list[RowPrompts]
     sources: dict[str, PromptSource] = {}
     weights: dict[str, float] = {}
     for number, each in enumerate(data.sources):
-        name = each.name or Path(each.source).stem
+        name = each.called
         if name in sources:
             raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
         if name == PARTS:

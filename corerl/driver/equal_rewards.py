@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from corerl.algorithms.advantages import spread
+from corerl.algorithms.advantages import differ, spread
 from corerl.config.schema import AlgorithmConfig
 from corerl.types import FloatArray, IntArray
 
@@ -44,7 +44,8 @@ class EqualRewards:
     def update(self, rewards: FloatArray, groups: IntArray) -> str:
         """A notice about the latest steps, "" if there is none. The one about samples is due again once they have
         differed; the one about groups, whose share goes up and down, comes once."""
-        self._constant = self._constant + 1 if len(rewards) > 1 and (rewards == rewards[0]).all() else 0
+        equal_all = len(rewards) > 1 and not differ(rewards.min(), rewards.max())
+        self._constant = self._constant + 1 if equal_all else 0
         equal, of = without_spread(rewards, groups)
         if self._compares and equal >= NEARLY_ALL * of:
             self._dull.append((equal, of))

@@ -62,7 +62,7 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.rollout import templates
-from corerl.rollout.rewards.base import Scoring
+from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
@@ -207,7 +207,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         check.begin()
         stack.callback(check.stop)
     # First: its processes start while Ray does.
-    scorer = start_scorer(rollout, progress, stack, samples=plan.run.samples)
+    start_one = functools.partial(start_scorer, progress=progress, stack=stack, episodes=rollout.function is not None)
+    scorer: Scorer = start_one(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward
+    scorers = [None if each.reward is None else start_one(each.reward, each.rewarding) for each in plan.eval_sets]
     loop = EventLoop("rollout")
     stack.callback(loop.close)
     beside = check.future if check is not None else None
@@ -309,7 +311,11 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         source=source,
         sampler=sampler,
         reward=reward,
-        held_out=rollout.prompts.held_out_prompts(),
+        held_out=[
+            (each, reward if own is None else reward.by(own))
+            for each, own in zip(plan.eval_sets, scorers, strict=True)
+            if each.source.held_out_prompts()
+        ],
         checkpoints=checkpoints,
         copies=copies,
         restarts=Restarts(

@@ -18,7 +18,7 @@ BEAT_SECONDS = 1.0  # between two reports of how far a phase is
 DRAWN, SCORED, CHECKED = "drawn", "scored", "checked"
 # What is counted in a phase: of evaluations, the answers to held-out prompts.
 UNITS = {DRAWN: "samples drawn", SCORED: "samples scored", CHECKED: "prompts checked"}
-EVAL_UNITS = {DRAWN: "prompts answered", SCORED: "answers scored"}
+EVAL_UNITS = {DRAWN: "answers sampled", SCORED: "answers scored"}
 
 
 @define(eq=False)

@@ -17,7 +17,6 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.cluster import services
-from corerl.data.prompts import Prompt
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints, Copies
 from corerl.driver.early import Early
@@ -53,7 +52,7 @@ from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
 from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.evaluation import evaluate
+from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.postprocess import postprocessed
 from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.sampler import Sampler
@@ -101,7 +100,7 @@ class Run:
     source: Source
     sampler: Sampler | None
     reward: Scoring
-    held_out: Sequence[Prompt]
+    held_out: Sequence[tuple[EvalSet, Scoring]]  # that of data.held_out first, if there is one
     checkpoints: Checkpoints
     copies: Copies | None = None  # of every step, in memory
     restarts: Restarts
@@ -440,7 +439,7 @@ class Run:
         if self.residency.slept or self._pushed_at is None or fleet.dead or fleet.lacking:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or self._evaluation_due()
+        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, _ in self.held_out)
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
@@ -496,33 +495,38 @@ class Run:
         )
 
     def evaluate(self, *, always: bool = False) -> None:
-        """Evaluate on the held-out prompts, if due. That depends only on the steps done, so a resumed run evaluates at
-        the same steps as an uninterrupted one."""
-        if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
-            with self.progress.phase("eval"):
-                evaluation = self._served(
-                    evaluate(self.sampler, self.held_out, self.reward, params=self.plan.rollout.params)
-                )
-            self._evaluation = evaluation.metrics
-            if evaluation.first_failure:
-                failed = sum(evaluation.failures.values())
-                self.progress.notice(f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}")
-            if _questions(self._before) != _questions(evaluation.shown):  # the checkpoint's may be of other data
-                self._before = evaluation.shown
-            self._after = evaluation.shown
+        """Evaluate on the sets of held-out prompts that are due. That depends only on the steps done, so a resumed run
+        evaluates at the same steps as an uninterrupted one."""
+        due = [each for each in self.held_out if always or self._evaluation_due(each[0])]
+        if self.sampler is not None and due:
+            found = []
+            for held_out, reward in due:
+                with self.progress.phase("eval"):
+                    found.append(self._served(evaluate(self.sampler, held_out, reward)))
+                if first := found[-1].first_failure:
+                    failed = sum(found[-1].failures.values())
+                    told = f"{failed} samples failed; the first: {first}" if failed else first
+                    self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {told}")
+            shown = found[0].shown
+            if due[0] is self.held_out[0]:
+                if _questions(self._before) != _questions(shown):  # the checkpoint's may be of other data
+                    self._before = shown
+                self._after = shown
+            metrics = {name: value for each in found for name, value in each.metrics.items()}
+            self._evaluation = metrics
             self.progress.tell(
                 Evaluated(
                     step=self.progress.step,
-                    metrics=evaluation.metrics,
-                    shown=evaluation.shown,
-                    samples=evaluation.samples,
+                    metrics=metrics,
+                    shown=shown,
+                    samples=[sample for each in found for sample in each.samples],
                 )
             )
         self.progress.begin("rollout" if self.sampler else "reading")
 
-    def _evaluation_due(self) -> bool:
-        every = self.plan.eval.every
-        if not every or self.sampler is None or not self.held_out:
+    def _evaluation_due(self, held_out: EvalSet) -> bool:
+        every = held_out.every
+        if not every or self.sampler is None:
             return False
         if self.progress.step == 0:
             return self.plan.eval.at_start

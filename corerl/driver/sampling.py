@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corerl.algorithms.advantages import spread
-from corerl.config.schema import RolloutConfig
+from corerl.config.schema import RewardConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.engines.base import UNLIMITED
@@ -21,7 +21,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.rewards.base import Scorer, Scoring
+from corerl.rollout.rewards.base import Reward, Scorer, Scoring
 from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
@@ -35,14 +35,12 @@ in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources th
 STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
 
 
-def start_scorer(plan: RolloutPlan, progress: Progress, stack: contextlib.ExitStack, *, samples: bool) -> Scorer:
-    """The run's scorer; it uses processes of its own if the run `samples`."""
-    if not samples:
-        return plan.reward
-    reward: Scorer = stack.enter_context(scorer(plan.reward, plan.rewarding, partial(progress.count, SCORED)))
-    if plan.function is not None:
-        reward = EpisodeScorer(reward, failed_value=plan.rewarding.failed_value)
-    return reward
+def start_scorer(
+    reward: Reward, rewarding: RewardConfig, progress: Progress, stack: contextlib.ExitStack, *, episodes: bool
+) -> Scorer:
+    """A scorer of a run that samples, in processes of its own; of `episodes`, it scores those without a reward."""
+    found: Scorer = stack.enter_context(scorer(reward, rewarding, partial(progress.count, SCORED)))
+    return EpisodeScorer(found, failed_value=rewarding.failed_value) if episodes else found
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
@@ -122,7 +120,7 @@ def make_sampler(
         server=server,
         config=settings.episodes,
         calls=calls,
-        longest_prompt=plan.longest_prompt,
+        context_length=plan.context_length,
         template_options=plan.template_options,
         special_tokens=plan.rewarding.special_tokens,
         told=told,
@@ -141,7 +139,7 @@ def make_source(
         params=plan.params,
         prompts=settings.prompts,
         samples=settings.samples,
-        refill=DynamicSampling(useful=spread, attempts=plan.attempts) if plan.attempts else None,
+        refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
     )
     match settings.source:
         case "synchronous":

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from corerl.observability.history import History, phases
+from corerl.observability.run_state import scores
 from corerl.observability.specs import CurvesOptions
 from corerl.plugin.events import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
 from corerl.plugin.hookspecs import hookimpl
@@ -78,6 +79,9 @@ def draw(history: History, *, title: str) -> Figure:
     _line(rewards, history, "rollout/reward", "rollout reward", COLORS[0])
     _line(rewards, history, "eval/reward", "held-out reward", COLORS[2], thin=False)
     _line(rewards, history, "eval/exact_match", "held-out exact match", COLORS[1], thin=False)
+
+    for color, (label, name) in zip(COLORS[3:], scores(history.names("eval/")).items(), strict=False):  # as many
+        _line(rewards, history, name, label, color, thin=False)
 
     _panel(losses, "loss, entropy (right)")
     _line(losses, history, "train/loss", "loss", COLORS[0])

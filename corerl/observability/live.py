@@ -18,7 +18,7 @@ from rich.text import Text
 from corerl.messages import printable
 from corerl.observability.braille import Line, draw
 from corerl.observability.history import phases
-from corerl.observability.run_state import NUMBERS, RunState
+from corerl.observability.run_state import RunState
 from corerl.observability.text import duration, number
 from corerl.plugin.events import Event, Notice, RunFinished, SampleShown
 
@@ -183,10 +183,10 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
     color = "green" if event.reason == "finished" else "red"
     parts: list[RenderableType] = [Text(), Text(state.outcome(event), style=f"bold {color}"), Text()]
     values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    headings, ends = state.history.ends(NUMBERS.values())
+    headings, ends = state.history.ends(state.numbers.values())
     for index, heading in enumerate(headings):
         values.add_column(heading, justify="right" if index else "left")
-    for label, metric in NUMBERS.items():
+    for label, metric in state.numbers.items():
         if metric in ends:
             values.add_row(label, *(number(value, metric) for value in ends[metric]))
     if values.row_count:

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.history import PHASES
-from corerl.observability.run_state import NUMBERS, RunState
+from corerl.observability.run_state import RunState, scores
 from corerl.observability.text import duration, number, rough_duration
 from corerl.plugin.events import (
     CheckpointSaved,
@@ -71,7 +71,11 @@ class PlainView:
                     left = state.seconds_left()
                     self._row(state.done, event.metrics, "" if left is None else rough_duration(left))
             case Evaluated() if not state.scores:  # else the summary says the same
-                self._row(event.step, event.metrics, "")
+                if "eval/reward" in event.metrics:
+                    self._row(event.step, event.metrics, "")
+                if told := scores(list(event.metrics)):
+                    numbers = (f"{label} {number(event.metrics[name], name)}" for label, name in told.items())
+                    self._say(f"after step {event.step}: {', '.join(numbers)}")
             case CheckpointSaved():
                 self._say(f"checkpoint after step {event.step}: {event.path}")
             case Notice():
@@ -115,14 +119,14 @@ def summary(state: RunState, event: RunFinished) -> Iterator[str]:
     """How metrics began and ended, the same prompts before and after training, and the paths of all outputs."""
     yield ""
     yield state.outcome(event)
-    headings, ends = state.history.ends(NUMBERS.values())
+    headings, ends = state.history.ends(state.numbers.values())
     if ends:
         yield ""
         if any(headings):
             yield f"{headings[0]:22}" + "".join(f"{heading:>10}" for heading in headings[1:])
-        for label, metric in NUMBERS.items():
+        for label, metric in state.numbers.items():
             if metric in ends:
-                yield f"{label:22}" + "".join(f"{number(value, metric):>10}" for value in ends[metric])
+                yield f"{shorten(label, 21):22}" + "".join(f"{number(value, metric):>10}" for value in ends[metric])
     if waits := list(state.waits()):
         yield ""
         yield from waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -36,6 +37,20 @@ NUMBERS: Mapping[str, str] = {
     "ranks idle, s/step": "idle/ranks/total",
     "engines idle, s/step": "idle/engines/total",
 }
+
+
+def scores(names: Sequence[str]) -> dict[str, str]:
+    """Label -> metric of what evaluations have told besides `NUMBERS`: rewards of sources and sets, and pass@k and
+    majority@k of all, for 1 and the most samples."""
+    most: dict[str, int] = {}
+    found = [name for name in names if re.fullmatch(r"eval/(.+/)?(reward|(pass|majority)@\d+)", name)]
+    for kind, _, count in (name.partition("@") for name in found):
+        most[kind] = max(most.get(kind, 0), int(count or 0))
+    kept = [name for name in found if int(name.partition("@")[2] or 0) in (1, most[name.partition("@")[0]])]
+    labels = {name: name.removeprefix("eval/").replace("/", " ") for name in kept if name not in NUMBERS.values()}
+    return {label if " " in label else f"held-out {label}": name for name, label in labels.items()}
+
+
 # who -> what it waited for, in the words of the summary -> the last part of the metric
 WAITS: Mapping[str, Mapping[str, str]] = {
     "ranks": {"samples": "samples", "rewards": "rewards", "driver": "driver"},
@@ -110,6 +125,11 @@ class RunState:
         """How the run ended, and after how long."""
         steps = "" if self.scores else f"{event.steps_done} of {self.steps} steps, "
         return f"{event.reason} after {steps}{duration(event.seconds)}"
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """Label -> metric of the summary."""
+        return {**NUMBERS, **scores(self.history.names("eval/"))}
 
     @property
     def trained_since(self) -> bool:

@@ -225,8 +225,17 @@ def _against_streaming(config: Config) -> Iterator[str]:
 
 
 def told_sampling(config: Config) -> Iterator[str]:
-    """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of."""
-    rollout = config.rollout
+    """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of, and one if what
+    dynamic sampling goes by may not be what is meant."""
+    rollout, reward, part = config.rollout, config.reward, config.algorithm.dynamic_sampling_on
+    several = len(reward.functions) > 1 or len(reward.weights) > 1
+    if config.algorithm.dynamic_sampling and several and not part:
+        yield (
+            "algorithm.dynamic_sampling: groups are equal where the sums of all parts of the reward are; name the part "
+            "that decides in algorithm.dynamic_sampling_on, if one does"
+        )
+    if part and config.run.trains and not config.algorithm.dynamic_sampling:
+        yield f"algorithm.dynamic_sampling_on: {part!r}, but algorithm.dynamic_sampling=0 drops no groups"
     cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
     if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
         yield (

@@ -8,7 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config, EpisodesConfig
+from corerl.config.schema import (
+    KINDS,
+    MOST_SAMPLES,
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    EpisodesConfig,
+)
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
@@ -22,7 +29,7 @@ ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may ha
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
     checks = (
-        *(_mode, _source, _model, _tokenizer, _batch, _algorithm, _asleep, _scaler, _cluster, _extensions),
+        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _scaler, _cluster, _extensions),
         missing_directories,
     )
     return [line for check in checks for line in check(config)]
@@ -42,8 +49,11 @@ def _mode(config: Config) -> Iterator[str]:
             f"rollout.saved: set, but run.mode={config.run.mode!r} does not read saved batches; remove it, or set "
             "run.mode='train-only'"
         )
-    if config.run.mode == "eval" and not config.data.held_out:
-        yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
+    if config.run.mode == "eval" and not config.data.held_out and not config.eval.sets:
+        yield (
+            "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1, or add a table "
+            "[[eval.sets]]"
+        )
     if from_files and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
     if config.checkpoint.memory and config.cluster.address:
@@ -88,6 +98,27 @@ def _source(config: Config) -> Iterator[str]:
             f"weights.every: {config.weights.every}, but rollout.source={rollout.source!r} counts staleness in "
             "updates, one per step; set it to 1"
         )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    names = Counter(each.called for each in (*config.data.sources, *config.eval.sets))
+    for number, each in enumerate(config.eval.sets):
+        if names[each.called] > 1 or "/" in each.called:
+            yield (
+                f"eval.sets[{number}].name: {each.called!r} has a slash, or is the name of another set or source; as "
+                "metrics are eval/NAME/reward, choose another one"
+            )
+    for table, own in config.eval.tables.items():
+        settled = own.settled(config.eval, config.rollout)
+        given = [name for name in ("samples", "temperature", "top_p", "top_k") if getattr(own, name) is not None]
+        given = [name for name in given if (name, getattr(own, name)) not in (("samples", 1), ("temperature", 0))]
+        if not settled.temperature and (given or (settled.samples != 1 and own.temperature is not None)):
+            yield (
+                f"{table}.temperature: 0 takes the likeliest token: all samples of a prompt are the same, and nothing "
+                f"is cut off; set it above 0, or remove {table}.{(given or ['temperature'])[0]}"
+            )
+    if config.eval.samples and not (config.data.held_out or config.eval.sets):
+        yield "eval.samples: set, but nothing is evaluated; set data.held_out, add [[eval.sets]], or remove it"
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -25,7 +25,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.rollout.agents.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import require_any_thread, reward_of
+from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.sources.base import Scored
 
@@ -86,6 +86,9 @@ def load_sampled(
         aside = config.rollout.source != "synchronous" and config.run.mode == "train"
         if prompts is not None and aside and not config.reward.processes:
             require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
+    if reward is not None and not config.rollout.function:  # which may return parts of its own
+        with problems.stage("algorithm.dynamic_sampling_on"):
+            require_part(reward, config.algorithm.dynamic_sampling_on, setting="algorithm.dynamic_sampling_on")
     return prompts, reward, params
 
 

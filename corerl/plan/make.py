@@ -24,6 +24,7 @@ from corerl.plan.algorithm import (
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions
 from corerl.plan.devices import against_taking_turns, device_memory, has_bfloat16, resolve_device
+from corerl.plan.eval_sets import load_eval_sets
 from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
 from corerl.plan.inputs import (
     built_models,
@@ -106,6 +107,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     context = longest_sample(config, models)
     require_positions(config, built, problems)
     require_room_for_prompts(config, context, problems)
+    eval_sets, about_sets = load_eval_sets(config, prompts, reward, tokenizer, context, problems)
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -173,6 +175,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             reward=reward,
             params=params,
             attempts=config.algorithm.dynamic_sampling or 0,
+            spread_on=config.algorithm.dynamic_sampling_on,
             function=function,
             postprocess=postprocess,
             vocab_size=config.model.vocabulary or models[ACTOR].get_text_config().vocab_size,
@@ -181,6 +184,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         weights=config.weights,
         checkpoint=config.checkpoint,
         eval=config.eval,
+        eval_sets=eval_sets,
         extensions=config.extensions,
         resized=resized,
         scaler=scaler,
@@ -190,6 +194,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
             *unanswered(config, prompts),
+            *about_sets,
             *unused,
             *unread_fields(config, models),
             *without_adapters(config, models),

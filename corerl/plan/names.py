@@ -11,7 +11,7 @@ from corerl.data.load import require_source
 from corerl.errors import ConfigError, PluginConflict, PluginError, PluginNotFound, UserError
 from corerl.plan.check import missing_directories
 from corerl.plan.resolve import resolved_tables, selected
-from corerl.plan.user_code import code_of, functions_of
+from corerl.plan.user_code import code_of, functions_of, rewards_of
 from corerl.plugin.registry import Kind, load, locate
 from corerl.rollout.rewards.lookup import require_known
 
@@ -27,8 +27,7 @@ def wrong_names(config: Config) -> Iterator[str]:
                 locate(each.kind, each.name)
             except PluginError as error:
                 yield f"{each.path}: {error.message}"
-    functions = {f"reward.functions[{place}]": each.name for place, each in enumerate(config.reward.functions)}
-    for table, name in (functions or {"reward": config.reward.name}).items():
+    for table, name in rewards_of(config).items():
         if name:
             try:
                 require_known(name, table=table)
@@ -36,6 +35,7 @@ def wrong_names(config: Config) -> Iterator[str]:
                 yield error.message
     yield from missing_directories(config)
     sources = [("data.sources", each.source) for each in config.data.sources] or [("data.source", config.data.source)]
+    sources += [(f"eval.sets[{place}].source", each.source) for place, each in enumerate(config.eval.sets)]
     for setting, source in sources:
         if source:
             try:

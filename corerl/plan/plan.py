@@ -19,12 +19,13 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.prompts import PromptSource
-from corerl.engines.base import UNLIMITED, SamplingParams
+from corerl.engines.base import SamplingParams
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.prompt_check import PromptCheck
 from corerl.plan.start import Start
 from corerl.rollout.agents.episodes import EpisodeFunction
+from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sources.base import Scored
 
@@ -47,14 +48,10 @@ class RolloutPlan:
     reward: Reward
     params: SamplingParams
     attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
+    spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model
-
-    @property
-    def longest_prompt(self) -> int:
-        """Maximum tokens of a prompt, which leave room for a response after it."""
-        return self.context_length - self.settings.max_tokens if self.context_length else UNLIMITED
 
 
 @frozen(kw_only=True)
@@ -71,6 +68,7 @@ class Plan:
     weights: WeightsConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
+    eval_sets: Sequence[EvalSet]  # that of data.held_out first, if there is one
     extensions: tuple[ExtensionChoice, ...]
     resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
     scaler: Callable[..., Any] | None  # which decides on them; None if nobody does

@@ -129,5 +129,7 @@ class PromptCheck:
         try:
             self._source.leave_out(frozenset(self._too_long))
         except DataError as error:
-            raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
+            raise DataError(
+                f"{error.message}: {why}; lower {self._limit.partition('=')[0]} or shorten the prompts"
+            ) from error
         return f"data: {len(self._too_long)} of {self.of} prompts are skipped: {why}"

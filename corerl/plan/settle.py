@@ -113,7 +113,8 @@ def with_absolute_paths(config: Config) -> Config:
     data = evolve(
         data, source=there(data.source), sources=tuple(evolve(each, source=there(each.source)) for each in data.sources)
     )
-    config = evolve(config, model=_absolute(config.model), data=data)
+    sets = tuple(evolve(each, source=there(each.source)) for each in config.eval.sets)
+    config = evolve(config, model=_absolute(config.model), data=data, eval=evolve(config.eval, sets=sets))
     config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
     config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
     config = with_absolute_adapters(config)

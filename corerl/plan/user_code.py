@@ -42,10 +42,10 @@ def code_of(config: Config) -> UserCode:
 
 def functions_of(config: Config) -> dict[str, str]:
     """The user's functions that a run may call, named as 'module:function', by the settings that name them."""
-    rewards = {f"reward.functions[{place}].name": each.name for place, each in enumerate(config.reward.functions)}
     algorithm = config.algorithm
     names = {
-        **(rewards or {"reward.name": config.reward.name}),
+        **{f"{table}.name": name for table, name in rewards_of(config).items()},
+        **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
         "rollout.function": config.rollout.function,
         "rollout.postprocess": config.rollout.postprocess,
         "cluster.scaler": config.cluster.scaler,
@@ -55,6 +55,18 @@ def functions_of(config: Config) -> dict[str, str]:
         names["algorithm.advantages"] = algorithm.advantages
         names["algorithm.postprocess"] = algorithm.postprocess
     return {setting: name for setting, name in names.items() if ":" in name}
+
+
+def rewards_of(config: Config) -> dict[str, str]:
+    """The names of all reward functions, by the tables that name them."""
+    tables = {f"eval.sets[{number}].reward": each.reward for number, each in enumerate(config.eval.sets)}
+    names: dict[str, str] = {}
+    for table, reward in {"reward": config.reward, **tables}.items():
+        if reward is not None and reward.functions:
+            names |= {f"{table}.functions[{place}]": each.name for place, each in enumerate(reward.functions)}
+        elif reward is not None:
+            names[table] = reward.name
+    return names
 
 
 def require_no_code_of_a_model(config: Config) -> None:

@@ -17,6 +17,8 @@ class SampleShown:
     response: str
     answer: str
     reward: float
+    sample: int = 0  # its number among the prompt's samples
+    source: str = ""  # of the prompt, if several are mixed; of a set of held-out prompts, its name
 
 
 @frozen(kw_only=True)
@@ -90,9 +92,9 @@ class Evaluated:
     """The held-out prompts have been answered and scored."""
 
     step: int
-    metrics: Mapping[str, float]  # eval/reward, eval/exact_match
+    metrics: Mapping[str, float]  # eval/reward, eval/exact_match, eval/pass@8, eval/NAME/reward, ...
     shown: Sequence[SampleShown] = field(factory=tuple)  # those of the first held-out prompts
-    samples: Sequence[SampleShown] = field(factory=tuple)  # those of all
+    samples: Sequence[SampleShown] = field(factory=tuple)  # those of all, the samples of one prompt adjacent
 
 
 @frozen(kw_only=True)

@@ -2,63 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
 
-from corerl.data.prompts import Prompt
+from corerl.config.schema import RewardConfig
+from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
 from corerl.plugin.events import SampleShown
-from corerl.rollout.rewards.base import Scoring
-from corerl.rollout.sampler import Sampler
+from corerl.rollout.rewards.base import Reward, Scores, Scoring, described
+from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources.base import exact_share, first_samples, shown
+from corerl.types import Array, BoolArray, IntArray
+
+STEP = -1  # in place of the rollout step, for noise: no step of training has it
+ROUNDING = 1e-6  # by which the reward of a right answer may miss `correct_from`, relative to that
+
+
+@frozen(kw_only=True)
+class EvalSet:
+    """Held-out prompts, and how they are sampled and scored."""
+
+    name: str = ""  # in metrics; that of data.held_out has none
+    every: int = 1  # rollout steps between evaluations; 0: none while the run trains
+    source: PromptSource  # whose held-out prompts these are
+    params: SamplingParams
+    samples: int = 1  # of each prompt
+    correct_on: str = ""  # the part of the reward that says whether an answer is right; "": the reward
+    correct_from: float | None = None  # its value from which on it is; None: 1
+    answer: Callable[..., Any] | None = None  # (prompt, response) -> what a majority votes on; None: the response
+    reward: Reward | None = None  # None: the run's
+    rewarding: RewardConfig = field(factory=RewardConfig)
+
+    @property
+    def counts(self) -> bool:
+        """Whether right answers are counted."""
+        return self.samples > 1 or bool(self.correct_on) or self.correct_from is not None
 
 
 @frozen(kw_only=True)
 class Evaluation:
-    metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
+    metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length, ...
     shown: tuple[SampleShown, ...]  # samples of the first prompts, the same ones every time
     samples: tuple[SampleShown, ...] = ()  # of all prompts
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
 
 
-async def evaluate(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    reward: Scoring,
-    *,
-    params: SamplingParams,
-    show: int = 3,
-) -> Evaluation:
-    """Score one greedy response to each prompt. The same weights give the same scores at any step.
+async def evaluate(sampler: Sampler, held_out: EvalSet, reward: Scoring, *, show: int = 3) -> Evaluation:
+    """Sample and score each prompt. The same weights give the same scores at any step: noise depends on the seed, the
+    prompt and the sample's number, and is that of no training step.
 
-    If sources are mixed, each one also gets its `eval/NAME/reward`.
+    If sources are mixed, each one also gets its `eval/NAME/reward`; all metrics of a set with a name are `eval/NAME/`.
     """
-    rollout = await sampler.sample(
-        prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
-    )
+    prompts, params = held_out.source.held_out_prompts(), evolve(held_out.params, routed_experts=False)
+    sampler = evolve(sampler, special_tokens=held_out.rewarding.special_tokens)
+    rollout = await sampler.sample(prompts, rollout_step=STEP, samples=held_out.samples, params=params)
     scores = await reward.score(rollout)
-    samples, _ = rollout.batch.episodes  # one for each prompt
-    rewards = scores.rewards[samples]
+    samples, _ = rollout.batch.episodes  # one for each answer
+    rewards, group = scores.rewards[samples], rollout.batch.rows["group"][samples]
+    prefix = f"eval/{held_out.name}/" if held_out.name else "eval/"
     metrics = {
-        "eval/reward": float(rewards.mean(dtype=np.float64)),
-        "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
+        f"{prefix}reward": float(rewards.mean(dtype=np.float64)),
+        f"{prefix}response_length": float(rollout.batch.rows["response_length"].mean()),
     }
     matched = exact_share(rollout)
     if matched is not None:
-        metrics["eval/exact_match"] = matched
+        metrics[f"{prefix}exact_match"] = matched
     if scores.failures:
-        metrics["eval/failed"] = float(sum(scores.failures.values()))
-    metrics |= {f"eval/reward/{name}": value / count for name, (value, count) in scores.parts.items()}
-    sources = np.array([prompt.source for prompt in prompts])
-    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
-        metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
+        metrics[f"{prefix}failed"] = float(sum(scores.failures.values()))
+    metrics |= {f"{prefix}reward/{name}": value / count for name, (value, count) in scores.parts.items()}
+    sources, unread = np.array([prompt.source for prompt in prompts]), ""
+    mixed = {} if held_out.name else {f"{prefix}{name}/": sources == name for name in dict.fromkeys(sources) if name}
+    for part, chosen in mixed.items():
+        metrics[f"{part}reward"] = float(rewards[chosen[group]].mean(dtype=np.float64))
+    if held_out.counts:
+        right_PG, votes_PG, unread = _judged(rollout, scores, held_out, len(prompts))
+        for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
+            metrics |= {part + name: value for name, value in counted(right_PG[chosen], votes_PG[chosen]).items()}
     return Evaluation(
         metrics=metrics,
         shown=shown(rollout, scores.rewards, first_samples(rollout, show)),
         samples=shown(rollout, scores.rewards),
         failures=scores.failures,
-        first_failure=scores.first,
+        first_failure=scores.first or unread,
     )
+
+
+def _judged(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
+    """[P, G] which answers are right, [P, G] what it votes for, None for nothing; and why `answer` failed first."""
+    rows = rollout.batch.episodes[0]
+    at = rollout.batch.rows["group"][rows], rollout.batch.rows["sample"][rows]
+    right_PG, votes_PG = np.zeros((P, held_out.samples), np.bool_), np.full((P, held_out.samples), None, object)
+    wanted = 1.0 if held_out.correct_from is None else held_out.correct_from
+    value = scores.part(held_out.correct_on, setting="eval.correct_on")[rows].astype(np.float64)
+    right_PG[at] = (value >= wanted - ROUNDING * abs(wanted)) & ~scores.failed[rows]
+    unread = ""
+    for group, sample, row in zip(*at, rows, strict=True):
+        prompt, text = rollout.prompts[group], rollout.texts[row]
+        try:
+            found = text if held_out.answer is None else held_out.answer(prompt, text)
+            votes_PG[group, sample] = None if found is None else str(found).strip()
+        except Exception as error:  # the user's: this answer has no vote
+            unread = unread or f"eval.answer raised {described(error)} on prompt {prompt.index}"
+    return right_PG, votes_PG, unread
+
+
+def counted(right_PG: BoolArray, votes_PG: Array) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and G, the number of samples, and majority@k but of two, which is pass@1."""
+    G = right_PG.shape[1]
+    powers = sorted({*(2**power for power in range(G.bit_length())), G})
+    passed = {f"pass@{k}": pass_at(k, G, right_PG.sum(1)) for k in powers}
+    return passed | {f"majority@{k}": majority_at(k, right_PG, votes_PG) for k in powers if k > 2}
+
+
+def pass_at(k: int, G: int, right_P: IntArray) -> float:
+    """The probability that one of k samples is right, estimated without bias from G >= k samples, c of them right, and
+    averaged over prompts:
+
+        1 - C(G - c, k) / C(G, k)        Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1
+    """
+    return float(np.mean([1 - math.comb(G - c, k) / math.comb(G, k) for c in right_P.tolist()]))
+
+
+def majority_at(k: int, right_PG: BoolArray, votes_PG: Array) -> float:
+    """How often the answer that most of k samples agree on is right (Wang et al. 2023, "Self-Consistency Improves Chain
+    of Thought Reasoning in Language Models"), averaged over prompts and their G // k disjoint blocks of k samples.
+
+    Of answers with equally many votes each is as likely to win; an answer counts as right by the share of its samples
+    that are. A block without any vote is wrong.
+    """
+    found = []
+    for right_G, votes_G in zip(right_PG, votes_PG, strict=True):
+        for begin in range(0, len(right_G) - k + 1, k):
+            right, votes = right_G[begin : begin + k], votes_G[begin : begin + k]
+            counts = Counter(vote for vote in votes if vote is not None)
+            won = [counts[vote] == max(counts.values(), default=0) for vote in votes]
+            found.append(right[won].mean() if counts else 0.0)
+    return float(np.mean(found))

@@ -196,7 +196,9 @@ class Sampler:
         return texts
 
 
-def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
+def sampling_params(
+    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], *, setting: str = "rollout.stop"
+) -> SamplingParams:
     """The config's sampling parameters; stop tokens are `ends`, the model's own, then those of the stop texts.
 
     Raises ConfigError for a stop text that no response can contain.
@@ -204,7 +206,7 @@ def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, 
     try:
         tokens, texts = stops_of(rollout.stop, tokenizer)
     except ValueError as error:
-        raise ConfigError(f"rollout.stop: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,

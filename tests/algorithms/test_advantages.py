@@ -207,6 +207,30 @@ def test_spread_tells_groups_whose_rewards_differ() -> None:
     assert spread(rewards[:3], np.array([0, 1, 2])).tolist() == [False, False, False]  # groups of one
 
 
+# Equal but for rounding: sums of the same parts in another order, a float32 and the next one, parts that cancel.
+ROUNDED = [[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], [1000.0, float(np.nextafter(np.float32(1000), np.float32(0)))]]
+ROUNDED += [[0.1 + 0.2 - 0.3, 0.0], [-5.0, -5.0 * (1 - 1e-7)]]
+
+
+@pytest.mark.parametrize("rewards", ROUNDED)
+def test_rewards_equal_within_rounding_teach_nothing(rewards: list[float]) -> None:
+    assert rewards[0] != rewards[1]
+    groups = np.array([0, 0, 1, 1])
+    found = group_advantages(np.array([*rewards, 0.0, 1.0]), groups, normalize_std=True)
+    assert found[:2].tolist() == [0.0, 0.0]
+    np.testing.assert_allclose(found[2:], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+    assert spread(np.array([*rewards, 0.0, 1.0]), groups).tolist() == [False, True]
+    assert whiten(np.array(rewards, np.float32), np.ones(2, np.bool_)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0 + 1e-5], [0.0, 1e-6], [1000.0, 1000.01], [-1e-3, 1e-3]])
+def test_small_differences_beyond_rounding_are_kept_exactly(rewards: list[float]) -> None:
+    mean, std = sum(rewards) / 2, abs(rewards[1] - rewards[0]) / 2**0.5
+    found = group_advantages(np.array(rewards), np.zeros(2, np.int64), normalize_std=True)
+    np.testing.assert_allclose(found, [(each - mean) / (std + 1e-6) for each in rewards], rtol=1e-5)
+    assert spread(np.array(rewards), np.zeros(2, np.int64)).all()
+
+
 def test_groups_without_spread_are_those_without_advantages() -> None:
     rng = np.random.default_rng(5)
     groups = np.concatenate([np.arange(30), rng.integers(0, 30, size=70)])

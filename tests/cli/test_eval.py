@@ -82,6 +82,19 @@ def test_scores_go_to_the_run_dir_that_is_given(
     assert capsys.readouterr().out == '{"reward": 0.5}\n'
 
 
+def test_how_a_run_samples_for_training_is_refused_here(
+    evaluated: list[Config], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for setting in ("samples", "temperature", "top_p", "top_k"):
+        assert main(["eval", str(checkpoint), f"rollout.{setting}=2"]) == 2
+        told = f"corerl: error: rollout.{setting}: has no effect on evaluation; set eval.{setting}\n"
+        assert capsys.readouterr().err == told
+    assert main(["eval", str(checkpoint), "eval.samples=8", "eval.temperature=0.8", "rollout.max_tokens=3"]) == 0
+    (config,) = evaluated
+    settled = config.eval.settled(config.eval, config.rollout)
+    assert (settled.samples, settled.temperature, settled.max_tokens) == (8, 0.8, 3)
+
+
 def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
     evaluated: list[Config], checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,8 @@ def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
         "backend.name",
         "data.sources[].source",
         "reward.functions[].name",
+        "eval.sets[].source",
+        "eval.sets[].reward.functions[].name",
         "extensions[].name",
     ]
     plain = to_plain(CONFIG)

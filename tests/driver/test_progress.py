@@ -81,7 +81,7 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     progress.begin("eval")
     progress.count(DRAWN, 12, 50)
     assert beat(progress, hears) == PhaseProgress(
-        name="eval", step=2, seconds=0.0, unit="prompts answered", done=12, of=50
+        name="eval", step=2, seconds=0.0, unit="answers sampled", done=12, of=50
     )
     progress.count(SCORED, 3, 50)
     assert beat(progress, hears) == PhaseProgress(

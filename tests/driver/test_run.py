@@ -19,16 +19,18 @@ from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver import scaling
 from corerl.driver.advantages import TrainBatch
+from corerl.driver.progress import Progress
 from corerl.driver.run import Run, answers_in
 from corerl.driver.scaling import Answer
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
+from corerl.engines.base import SamplingParams
 from corerl.errors import CorerlError, DataError, ResizeFailed, SaveFailed, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
-from corerl.plugin.events import SampleShown
-from corerl.rollout.evaluation import Evaluation
+from corerl.plugin.events import Evaluated, Notice, SampleShown
+from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
@@ -51,6 +53,7 @@ from tests.driver.fakes import (
 )
 from tests.driver.saved import TEACHER, make_config
 from tests.rollout.engines import Engines
+from tests.rollout.listed import Listed
 from tests.rollout.sources.drawing import drawing
 
 TRAIN = {
@@ -518,8 +521,8 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
 
 def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
-    config = make_config(weights={"every": 3}, eval={"every": 4}, run={"steps": 7})
-    for held_out, expected in ((["a prompt"], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
+    config = make_config(weights={"every": 3}, run={"steps": 7})
+    for held_out, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
         updates = make_updates(config, actor, Group())
         run = make_run(config, actor=actor, updates=updates, rollout_step=1, held_out=held_out)  # engines hold nothing
         pushed = []
@@ -634,6 +637,38 @@ def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_ba
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
+def a_set(name: str = "", *, every: int = 25) -> tuple[EvalSet, Any]:
+    """A prompt, and no reward: what evaluates it is a test's own."""
+    prompts = [Prompt(index=0, text="a", answer="b")]
+    return EvalSet(name=name, every=every, source=Listed(prompts), params=SamplingParams()), None
+
+
+def test_each_set_is_evaluated_at_its_own_steps(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def evaluate(sampler: Any, held_out: EvalSet, reward: Any) -> Evaluation:
+        name, step = held_out.name, run.progress.step
+        shown = (SampleShown(prompt=name, response="", answer="", reward=0.0),)
+        told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
+        return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
+
+    monkeypatch.setattr(driver, "evaluate", evaluate)
+    ears, heard = Ears(), list[Evaluated]()
+    monkeypatch.setattr(Progress, "tell", lambda self, event: heard.append(event))
+    sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0)]
+    run = make_run(make_config(run={"steps": 7}), ears=ears, held_out=sets)
+    for run.progress.step in range(8):
+        run.evaluate()
+    evaluated = [event for event in heard if isinstance(event, Evaluated)]
+    wanted = {0: "ab", 2: "a", 3: "b", 4: "a", 6: "ab", 7: "ab"}
+    assert [(event.step, "".join(shown.prompt for shown in event.samples)) for event in evaluated] == list(
+        wanted.items()
+    )
+    assert all(event.metrics == {f"eval/{name}": event.step for name in wanted[event.step]} for event in evaluated)
+    notices = {event.text for event in heard if isinstance(event, Notice)}
+    assert notices == {f"evaluation of '{name}': 2 samples failed; the first: why" for name in "ab"}
+    run.evaluate(always=True)
+    assert [shown.prompt for shown in heard[-2].samples] == ["a", "b", "c"]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("config", "steps"),
     [
@@ -653,7 +688,7 @@ def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
         return Evaluation(metrics={"eval/reward": 0.5}, shown=())
 
     monkeypatch.setattr(driver, "evaluate", evaluate)
-    run = make_run(evolve(make_config(run={"steps": 7}), eval=config), held_out=["a prompt"])
+    run = make_run(evolve(make_config(run={"steps": 7}), eval=config), held_out=[a_set(every=config.every)])
     for step in range(8):
         run.progress.step = step
         run.evaluate()
@@ -755,7 +790,7 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
 
         monkeypatch.setattr(driver, "evaluate", evaluate)
         saves, ears = Saves(-1), Ears()
-        common = {"held_out": ["a prompt"], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
+        common = {"held_out": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)
         run.evaluate()
         run.finish()

@@ -34,10 +34,13 @@ def weights(run_dir: Path, role: str = "actor") -> dict[str, Array]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a PPO run that kept its batches."""
+    """The directory of a PPO run that kept its batches, and was scored by several samples on two sets of prompts."""
     directory = tmp_path_factory.mktemp("ppo")
+    (directory / "few.jsonl").write_text('{"prompt": "35018>", "answer": "01358"}\n' * 3)
+    own = 'every=4,samples=2,temperature=0.5,reward={name="exact-match"}'
     corerl(
         *("train", write_small(directory), *PLAIN, *PPO, "rollout.save=true", f"run.dir={directory}/run"),
+        *("eval.samples=4", f'eval.sets=[{{source="{directory}/few.jsonl",{own}}}]'),
         logs=directory,
     )
     return directory
@@ -104,6 +107,11 @@ def test_eval_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
     before = sorted(path.name for path in (trained / "run").iterdir())
     scores = json.loads(corerl("eval", trained / "run", "--json", logs=trained))
     assert scores == {name: value for name, value in last.items() if name.startswith("eval/")}
+    assert {"eval/pass@4", "eval/majority@4", "eval/few/reward", "eval/few/pass@2"} <= scores.keys()
+    sampled = [set(line) for line in metrics(trained / "run") if "eval/reward" in line]
+    assert ["eval/few/reward" in names for names in sampled] == [True, False, True]
+    more = json.loads(corerl("eval", trained / "run", "--json", "eval.samples=8", "eval.sets=[]", logs=trained))
+    assert set(more) == {*(name for name in scores if "few" not in name), "eval/pass@8", "eval/majority@8"}
     assert sorted(path.name for path in (trained / "run").iterdir()) == sorted([*before, "eval"])
 
 

@@ -30,7 +30,8 @@ def test_each_step_and_evaluation_is_one_flat_object(tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 7
     assert samples[1] == {
-        "step": 0, "kind": "sampled", "prompt": "35018>", "response": "01358", "answer": "01358", "reward": 1.0
+        "step": 0, "kind": "sampled", "prompt": "35018>", "response": "01358", "answer": "01358", "reward": 1.0,
+        "sample": 0, "source": "",
     }  # fmt: skip
     jsonl.shutdown("finished")
 

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from corerl.observability.plain import PlainView
 from corerl.observability.run_state import RunState
-from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
+from corerl.plugin.events import Evaluated, Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
@@ -71,6 +71,22 @@ def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
     assert told(30.0) == list(range(1, 13))
 
 
+def test_scores_of_sets_and_of_several_samples_have_a_line_and_are_in_the_summary() -> None:
+    told = {"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/pass@2": 0.375, "eval/pass@8": 0.75, "eval/majority@8": 0.5}
+    told |= {"eval/aime/reward": 0.125, "eval/aime/pass@1": 0.0625, "eval/aime/reward/style": 2.0}
+    alone = {"eval/aime/reward": 0.25}
+    events = [started("runs/small"), Evaluated(step=0, metrics=told), Evaluated(step=1, metrics=alone)]
+    printed = lines([*events], every=1)
+    scores = [line for line in printed if line.startswith("after step")]
+    told_at_first = "held-out pass@1 0.250, held-out pass@8 0.750, held-out majority@8 0.500, aime reward 0.125"
+    assert scores == [f"after step 0: {told_at_first}, aime pass@1 0.062", "after step 1: aime reward 0.250"]
+    assert len([line for line in printed if "/4 " in line]) == 1  # what was not scored has no row
+    summary = [" ".join(line.split()) for line in finished(*events[1:])]
+    for line in ("held-out pass@8 0.750 -", "aime reward 0.125 0.250", "aime pass@1 0.062 -"):
+        assert line in summary
+    assert not any("style" in line or "pass@2" in line for line in summary)
+
+
 def test_hours_that_are_left_do_not_run_into_the_column_before() -> None:
     ended = [StepFinished(step=step, metrics=metrics(0)) for step in range(2)]
     *_, row = lines([evolve(started("runs/slow"), steps=400), *ended], every=1, seconds=300.0)
@@ -89,7 +105,7 @@ def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it
             view.update(PhaseProgress(name=name, step=step, seconds=second, unit=unit, done=done, of=of))
 
     phase("starting Ray", 45)
-    phase("eval", 25, unit="prompts answered", of=50)
+    phase("eval", 25, unit="answers sampled", of=50)
     phase("rollout", 41, unit="samples drawn", of=64)
     phase("train", 19)
     view.update(StepFinished(step=0, metrics=metrics(0)))
@@ -98,7 +114,7 @@ def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it
         "[ 0:00] starting Ray",
         "[ 0:20] starting Ray for 20 s",
         "[ 0:40] starting Ray for 40 s",
-        "[ 1:00] eval for 15 s: 15 of 50 prompts answered",
+        "[ 1:00] eval for 15 s: 15 of 50 answers sampled",
         "[ 1:20] step 1, rollout for 10 s: 10 of 64 samples drawn",
         "[ 1:40] step 1, rollout for 30 s: 30 of 64 samples drawn",
         "[ 2:00] step 1, train for 9 s",

@@ -16,6 +16,7 @@ from corerl.config.schema import (
     BackendChoice,
     Config,
     OptimizerConfig,
+    RewardConfig,
     RolesConfig,
     RolloutConfig,
     RunConfig,
@@ -338,6 +339,20 @@ def test_a_run_that_trains_on_the_likeliest_tokens_alone_is_told_so() -> None:
     assert told(top_p=0.95) == [f"rollout.top_p=0.95: {biased.format('it')}"]
     assert told(top_k=20) == [f"rollout.top_k=20: {biased.format('it')}"]
     assert told(top_p=0.95, top_k=20) == [f"rollout.top_p=0.95 and rollout.top_k=20: {biased.format('them')}"]
+
+
+def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
+    def told(reward: RewardConfig, **algorithm: Any) -> list[str]:
+        return list(told_sampling(evolve(GRPO, reward=reward, algorithm=AlgorithmConfig(**algorithm))))
+
+    parts = RewardConfig(weights={"right": 1.0, "length": 0.1})
+    (line,) = told(parts, dynamic_sampling=3)
+    assert line.startswith("algorithm.dynamic_sampling: groups are equal where the sums of all parts of the reward are")
+    assert (
+        told(parts, dynamic_sampling=3, dynamic_sampling_on="right") == told(RewardConfig(), dynamic_sampling=3) == []
+    )
+    (line,) = told(parts, dynamic_sampling=0, dynamic_sampling_on="right")
+    assert line == "algorithm.dynamic_sampling_on: 'right', but algorithm.dynamic_sampling=0 drops no groups"
 
 
 def test_a_frozen_role_is_asked_and_not_trained_and_refuses_what_only_training_reads() -> None:

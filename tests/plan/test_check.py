@@ -14,7 +14,10 @@ from corerl.config.schema import (
     ClusterConfig,
     Config,
     DataConfig,
+    DataSource,
     EpisodesConfig,
+    EvalConfig,
+    EvalSource,
     ExtensionChoice,
     ModelConfig,
     RewardConfig,
@@ -352,11 +355,52 @@ def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
         assert contradictions(evolve(VALID, algorithm=algorithm)) == []
 
 
+@pytest.mark.parametrize(
+    ("table", "given"),
+    [
+        ({"samples": 8, "temperature": 0.0}, "samples"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 20, "samples": 1}, "top_k"),
+        ({"samples": 8}, ""),
+        ({"samples": 8, "temperature": 0.5, "top_p": 0.9}, ""),
+        ({"temperature": 0.5, "top_k": 20}, ""),
+        ({"samples": 1, "temperature": 0.0}, ""),
+    ],
+)
+def test_greedy_samples_are_all_the_same(table: dict[str, Any], given: str) -> None:
+    own = EvalConfig(sets=(EvalSource(source="sort-digits", **table),))
+    for path, evaluated in (("eval", EvalConfig(**table)), ("eval.sets[0]", own)):
+        lines = contradictions(evolve(VALID, eval=evaluated))
+        assert [line.partition(":")[0] for line in lines] == [f"{path}.temperature"] * bool(given)
+        assert all(line.endswith(f"set it above 0, or remove {path}.{given}") for line in lines)
+
+
+def test_sets_and_sources_have_names_of_their_own() -> None:
+    def wrong(*names: str, sources: tuple[str, ...] = ()) -> list[str]:
+        sets = tuple(EvalSource(source="sort-digits", name=name) for name in names)
+        data = DataConfig(sources=tuple(DataSource(source="sort-digits", name=name) for name in sources))
+        return [line.partition(":")[0] for line in contradictions(evolve(VALID, data=data, eval=EvalConfig(sets=sets)))]
+
+    assert wrong("a", "b", sources=("c",)) == []
+    assert wrong("a", "a", "b/c") == [f"eval.sets[{number}].name" for number in range(3)]
+    assert wrong("a", "", sources=("sort-digits",)) == ["eval.sets[1].name"]  # the file's name
+
+
+def test_samples_of_an_evaluation_of_nothing_are_refused() -> None:
+    (line,) = contradictions(evolve(VALID, data=DataConfig(held_out=0), eval=EvalConfig(samples=8)))
+    assert line.startswith("eval.samples: set, but nothing is evaluated; set data.held_out")
+
+
 def test_a_mode_that_could_do_nothing_is_refused() -> None:
     nothing_held_out = evolve(VALID, run=RunConfig(mode="eval"), data=DataConfig(held_out=0))
     assert contradictions(nothing_held_out) == [
-        "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
+        (
+            "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1, or add a table "
+            "[[eval.sets]]"
+        )
     ]
+    other = EvalConfig(sets=(EvalSource(source="sort-digits"),))
+    assert contradictions(evolve(nothing_held_out, eval=other)) == []
     (line,) = contradictions(evolve(VALID, run=RunConfig(mode="train-only")))
     assert line.startswith("rollout.saved: empty, but run.mode='train-only'")
     (line,) = contradictions(evolve(VALID, rollout=RolloutConfig(saved="runs/a/rollouts")))

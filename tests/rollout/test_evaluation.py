@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
 
+from corerl.config.schema import ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.evaluation import Evaluation, evaluate
+from corerl.rollout.encoding import encode
+from corerl.rollout.evaluation import EvalSet, Evaluation, counted, evaluate, majority_at
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import resolve_reward
 from corerl.rollout.sampler import Sampler
+from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.rollout.engines import at_once
+from tests.rollout.listed import Listed
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
 PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
@@ -43,15 +53,17 @@ class Draws:
 
 
 def evaluated(
-    prompts: list[Prompt], reward: Reward = REWARD, *, generate: Draws | None = None, **options: Any
+    prompts: list[Prompt], reward: Reward = REWARD, *, generate: Any = None, show: int = 3, **own: Any
 ) -> Evaluation:
+    """Greedily, but of several samples."""
     sampler = Sampler(tokenizer=TOKENIZER, generate=generate or Draws(), seed=0)
-    return asyncio.run(evaluate(sampler, prompts, at_once(reward), **{"params": PARAMS, **options}))
+    held_out = EvalSet(source=Listed(prompts), **{"params": evolve(PARAMS, greedy="samples" not in own), **own})
+    return asyncio.run(evaluate(sampler, held_out, at_once(reward), show=show))
 
 
 def test_it_is_greedy_scored_by_hand_and_counts_exact_answers_where_there_are_any() -> None:
     draws = Draws()
-    params = evolve(PARAMS, routed_experts=True)  # which are of no use to who trains on nothing
+    params = evolve(PARAMS, greedy=True, routed_experts=True)  # which are of no use to who trains on nothing
     result = evaluated(PROMPTS, generate=draws, params=params, show=2)
     ((asked, urgent),) = draws.asked
     assert asked.params == evolve(PARAMS, greedy=True) and len(asked) == 3
@@ -97,3 +109,145 @@ def test_samples_that_cannot_be_scored_are_counted_and_where_none_can_that_is_an
     assert result.first_failure.startswith("reward 'odd' raised ValueError: odd (")
     with pytest.raises(RewardError, match="all 3 samples failed"):
         evaluated(PROMPTS, Reward(name="mine", function=lambda prompt, text: float("nan")))
+
+
+# ---- several samples -------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one() -> None:
+    rng = np.random.default_rng(0)
+    right = rng.random((5, 6)) < np.linspace(0, 1, 5)[:, None]
+    found = counted(right, np.full((5, 6), None, object))
+    assert [name for name in found if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    for k in (1, 2, 4, 6):
+        chosen = [row[list(some)].any() for row in right for some in itertools.combinations(range(6), k)]
+        assert found[f"pass@{k}"] == pytest.approx(np.mean(chosen))
+    assert found["pass@6"] == right.any(1).mean() and found["pass@1"] == pytest.approx(right.mean())
+
+
+def test_a_majority_is_counted_over_blocks_and_its_ties_are_shared() -> None:
+    votes = np.array([["a", "a", "b", "c"], ["a", "b", "b", "a"], ["c", None, None, "d"], [None] * 4], object)
+    right = votes == "a"
+    # a wins; a and b tie; c and d tie, both wrong; nobody votes
+    assert majority_at(4, right, votes) == pytest.approx((1 + 0.5 + 0 + 0) / 4)
+    # Blocks of two: a | b, c tie; a, b tie | b, a tie; c | d; none.
+    assert majority_at(2, right, votes) == pytest.approx((1 + 0 + 0.5 + 0.5 + 0 + 0 + 0 + 0) / 8)
+    assert "majority@2" not in counted(right, votes)
+    odd = np.array([["a", "a", "b", "b", "b"]], object)
+    assert counted(odd == "b", odd)["majority@4"] == 0.5  # of the first four; the fifth is in no block
+    assert counted(odd == "b", odd)["majority@5"] == 1.0
+    # Answers that are the same and still worth more or less, as by their length, count by their share.
+    assert majority_at(3, np.array([[True, False, False]]), np.array([["a", "a", "b"]], object)) == 0.5
+
+
+def test_pass_at_k_of_a_known_policy_is_within_three_standard_errors(tmp_path: Path) -> None:
+    """The policy is a model with random weights, and an answer, its first token, is right if it is one of three: the
+    softmax of plain transformers says how likely that is for each prompt."""
+    P, G, temperature, wanted = 48, 16, 0.8, "369"
+    model = random_model(TIED, seed=5)
+    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    assert not update([engine], hf_tensors(model, tmp_path), version=1, path=tmp_path / "weights")[0].error
+    prompts = [Prompt(index=i, text=f"{i}>", answer="") for i in range(P)]
+    ids = TOKENIZER.convert_tokens_to_ids(list(wanted))
+    with torch.no_grad():
+        logits = [model(torch.tensor([encode(TOKENIZER, [each])[0]])).logits[0, -1] for each in prompts]
+    p = np.array([torch.softmax(row.double() / temperature, -1)[ids].sum().item() for row in logits])
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return engine.generate(request)
+
+    params = SamplingParams(max_tokens=1, temperature=temperature, stop_tokens=(2,))
+    right = Reward(name="right", function=lambda prompt, text: float(text in tuple(wanted)))
+    sampler = Sampler(tokenizer=TOKENIZER, generate=generate, seed=3)
+    held_out = EvalSet(source=Listed(prompts), params=params, samples=G)
+    found = asyncio.run(evaluate(sampler, held_out, at_once(right))).metrics
+    assert found["eval/pass@1"] == found["eval/reward"]
+    counts = np.arange(G + 1)
+    chances = np.array([[math.comb(G, c) * q**c * (1 - q) ** (G - c) for c in counts] for q in p])
+    assert 0.1 < p.mean() < 0.4
+    for k in (1, 2, 4, 8, 16):
+        exact = 1 - (1 - p) ** k
+        of_count = np.array([1 - math.comb(G - c, k) / math.comb(G, k) for c in counts])
+        np.testing.assert_allclose(chances @ of_count, exact, rtol=1e-9)  # unbiased
+        error = np.sqrt((chances @ of_count**2 - exact**2).sum()) / P
+        assert abs(found[f"eval/pass@{k}"] - exact.mean()) < 3 * error
+
+
+class ByNoise:
+    """Answers one token, a function of the row's noise; hears each request."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateRequest] = []
+
+    async def __call__(self, request: GenerateRequest, **_: Any) -> Generation:
+        self.asked.append(request)
+        rows = len(request)
+        return Generation(
+            tokens=4 + request.noise_keys % 4,
+            offsets=np.arange(rows + 1),
+            logprobs=np.zeros(rows, np.float32),
+            versions=np.ones(rows, np.int64),
+            truncated=np.zeros(rows, np.bool_),
+        )
+
+
+def test_noise_is_that_of_no_training_step_and_of_no_other_sample() -> None:
+    draws = ByNoise()
+    sampled = [evaluated(PROMPTS, generate=draws, samples=samples) for samples in (4, 8, 8)]
+    keys = [asked.noise_keys.reshape(len(PROMPTS), -1) for asked in draws.asked]
+    assert len(set(keys[1].ravel().tolist())) == 24
+    np.testing.assert_array_equal(keys[0], keys[1][:, :4])
+    assert sampled[1].metrics == sampled[2].metrics and sampled[1].samples == sampled[2].samples
+    sampler = Sampler(tokenizer=TOKENIZER, generate=draws, seed=0)
+    trained = [sampler.request(PROMPTS, rollout_step=step, samples=8, params=PARAMS).noise_keys for step in range(50)]
+    assert not set(np.concatenate(trained).tolist()) & set(keys[1].ravel().tolist())
+    shown = sampled[1].samples
+    assert [(each.prompt, each.sample) for each in shown] == [(each.text, n) for each in PROMPTS for n in range(8)]
+    assert [each.sample for each in sampled[1].shown] == [0, 0, 0]
+
+
+def test_a_set_with_a_name_and_sources_of_one_without_have_metrics_of_their_own() -> None:
+    mixed = [evolve(prompt, source=name) for prompt, name in zip(PROMPTS, ["a", "b", "a"], strict=True)]
+    digit = Reward(name="digit", function=lambda prompt, text: float(text) / 3)
+    found = evaluated(mixed, digit, generate=ByNoise(), samples=4, correct_from=1.0)
+    by_name = evaluated(mixed, digit, generate=ByNoise(), samples=4, correct_from=1.0, name="aime")
+    rewards = np.array([each.reward for each in found.samples]).reshape(3, 4)
+    for name, rows in (("", [0, 1, 2]), ("a/", [0, 2]), ("b/", [1])):
+        assert found.metrics[f"eval/{name}reward"] == pytest.approx(rewards[rows].mean())
+        assert found.metrics[f"eval/{name}pass@4"] == (rewards[rows] == 1).any(1).mean()
+        assert found.metrics[f"eval/{name}pass@1"] == pytest.approx((rewards[rows] == 1).mean())
+        assert f"eval/{name}majority@4" in found.metrics
+    without_sources = {name: value for name, value in found.metrics.items() if name.split("/")[1] not in "ab"}
+    assert by_name.metrics == {name.replace("eval/", "eval/aime/"): value for name, value in without_sources.items()}
+
+
+def test_right_is_what_the_part_says_from_its_value_on_but_for_rounding() -> None:
+    def graded(prompt: Prompt, text: str) -> dict[str, float]:
+        if prompt.index == 2:
+            raise ValueError("odd")
+        return {"right": 0.1 + 0.2 if prompt.index else 0.29, "style": 5.0}
+
+    reward = Reward(name="graded", function=graded, failed_value=9.0)
+    common: dict[str, Any] = {"correct_on": "right", "correct_from": 0.30000000000000004}
+    assert evaluated(PROMPTS, reward, **common).metrics["eval/pass@1"] == pytest.approx(1 / 3)  # what failed is wrong
+    assert evaluated(PROMPTS, reward, correct_from=2.0).metrics["eval/pass@1"] == pytest.approx(2 / 3)  # of the sum
+    assert "eval/pass@1" not in evaluated(PROMPTS, reward).metrics
+    with pytest.raises(RewardError, match=r"^eval.correct_on: 'rigth' is no part .* 'right', 'style'; did you mean"):
+        evaluated(PROMPTS, reward, correct_on="rigth")
+
+
+def test_a_majority_votes_on_what_the_users_function_reads() -> None:
+    def parity(prompt: Prompt, text: str) -> int | None:
+        if text == "3":
+            raise ValueError("three")
+        return int(text) % 2 or None
+
+    right = Reward(name="one", function=lambda prompt, text: float(text == "1"))
+    found = evaluated(PROMPTS, right, generate=ByNoise(), samples=8, answer=parity)
+    texts = np.array([each.response for each in found.samples]).reshape(3, 8)
+    assert {"1", "3"} <= set(texts.ravel().tolist()) and found.failures == {}
+    assert found.first_failure.startswith("eval.answer raised ValueError: three")
+    assert found.metrics["eval/majority@8"] == (texts == "1").any(1).mean()  # nothing else votes
+    plain = evaluated(PROMPTS, right, generate=ByNoise(), samples=8).metrics
+    assert plain["eval/pass@8"] == found.metrics["eval/pass@8"]
+    assert plain["eval/majority@8"] < found.metrics["eval/majority@8"]

@@ -149,7 +149,8 @@ class EpisodeScorer:
         if len(episodes) == len(episode_of):
             return self._score(rollout, part)
         scores = self._score(rollout.at(episodes), part)
-        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of])
+        values = {name: each[episode_of] for name, each in scores.values.items()}
+        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of], values=values)
 
     def _score(self, rollout: Rollout, part: bool) -> Scores:
         outcomes = rollout.outcomes
@@ -159,14 +160,16 @@ class EpisodeScorer:
         returned = [each if isinstance(each, Failure) else Judged(reward=each or 0.0) for each in outcomes]
         known = gathered(returned, self._failed_value, part=True)
         rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
-        failures, parts = Counter(known.failures), known.parts
+        failures, parts, values = Counter(known.failures), known.parts, {**known.values}
         if len(unknown):
             scores = self._scorer.score(rollout.at(unknown), part=True)
             rewards[unknown], failed[unknown] = scores.rewards, scores.failed
             failures.update(scores.failures)
             parts = scores.parts
+            for name, each in scores.values.items():
+                values.setdefault(name, np.full(len(rewards), np.nan, np.float32))[unknown] = each
             if scores.first and failed.argmax() in unknown:
                 first = scores.first
         if failed.all() and not part:
             raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
-        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts)
+        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts, values=values)

@@ -35,7 +35,7 @@ class EpisodeSampler(Sampler):
     config: EpisodesConfig
     # Engines answer so many calls at once: with more than one, no request waits for others to be drawn beside it.
     calls: int = 1
-    longest_prompt: int = UNLIMITED  # tokens that the first request of a row may have
+    context_length: int = 0  # maximum tokens of a row; 0: unlimited
     _runners: dict[SamplingParams, EpisodeRunner] = field(init=False, factory=dict)
 
     async def draw(
@@ -67,7 +67,7 @@ class EpisodeSampler(Sampler):
                 params=params,
                 function=self.function,
                 config=self.config,
-                longest_prompt=self.longest_prompt,
+                longest_prompt=self.context_length - params.max_tokens if self.context_length else UNLIMITED,
                 template_options=self.template_options,
                 special_tokens=self.special_tokens,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import numbers
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from corerl.config.functions import interrupts, signature_of
 from corerl.errors import RewardError
-from corerl.messages import place, short_repr, text_of
+from corerl.messages import did_you_mean, place, short_repr, text_of
 from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray, SampleBatch
 
@@ -76,6 +77,18 @@ class Scores:
     # [B] True for failed samples
     failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
     parts: PartSums = field(factory=dict)  # over all samples that did not fail
+    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part; NaN for samples that lack it
+
+    def part(self, name: str, *, setting: str) -> FloatArray:
+        """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the
+        reward itself. Raises RewardError if no sample has it."""
+        if not name or self.failed.all():
+            return self.rewards
+        if name not in self.values:
+            known = f"its parts are {', '.join(map(repr, self.values))}" if self.values else "the reward has no parts"
+            raise RewardError(f"{setting}: {name!r} is no part of the reward; {known}{did_you_mean(name, self.values)}")
+        values = self.values[name]
+        return np.where(np.isnan(values), self.rewards, values)
 
 
 class Scorer(Protocol):
@@ -368,6 +381,12 @@ class Scoring:
         self._noted = noted
         self._turn = asyncio.Lock()
 
+    def by(self, scorer: Scorer) -> Scoring:
+        """With another scorer, in turns with this one."""
+        other = copy.copy(self)
+        other._scorer = scorer
+        return other
+
     async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
         await self._turn.acquire()
@@ -407,12 +426,17 @@ def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = F
         raise RewardError(first + (f"; all {len(outcomes)} samples failed" if len(outcomes) > 1 else ""))
     rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
     judged = [outcome for outcome in outcomes if isinstance(outcome, Judged)]
+    values: dict[str, FloatArray] = {}
+    for row, each in enumerate(outcomes):
+        for name, value in each.parts.items() if isinstance(each, Judged) else ():
+            values.setdefault(name, np.full(len(outcomes), np.nan, np.float32))[row] = value
     return Scores(
         rewards=np.array(rewards, dtype=np.float32),
         failures=dict(Counter(failure.kind for failure in failures)),
         first=first,
         failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
         parts=added(*({name: (value, 1) for name, value in each.parts.items()} for each in judged if each.parts)),
+        values=values,
     )
 
 

@@ -40,30 +40,31 @@ RESPONSES = ("response", "completion", "answer", "output", "text")  # parameter 
 BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
 
 
-def reward_of(config: RewardConfig) -> Reward:
-    """The reward that `[reward]` describes. Raises ConfigError if there is none, or a signature does not fit."""
+def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
+    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is none, or a signature does
+    not fit."""
     if not config.functions:
-        reward = resolve_reward(config.name, config.options, config.weights)
+        reward = resolve_reward(config.name, config.options, config.weights, table=table)
         return evolve(reward, failed_value=config.failed_value)
     if config.name != fields(type(config)).name.default or config.options or config.weights:
         raise ConfigError(
-            "reward.functions: cannot be combined with reward.name, reward.options or reward.weights; move them into "
-            "an entry of reward.functions, or remove one of the two"
+            f"{table}.functions: cannot be combined with {table}.name, {table}.options or {table}.weights; move them "
+            f"into an entry of {table}.functions, or remove one of the two"
         )
     labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"reward.functions: two functions are named {label!r}; give each a different label")
+            raise ConfigError(f"{table}.functions: two functions are named {label!r}; give each a different label")
         if inside := [other for other in labels if other.startswith(f"{label}.")]:
             raise ConfigError(
-                f"reward.functions: {inside[0]!r} could also be a part of {label!r}; give it a label that does not "
+                f"{table}.functions: {inside[0]!r} could also be a part of {label!r}; give it a label that does not "
                 f"begin with '{label}.'"
             )
     terms = [
         Term(
             label=label,
             weight=each.weight,
-            reward=resolve_reward(each.name, each.options, each.weights, table=f"reward.functions[{place}]"),
+            reward=resolve_reward(each.name, each.options, each.weights, table=f"{table}.functions[{place}]"),
         )
         for place, (label, each) in enumerate(zip(labels, config.functions, strict=True))
     ]
@@ -89,6 +90,20 @@ def require_known(name: str, *, table: str = "reward") -> None:
             f"{table}.name: unknown reward {name!r}; built in: {', '.join(sorted(BUILT_IN))}"
             + (did_you_mean(name, BUILT_IN) or f"; {own}{meant(name)}")
         )
+
+
+def require_part(reward: Reward, name: str, *, setting: str) -> None:
+    """Raise ConfigError if a reward has no part of this name, as far as its config tells: a function without weights
+    may return any."""
+    if isinstance(reward, WeightedSum):
+        known = [term.label for term in reward.terms]
+        known += [f"{term.label}.{part}" for term in reward.terms for part in term.reward.weights]
+        free = any(name.startswith(f"{term.label}.") for term in reward.terms if not term.reward.weights)
+    else:
+        known, free = list(reward.weights), not reward.weights and reward.name not in BUILT_IN
+    if name and not free and name not in known:
+        has = f"its parts are {', '.join(map(repr, known))}" if known else f"{reward.name!r} has no parts"
+        raise ConfigError(f"{setting}: {name!r} is no part of the reward; {has}{did_you_mean(name, known)}")
 
 
 def require_any_thread(reward: Reward, prompt: Prompt) -> None:

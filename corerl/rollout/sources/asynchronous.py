@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import evolve
 
 from corerl.engines.fleet import Counted, EngineFleet
@@ -118,9 +117,8 @@ class Asynchronous(Source):
         missing = self._draws.prompts - len(groups)
         scored = self._groups.batch([*groups, *self._set_aside[:missing]], step=self._step)
         counts = {"stale_samples": self._stale_samples, "stale_tokens": self._stale_tokens}
-        if (refill := self._draws.refill) is not None:
-            useful = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
-            counts |= {"groups_set_aside": self._dull, "groups_missing": int((~useful).sum())}
+        if self._draws.refill is not None:
+            counts |= {"groups_set_aside": self._dull, "groups_missing": len(self._set_aside[:missing])}
         self._set_aside, self._dull, self._stale_samples, self._stale_tokens = [], 0, 0, 0
         return evolve(scored, counts=counts)
 
@@ -161,8 +159,7 @@ class Asynchronous(Source):
         """Add a scored group to the ready ones; if it lacks spread, set it aside so that another is started instead."""
         if group.number not in self._in_flight:  # it was given up meanwhile
             return
-        refill = self._draws.refill
-        if refill is None or refill.useful(group.rewards, np.zeros(len(group.rewards), dtype=np.int64)).all():
+        if group.useful:
             self._ready.append(group)
             return
         self._set_aside.append(group)

@@ -17,7 +17,7 @@ from corerl.data.chat import readable
 from corerl.data.prompts import PromptStream
 from corerl.engines.base import SamplingParams
 from corerl.plugin.events import SampleShown
-from corerl.rollout.rewards.base import PartSums, Scoring, added
+from corerl.rollout.rewards.base import PartSums, Scores, Scoring, added
 from corerl.rollout.rewards.lookup import exact_match
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.types import BoolArray, FloatArray, IntArray
@@ -75,8 +75,12 @@ class Arrived:
 class DynamicSampling:
     """Drop groups that teach nothing, and sample other prompts in their place."""
 
-    useful: Callable[[FloatArray, IntArray], BoolArray]  # rewards [B], groups [B] -> [P]
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], groups [B] -> [P]
     attempts: int  # extra attempts; what is still missing then is filled up with dropped groups
+    part: str = ""  # of the reward, which decides; "": the reward itself
+
+    def deciding(self, scores: Scores) -> FloatArray:
+        return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
 
 
 class Source(ABC):
@@ -138,8 +142,8 @@ class BatchSampler:
 
     async def batch(self, step: int) -> Scored:
         """The batch of rollout step `step`."""
-        first = await self.score(step, *await self.sample(step))
-        return first if self.refill is None else await self._refilled(first, self.refill)
+        first = await self._scored(step, *await self.sample(step))
+        return first[0] if self.refill is None else await self._refilled(*first, self.refill)
 
     async def sample(self, step: int, attempt: int = 0, *, ahead: bool = False) -> tuple[Rollout, float]:
         """Sample the next prompts; returns the rollout and the seconds it took. `ahead`: nobody waits for it yet."""
@@ -155,9 +159,12 @@ class BatchSampler:
         return rollout, time.perf_counter() - started
 
     async def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
+        return (await self._scored(step, rollout, seconds))[0]
+
+    async def _scored(self, step: int, rollout: Rollout, seconds: float) -> tuple[Scored, Scores]:
         started = time.perf_counter()
         scores = await self.reward.score(rollout)
-        return Scored(
+        scored = Scored(
             step=step,
             rollout=rollout,
             rewards=scores.rewards,
@@ -167,18 +174,20 @@ class BatchSampler:
             first_failure=scores.first,
             parts=scores.parts,
         )
+        return scored, scores
 
-    async def _refilled(self, first: Scored, refill: DynamicSampling) -> Scored:
+    async def _refilled(self, first: Scored, scores: Scores, refill: DynamicSampling) -> Scored:
         attempts, useful, zero_variance = [first], [], []
         while True:
             scored = attempts[-1]
-            teaches = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
+            teaches = refill.useful(refill.deciding(scores), scored.rollout.batch.rows["group"])
             useful.append(scored.take(np.flatnonzero(teaches)))
             zero_variance.append(scored.take(np.flatnonzero(~teaches)))
             found = sum(len(part.rollout.prompts) for part in useful)
             if found >= self.prompts or len(attempts) > refill.attempts:
                 break
-            attempts.append(await self.score(first.step, *await self.sample(first.step, len(attempts))))
+            scored, scores = await self._scored(first.step, *await self.sample(first.step, len(attempts)))
+            attempts.append(scored)
         kept = Scored.concatenate([*useful, *zero_variance]).take(np.arange(self.prompts))
         return evolve(
             kept,
@@ -222,6 +231,8 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             response=rollout.texts[row],
             answer=prompts[group].answer,
             reward=reward,
+            sample=int(rollout.batch.rows["sample"][row]),
+            source=prompts[group].source,
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )

@@ -31,6 +31,7 @@ class PromptGroup:
     rollout: Rollout = field(init=False)
     # Set once it is scored:
     rewards: FloatArray = field(init=False)  # [G]
+    useful: bool = True  # False if dynamic sampling wants another group in its place
     failed: BoolArray = field(init=False)  # [G] True where scoring failed
     first_failure: str = ""  # of the call that scored the group
 
@@ -109,10 +110,16 @@ class Groups:
             groups, self._unscored = self._unscored, []
             scores = await self._draws.reward.score(Rollout.concatenate([group.rollout for group in groups]), part=True)
             self._calls.append(scores)
+            refill = self._draws.refill
+            deciding = scores.rewards if refill is None else refill.deciding(scores)
             ends = np.cumsum([len(group.rollout.batch) for group in groups])[:-1]
-            parts = zip(groups, np.split(scores.rewards, ends), np.split(scores.failed, ends), strict=True)
-            for group, rewards, failed in parts:
+            parts = zip(
+                groups, *(np.split(each, ends) for each in (scores.rewards, scores.failed, deciding)), strict=True
+            )
+            for group, rewards, failed, decides in parts:
                 group.rewards, group.failed, group.first_failure = rewards, failed, scores.first
+                if refill is not None:
+                    group.useful = bool(refill.useful(decides, np.zeros(len(decides), dtype=np.int64)).all())
                 self._keep(group)
             self.changed.set()
 

@@ -10,7 +10,7 @@ import pytest
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
-from corerl.engines.base import UNLIMITED, SamplingParams
+from corerl.engines.base import SamplingParams
 from corerl.event_loop import EventLoop
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import EpisodeFunction
@@ -43,7 +43,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         params: SamplingParams = PARAMS,
         prompts: Sequence[Prompt] = PROMPTS,
         calls: int = 1,
-        longest_prompt: int = UNLIMITED,
+        context_length: int = 0,
         told: Callable[[int, int], None] | None = None,
         **config: Any,
     ) -> Rollout:
@@ -55,7 +55,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
             server=front,
             config=EpisodesConfig(**config),
             calls=calls,
-            longest_prompt=longest_prompt,
+            context_length=context_length,
             told=told,
         )
         return loop.run(sampler.sample(prompts, rollout_step=5, samples=samples, params=params))

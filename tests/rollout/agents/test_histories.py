@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.algorithms.losses import LossInputs, clipped
 from corerl.config.schema import ModelConfig, RolloutConfig
@@ -30,7 +30,7 @@ from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.agents.episodes import Episode, EpisodeScorer
-from corerl.rollout.evaluation import evaluate
+from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored, exact_share
@@ -44,6 +44,7 @@ from tests.in_process import execute_here, small
 from tests.machine import paced
 from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.rollout.engines import at_once
+from tests.rollout.listed import Listed
 
 ONE = PROMPTS[:1]
 LONG = evolve(PARAMS, max_tokens=40)
@@ -562,13 +563,16 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
     rollout = play(some, samples=1, prompts=prompts)
     assert len(rollout.batch) == 6
 
+    @frozen
     class Given:
+        special_tokens: bool = False
+
         async def sample(self, *_: Any, **__: Any) -> Rollout:
             return rollout
 
     reward = at_once(EpisodeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
     given: Any = Given()
-    found = asyncio.run(evaluate(given, prompts, reward, params=PARAMS, show=2))
+    found = asyncio.run(evaluate(given, EvalSet(source=Listed(prompts), params=PARAMS), reward, show=2))
     told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]
     assert told == pytest.approx([5 / 3, 2, 1])
     assert [sample.reward for sample in found.samples] == [0, 1, 4] and len(found.shown) == 2

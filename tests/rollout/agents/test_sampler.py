@@ -334,7 +334,7 @@ def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_al
         return 1.0
 
     longest = len(TOKENIZER("1" * 8)["input_ids"])
-    rollout = play(show, samples=2, longest_prompt=longest)
+    rollout = play(show, samples=2, context_length=longest + PARAMS.max_tokens)
     failed, refused = rollout.outcomes[:2], f"has 31 tokens, but only {longest} fit into rollout.context_length"
     assert all(isinstance(each, Failure) and refused in each.message for each in failed)
     assert rollout.outcomes[2:] == [1.0, 1.0]

@@ -4,12 +4,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards.base import Failure
-from corerl.rollout.rewards.lookup import require_any_thread, resolve_reward, reward_of
+from corerl.rollout.rewards.base import Failure, Reward, Term, WeightedSum
+from corerl.rollout.rewards.lookup import require_any_thread, require_part, resolve_reward, reward_of
 
 SORT = Prompt(index=35018, text="35018>", answer="01358")
 
@@ -144,3 +145,22 @@ def test_a_reward_that_needs_the_main_thread_for_some_answers_ends_the_run_at_th
 def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
     for name in ("picky", "act"):
         require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT)
+
+
+def test_a_part_that_a_reward_cannot_have_is_refused() -> None:
+    free = Reward(name="mine:free", function=lambda prompt, text: {"a": 1.0})
+    listed = evolve(free, weights={"right": 1.0, "length": 0.5})
+    terms = [Term(label="free", weight=1.0, reward=free), Term(label="listed", weight=1.0, reward=listed)]
+    several = WeightedSum(name="free + listed", terms=terms)
+    for reward, name in [(free, "a"), (free, "b"), (listed, "right"), (several, "free"), (several, "free.a")]:
+        require_part(reward, name, setting="here")  # what a function returns is known once it is called
+    require_part(several, "listed.length", setting="here")
+    for reward, name, end in [
+        (listed, "rihgt", "its parts are 'right', 'length'; did you mean 'right'?"),
+        (several, "right", "its parts are 'free', 'listed', 'listed.right', 'listed.length'"),
+        (several, "listed.a", "its parts are 'free', 'listed', 'listed.right', 'listed.length'"),
+        (resolve_reward("exact-match", {}), "right", "'exact-match' has no parts"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            require_part(reward, name, setting="here")
+        assert caught.value.message.startswith(f"here: {name!r} is no part of the reward; {end}")

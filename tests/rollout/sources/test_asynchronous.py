@@ -340,6 +340,22 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed(engines: 
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
+def test_a_part_of_the_reward_decides_which_groups_are_replaced(engines: Engines) -> None:
+    times: Counter[int] = Counter()
+
+    def parts(prompt: Prompt, response: str) -> dict[str, float]:
+        """The first differs in half of all groups, the second in all."""
+        times[prompt.index] += 1
+        return {"right": prompt.index % 2 * times[prompt.index], "order": float(times[prompt.index])}
+
+    refill = DynamicSampling(useful=spread, attempts=9, part="right")
+    source = asynchronous(engines, reward=Reward(name="parts", function=parts), refill=refill)
+    steps = list(engines.trained_on(source))
+    assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
+    assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
+    assert all(scored.counts["groups_missing"] == 0 for scored in steps)
+
+
 def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch(engines: Engines) -> None:
     sizes = Reward(name="sizes", function=lambda prompt, response: {"size": len(response), "one": 1})
     steps = list(engines.trained_on(asynchronous(engines, reward=sizes)))

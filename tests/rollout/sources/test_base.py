@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
+from corerl.errors import RewardError
 from corerl.rollout.rewards.base import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import BatchSampler, DynamicSampling
@@ -87,6 +89,40 @@ def test_what_is_missing_at_the_end_is_filled_with_groups_that_had_been_dropped(
         "groups_missing": 4,
     }
     assert len(scored.rollout.prompts) == 4 and len(scored.rollout.batch) == 8
+
+
+def by_parts(prompt: Prompt, response: str) -> dict[str, float]:
+    """A length that differs, and an outcome that differs for prompts of odd numbers alone."""
+    return {"right": float(prompt.index % 2 * (len(response) > 3)), "length": 0.1 * len(response)}
+
+
+@pytest.mark.parametrize("weights", [{}, {"right": 0.0, "length": 1.0}])
+def test_a_part_of_the_reward_decides_which_groups_are_replaced(engines: Engines, weights: dict[str, float]) -> None:
+    reward = Reward(name="parts", function=by_parts, weights=weights)
+    refill = DynamicSampling(useful=spread, attempts=40, part="right")
+    draws = drawing(engines, reward=at_once(reward), prompts=4, samples=6, refill=refill)
+    scored = engines.run(draws.batch(0))
+    for rewards, texts in zip(scored.rewards.reshape(4, 6), np.array(scored.rollout.texts).reshape(4, 6), strict=True):
+        sizes = np.array([len(text) for text in texts])
+        right = weights.get("right", 1.0) * (sizes > 3)
+        np.testing.assert_allclose(rewards, right + 0.1 * sizes, rtol=1e-6)
+    assert all(prompt.index % 2 for prompt in scored.rollout.prompts) and scored.counts["groups_missing"] == 0
+    by_sum = drawing(engines, reward=at_once(reward), prompts=4, samples=6, refill=evolve(refill, part=""))
+    assert engines.run(by_sum.batch(0)).counts["groups_set_aside"] < scored.counts["groups_set_aside"]
+
+
+def test_a_part_that_no_reward_has_ends_the_run_with_its_names(engines: Engines) -> None:
+    refill = DynamicSampling(useful=spread, attempts=1, part="rigth")
+    for function, told in ((by_parts, "its parts are 'right', 'length'; did you mean 'right'?"), (len_of, "no parts")):
+        draws = drawing(engines, reward=at_once(Reward(name="parts", function=function)), refill=refill)
+        with pytest.raises(RewardError) as caught:
+            engines.run(draws.batch(0))
+        assert caught.value.message.startswith("algorithm.dynamic_sampling_on: 'rigth' is no part of the reward; ")
+        assert caught.value.message.endswith(told)
+
+
+def len_of(prompt: Prompt, response: str) -> float:
+    return float(len(response))
 
 
 def test_a_prompt_that_is_drawn_again_in_one_step_draws_other_noise(engines: Engines) -> None:

@@ -1,0 +1,115 @@
+"""Sets of held-out prompts, as a run's plan has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.errors import UserError
+from corerl.plan.make import make_plan
+from corerl.plan.names import wrong_names
+from corerl.plan.plan import Plan
+from corerl.plan.settle import with_absolute_paths
+from corerl.plan.user_code import functions_of
+from tests.driver.saved import DATA, config_in, make_config
+
+MODEL = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
+ROLLOUT = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 10, "temperature": 0.7, "top_k": 4}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def planned(tmp_path: Path, *sets: dict[str, Any], held_out: int = 2, **own: Any) -> Plan:
+    """Of training prompts of 5 digits, but one of 15, and these sets; a tokenizer puts <bos> before them."""
+    rows = [{"prompt": f"{n:05d}>"} for n in range(9)] + [{"prompt": "1" * 15}]
+    data = {"source": write(tmp_path / "rows.jsonl", *rows), "held_out": held_out}
+    tables = {"model": MODEL, "data": data, "rollout": ROLLOUT, "eval": {**own, "sets": list(sets)}}
+    return make_plan(config_in(tmp_path / "run", **tables))
+
+
+def test_without_any_settings_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    (only,) = plan.eval_sets
+    assert (only.name, only.every, only.samples, only.counts, only.reward) == ("", 25, 1, False, None)
+    assert only.params.greedy and (only.params.temperature, only.params.max_tokens) == (0.7, 10)
+    assert only.source.held_out_prompts() == plan.rollout.prompts.held_out_prompts()
+
+
+def test_a_set_has_what_it_says_then_what_eval_says_then_what_rollout_says(tmp_path: Path) -> None:
+    first = {"source": write(tmp_path / "first.jsonl", {"q": "1>", "a": "1"}), "prompt_key": "q", "answer_key": "a"}
+    second = {"source": write(tmp_path / "other.jsonl", {"prompt": "2>"}, {"prompt": "3>"}), "name": "second"}
+    second |= {"samples": 1, "max_tokens": 4, "every": 7, "correct_from": 0.5, "reward": {"name": "exact-match"}}
+    plan = planned(tmp_path, first, second, samples=8, top_p=0.9, every=3)
+    own, one, two = plan.eval_sets
+    assert [each.name for each in plan.eval_sets] == ["", "first", "second"]
+    assert [each.every for each in plan.eval_sets] == [3, 3, 7]
+    assert [each.samples for each in plan.eval_sets] == [8, 8, 1]
+    assert [each.params.greedy for each in plan.eval_sets] == [False, False, True]
+    assert all((each.params.temperature, each.params.top_p, each.params.top_k) == (0.7, 0.9, 4) for each in (own, one))
+    assert [each.params.max_tokens for each in plan.eval_sets] == [10, 10, 4]
+    assert [each.reward and each.reward.name for each in plan.eval_sets] == [None, None, "exact-match"]
+    assert (two.counts, two.correct_from) == (True, 0.5)
+    prompts = [*one.source.held_out_prompts(), *two.source.held_out_prompts()]
+    asked = [(each.text, each.answer, each.source) for each in prompts]
+    assert asked == [("1>", "1", "first"), ("2>", "", "second"), ("3>", "", "second")]
+    assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts has") for line in plan.notices)
+
+
+def test_prompts_that_are_too_long_for_a_set_are_left_out_of_it_alone(tmp_path: Path) -> None:
+    longer = {"source": write(tmp_path / "set.jsonl", {"prompt": "1" * 19}, {"prompt": "1" * 3}), "max_tokens": 20}
+    plan = planned(tmp_path, longer, held_out=9, max_tokens=15)
+    own, other = plan.eval_sets
+    assert sorted(len(prompt.text) for prompt in other.source.held_out_prompts()) == [3]
+    trained = plan.rollout.prompts
+    assert len(trained.train) == 1 and not trained.left_out  # all leave room for 10 tokens
+    kept = [prompt.text for prompt in trained.held_out_prompts() if len(prompt.text) < 15]
+    assert [prompt.text for prompt in own.source.held_out_prompts()] == kept
+    told = "eval.sets[0]: data: 1 of 2 prompts are skipped: they have up to 20 tokens, but at most 10 fit with "
+    assert told + "eval.sets[0].max_tokens=20 in a context of 30" in plan.notices
+
+
+NO_PART = "correct_on: 'right' is no part of the reward; 'position-match' has no parts"
+SKIPPED = "all 1 prompts are skipped: they have up to 3 tokens, but at most 0 fit with eval.sets[0].max_tokens=30"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"reward": {"name": "exact-mach"}}, ".reward.name: unknown reward 'exact-mach'"),
+        ({"answer": "json:no_such"}, ".answer: 'json:no_such': module 'json' has no function 'no_such'"),
+        ({"stop": ["\u00e4"]}, ".stop: "),
+        ({"correct_on": "right"}, f".{NO_PART}"),
+        ({"max_tokens": 30}, f": {SKIPPED}"),
+        ({"prompt_key": "question"}, ": "),
+        ({"samples": 2, "temperature": 0}, ".temperature: 0 takes the likeliest token"),
+    ],
+)
+def test_what_is_wrong_in_a_set_is_told_with_its_place(tmp_path: Path, given: dict[str, Any], told: str) -> None:
+    source = write(tmp_path / "set.jsonl", {"prompt": "7>"})
+    with pytest.raises(UserError) as caught:
+        planned(tmp_path, {"source": source, **given})
+    assert caught.value.message.startswith(f"eval.sets[0]{told}")
+
+
+def test_a_set_whose_file_is_missing_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    (line,) = wrong_names(make_config(eval={"sets": [{"source": f"{tmp_path}/missing.jsonl"}]}))
+    assert line.startswith(f"eval.sets[0].source: cannot read {tmp_path}/missing.jsonl: No such file")
+
+
+def test_paths_and_functions_of_sets_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "set.jsonl", {"prompt": "7>"})
+    own = {"source": "set.jsonl", "answer": "json:dumps", "reward": {"functions": [{"name": "math:dist"}]}}
+    config = make_config(eval={"answer": "re:sub", "sets": [own]})
+    assert with_absolute_paths(config).eval.sets[0].source == str(tmp_path / "set.jsonl")
+    assert functions_of(config) == {
+        "eval.answer": "re:sub",
+        "eval.sets[0].answer": "json:dumps",
+        "eval.sets[0].reward.functions[0].name": "math:dist",
+    }
