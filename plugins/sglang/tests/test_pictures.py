@@ -181,13 +181,22 @@ def test_a_run_trains_the_text_with_a_server(tmp_path: Path) -> None:
 def train_two_steps(directory: Path, *settings: str, apart: float, own_ray: bool = False) -> None:
     """Train the model in a directory; engine and trainer agree, and the export is the start but for its text."""
     (directory / "run.toml").write_text(RUN)
-    command = Command("train", directory / "run.toml", *settings, logs=directory, directory=directory, own_ray=own_ray)
-    with command:
-        assert command.finish(within=500) == 0, command.err
+    words = ["train", directory / "run.toml", *settings]
+    if own_ray:  # as users start it: the tests' fork server has no GPU
+        done = subprocess.run(
+            [sys.executable, "-m", "corerl", *map(str, words)], cwd=directory, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    else:
+        with Command(*words, logs=directory, directory=directory) as command:
+            assert command.finish(within=500) == 0, command.err
     steps = [line for line in metrics(directory / "run") if "train/loss" in line]
     assert len(steps) == 2
     assert all(step["rollout/logprob_diff"] < apart for step in steps)
     before, after = tensors_in(directory / "model"), tensors_in(directory / "run/model")
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name].to(after[name].dtype), after[name])}
-    assert same == {name for name in before if of_pictures(name)} != set()
+    frozen = {name for name in before if of_pictures(name)}
+    assert frozen and frozen <= same
+    # In bfloat16 a step may be less than the rounding of a few vectors.
+    assert all(before[name].dim() == 1 for name in same - frozen)
