@@ -39,7 +39,15 @@ from corerl.plan.inputs import (
     require_room_for_prompts,
 )
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
-from corerl.plan.notices import kl_gradient, slow_paths, swapped_weights, title_of, unanswered, unpacked
+from corerl.plan.notices import (
+    kl_gradient,
+    slow_paths,
+    swapped_weights,
+    title_of,
+    unanswered,
+    unapplied_sampling,
+    unpacked,
+)
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
@@ -200,6 +208,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *without_adapters(config, models),
             *told_sampling(config),
             *(kl_gradient(config.algorithm) if config.run.trains else ()),
+            *unapplied_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),
             *(settled(asked, config) if device == "cuda" else ()),
             *(swapped_weights(algorithm, config.rollout.source) if config.run.trains else ()),

@@ -10,6 +10,7 @@ from corerl.algorithms.base import REFERENCE
 from corerl.algorithms.kl import DIFFERENTIATED
 from corerl.config.schema import AlgorithmConfig, Config
 from corerl.data.prompts import PromptSource
+from corerl.models.tokenizer import unapplied
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import place_of, role_options
@@ -53,6 +54,13 @@ def unanswered(config: Config, prompts: PromptSource) -> list[str]:
     has = ", ".join(prompts.prompt(0).fields) or "nothing"
     line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {config.data.answer_key!r}"
     return [f"{line}; the first one has: {has}"]
+
+
+def unapplied_sampling(config: Config) -> list[str]:
+    """One line if the model's authors ask for samples that are drawn otherwise."""
+    rollout = config.rollout
+    own = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    return [line] if config.run.samples and (line := unapplied(config.model, own)) else []
 
 
 def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:

@@ -10,6 +10,7 @@ checks        the conformance suite, from the marks and names of its checks
 algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
+inputs        what becomes of each field of a model's files, of a request and of a directory of PEFT
 public        the names that each package has for plugins and users, with the first sentence of what documents them
 """
 
@@ -259,6 +260,10 @@ def models_reference() -> str:
     return "\n".join(lines)
 
 
+def inputs_reference() -> str:
+    return str(importlib.import_module("inputs").inputs_reference())
+
+
 REFERENCES = {
     "config": config_reference,
     "plugins": plugins_reference,
@@ -271,6 +276,7 @@ REFERENCES = {
     "matrix": matrix_reference,
     "models": models_reference,
     "public": public_reference,
+    "inputs": inputs_reference,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.slow import FLOAT32, IN_PIECES, slow_attention
-from tests.driver.saved import CRITIC, DATA, config_in
+from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model
 from tests.plan.test_forecast import LARGE
 from tests.plan.test_settle import planned_on
 
@@ -65,6 +66,28 @@ def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": GEMMA2}
     plan = make_plan(config_in(tmp_path / "run", model=model, train={"precision": "float32"}))
     assert plan.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rollout", "told"),
+    [
+        ({"repetition_penalty": 1.05, "top_k": 20, "eos_token_id": 2, "do_sample": True}, {}, "top_k=20"),
+        ({"suppress_tokens": [7], "min_new_tokens": 0, "repetition_penalty": 1.0}, {}, "suppress_tokens=[7]"),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 9}, {"temperature": 0.6, "top_p": 0.9, "top_k": 9}, ""),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": None}, {"temperature": 0.7}, ""),
+    ],
+)
+def test_sampling_that_the_models_authors_ask_for_is_told_where_it_is_not_done(
+    tmp_path: Path, settings: dict[str, Any], rollout: dict[str, Any], told: str
+) -> None:
+    make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
+    plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
+    found = [line for line in plan.notices if "generation_config.json" in line]
+    assert len(found) == bool(told)
+    assert all(told in line and line.endswith("not done: samples are drawn as [rollout] says") for line in found)
+    assert ("repetition_penalty=1.05" in "".join(found)) == (settings.get("repetition_penalty") == 1.05)
 
 
 def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> None:

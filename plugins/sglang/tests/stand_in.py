@@ -249,7 +249,7 @@ class Server:
                 for rank in self.ranks if self.loaded else ():
                     rank.use(*self.loaded[body["lora_path"]])
                 logits, chosen = self.logits([*prompt, *tokens])
-            logits[self.vocabulary :] = -torch.inf
+                logits[self.vocabulary or len(logits) :] = -torch.inf
             logprobs = torch.log_softmax(logits / temperature, dim=-1)
             token = int(logprobs.argmax() if greedy else self.draw(logprobs, params, len(prompt) + len(tokens)))
             tokens.append(token)

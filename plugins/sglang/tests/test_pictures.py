@@ -183,9 +183,8 @@ def train_two_steps(directory: Path, *settings: str, apart: float, own_ray: bool
     (directory / "run.toml").write_text(RUN)
     words = ["train", directory / "run.toml", *settings]
     if own_ray:  # as users start it: the tests' fork server has no GPU
-        done = subprocess.run(
-            [sys.executable, "-m", "corerl", *map(str, words)], cwd=directory, capture_output=True, text=True, timeout=500
-        )
+        call = [sys.executable, "-m", "corerl", *map(str, words)]
+        done = subprocess.run(call, cwd=directory, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-4000:]
     else:
         with Command(*words, logs=directory, directory=directory) as command:
