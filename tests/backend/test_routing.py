@@ -83,7 +83,8 @@ def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_
 def test_a_model_whose_routers_are_not_known_is_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe-deep")))
-    model._can_record_outputs = {}  # transformers does not name them
+    for each in (model, model.get_decoder()):
+        each._can_record_outputs = {}  # transformers does not name them
     with pytest.raises(
         ModelError, match=r"^Qwen3MoeForCausalLM does not report the experts it chooses; .*set algorithm\.routing"
     ):
