@@ -32,7 +32,7 @@ def load_balancing_loss(logits: Sequence[Tensor], counts: Tensor, *, topk: int) 
         probabilities = each.float().softmax(-1)
         index = probabilities.detach().topk(topk).indices
         load = load.scatter_add(0, index.flatten(), weights.repeat_interleave(topk))
-        likely = likely + weights @ probabilities
+        likely = likely + (probabilities * weights[:, None]).sum(0)  # a product of matrices may round to TF32
     rows = (weights.sum() * len(logits)).clamp(min=1)
     return experts * ((load / rows) @ (likely / rows))
 
@@ -105,15 +105,15 @@ def metrics_of_load(load: Tensor) -> dict[str, Metric]:
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(load)
     shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
-    largest, entropy = shares.amax(1), -torch.xlogy(shares, shares).sum(1) / math.log(load.shape[1])
-    unused = (load == 0).sum(1).double()
-    worst = torch.stack([largest.amax(), entropy.amin(), unused.amax()])
-    numbers = torch.cat([torch.stack([largest.mean(), entropy.mean(), unused.mean()]), worst]).tolist()
-    return {
-        "moe/largest_share": Metric(numbers[0]),
-        "moe/entropy": Metric(numbers[1]),
-        "moe/unused": Metric(numbers[2]),
-        "moe/largest_share_max": Metric(numbers[3], reduction=Reduction.MAX),
-        "moe/entropy_min": Metric(numbers[4], reduction=Reduction.MIN),
-        "moe/unused_max": Metric(numbers[5], reduction=Reduction.MAX),
+    values = {
+        "moe/largest_share": (shares.amax(1), Reduction.MAX),
+        "moe/entropy": (-torch.xlogy(shares, shares).sum(1) / math.log(load.shape[1]), Reduction.MIN),
+        "moe/unused": ((load == 0).sum(1).double(), Reduction.MAX),
     }
+    metrics: dict[str, Metric] = {}
+    numbers = torch.stack([of_layers for of_layers, _ in values.values()]).tolist()  # one transfer
+    for (name, (_, worst)), of_layers in zip(values.items(), numbers, strict=True):
+        metrics[name] = Metric(sum(of_layers), len(of_layers))
+        extreme = max(of_layers) if worst is Reduction.MAX else min(of_layers)
+        metrics[f"{name}_{worst}"] = Metric(extreme, reduction=worst)
+    return metrics

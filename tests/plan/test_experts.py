@@ -40,8 +40,8 @@ def test_a_coefficient_that_only_transformers_reads_is_said(config: Config) -> N
     hf = router_loss("qwen3_moe", router_aux_loss_coef=0.125)
     assert unread_fields(config, {"actor": hf}) == [
         (
-            "model.config: router_aux_loss_coef=0.125 with output_router_logits changes transformers' loss, not "
-            "CoreRL's; set train.aux_loss_coef=0.125 to balance the load of experts here too"
+            "model.config: router_aux_loss_coef=0.125 changes transformers' loss, not CoreRL's; set "
+            "train.aux_loss_coef=0.125 to have it"
         )
     ]
     assert unread_fields(balancing(config), {"actor": hf}) == []
@@ -64,7 +64,7 @@ def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     (line,) = unread_fields(config, {"actor": smallest_config("bamba", z_loss_coefficient=0.5)})
     assert line.startswith("model.config: z_loss_coefficient=0.5 changes transformers' loss, not CoreRL's, which has")
     (line,) = unread_fields(config, {"actor": smallest_config("mixtral", router_jitter_noise=0.25)})
-    assert line.startswith("model.config: router_jitter_noise=0.25: training here is without this noise")
+    assert line.startswith("model.config: router_jitter_noise=0.25: trained without this noise here")
     hf = smallest_config("glm4_moe", num_nextn_predict_layers=1)
     assert unread_fields(config, {"actor": hf}) == []  # from random weights nobody misses any
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
@@ -91,7 +91,7 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert list(against_aux_loss(asked, built)) == []
     streamed = evolve(asked, rollout=evolve(asked.rollout, source="streamed"))
     (line,) = against_aux_loss(streamed, built)
-    assert "weighs tokens by how many a step has" in line and line.endswith("or rollout.source to 'synchronous'")
+    assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
 
 
 def test_a_backend_that_does_not_know_the_loss_is_refused() -> None:
