@@ -109,14 +109,16 @@ def _evaluation(config: Config) -> Iterator[str]:
                 "metrics are eval/NAME/reward, choose another one"
             )
     for table, own in config.eval.tables.items():
-        settled = own.settled(config.eval, config.rollout)
-        given = [name for name in ("samples", "temperature", "top_p", "top_k") if getattr(own, name) is not None]
-        given = [name for name in given if (name, getattr(own, name)) not in (("samples", 1), ("temperature", 0))]
-        if not settled.temperature and (given or (settled.samples != 1 and own.temperature is not None)):
+        settled, common = own.settled(config.eval, config.rollout), own is config.eval and config.eval.sets
+        cuts = [] if common else [name for name in ("top_p", "top_k") if getattr(own, name) is not None]
+        given = [name for name in ("samples", "temperature") if getattr(own, name) is not None and settled.samples != 1]
+        if not settled.temperature and (given or cuts):
             yield (
                 f"{table}.temperature: 0 takes the likeliest token: all samples of a prompt are the same, and nothing "
-                f"is cut off; set it above 0, or remove {table}.{(given or ['temperature'])[0]}"
+                f"is cut off; set it above 0, or remove {table}.{(given or cuts)[0]}"
             )
+        if own.answer and settled.samples in (1, 2) and not common:
+            yield f"{table}.answer: set, but a majority needs 3 samples or more; set {table}.samples, or remove it"
     if config.eval.samples and not (config.data.held_out or config.eval.sets):
         yield "eval.samples: set, but nothing is evaluated; set data.held_out, add [[eval.sets]], or remove it"
 

@@ -373,6 +373,14 @@ def test_greedy_samples_are_all_the_same(table: dict[str, Any], given: str) -> N
         lines = contradictions(evolve(VALID, eval=evaluated))
         assert [line.partition(":")[0] for line in lines] == [f"{path}.temperature"] * bool(given)
         assert all(line.endswith(f"set it above 0, or remove {path}.{given}") for line in lines)
+    common = EvalConfig(top_p=0.9, sets=(EvalSource(source="sort-digits", samples=8),))  # which is for the set
+    assert contradictions(evolve(VALID, eval=common)) == []
+
+
+def test_a_majority_needs_three_samples() -> None:
+    for samples, wrong in ((None, True), (2, True), (3, False)):
+        lines = contradictions(evolve(VALID, eval=EvalConfig(samples=samples, answer="mine:read")))
+        assert [line.partition(":")[0] for line in lines] == ["eval.answer"] * wrong
 
 
 def test_sets_and_sources_have_names_of_their_own() -> None:

@@ -82,7 +82,7 @@ SKIPPED = "all 1 prompts are skipped: they have up to 3 tokens, but at most 0 fi
     ("given", "told"),
     [
         ({"reward": {"name": "exact-mach"}}, ".reward.name: unknown reward 'exact-mach'"),
-        ({"answer": "json:no_such"}, ".answer: 'json:no_such': module 'json' has no function 'no_such'"),
+        ({"answer": "json:no_such", "samples": 4}, ".answer: 'json:no_such': module 'json' has no function 'no_such'"),
         ({"stop": ["\u00e4"]}, ".stop: "),
         ({"correct_on": "right"}, f".{NO_PART}"),
         ({"max_tokens": 30}, f": {SKIPPED}"),

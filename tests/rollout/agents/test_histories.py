@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import random
 import threading
@@ -20,7 +21,7 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.algorithms.losses import LossInputs, clipped
-from corerl.config.schema import ModelConfig, RolloutConfig
+from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.packing import pack
 from corerl.data.plan import plan_steps
 from corerl.data.prompts import Prompt
@@ -28,8 +29,11 @@ from corerl.driver.advantages import compute_advantages
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.episodes import Episode, EpisodeScorer
+from corerl.rollout.agents.chat_server import ChatServer
+from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
+from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sampler import Rollout
@@ -42,7 +46,7 @@ from tests.end_to_end.command import metrics
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small
 from tests.machine import paced
-from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
+from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 
@@ -579,6 +583,31 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
     assert [sample.response for sample in found.samples] == [
         rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
     ]
+
+
+def test_an_evaluation_counts_right_episodes_of_several_samples(loop: EventLoop, front: ChatServer) -> None:
+    def some(episode: Episode) -> float | None:
+        answers = [asking(episode, [], begin)[-1]["content"] for begin in ("21>", "5>")]  # two rows
+        return None if "1" in answers[1] else 0.0
+
+    sampler = EpisodeSampler(
+        tokenizer=TOKENIZER,
+        generate=engines(Oracle()),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=some),
+        server=front,
+        config=EpisodesConfig(),
+    )
+    reward = at_once(EpisodeScorer(Reward(name="one", function=lambda prompt, text: 1.0), failed_value=0.0))
+    prompts = [evolve(PROMPTS[0], index=index) for index in range(8)]
+    held_out = EvalSet(source=Listed(prompts), params=PARAMS, samples=4)
+    found = loop.run(evaluate(sampler, held_out, reward))
+    right = np.array([["1" in found.samples[4 * p + s].response for s in range(4)] for p in range(8)])
+    assert 0 < right.mean() < 1 and [each.sample for each in found.samples] == [0, 1, 2, 3] * 8
+    assert found.metrics["eval/reward"] == found.metrics["eval/pass@1"] == right.mean()
+    assert found.metrics["eval/pass@4"] == right.any(1).mean()
+    pairs = [row[list(pair)].any() for row in right for pair in itertools.combinations(range(4), 2)]
+    assert found.metrics["eval/pass@2"] == pytest.approx(np.mean(pairs))
 
 
 def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_once(
