@@ -114,7 +114,7 @@ class PromptSource(ABC):
                 "weight": share.weight,
                 "rows": packed(share.digests_of(share.train)),
                 "held_out": packed(share.digests_of(share.held_out)),
-                "added": [list(each) for each in share.added],
+                "added": [{"epoch": epoch, "rows": k} for epoch, k in share.added],
             }
             for share in self.shares
         ]
@@ -268,6 +268,11 @@ class PromptStream:
             )
         for epochs, stand in zip(self._epochs, stands, strict=True):
             epochs.start(epoch=stand["epoch"], offset=stand["offset"], taken=stand["taken"])
+            if stand["prompts"] > (there := epochs.stand["prompts"]):
+                raise CheckpointError(
+                    f"the checkpoint's data position has {stand['prompts']} prompts in its epoch, but this run has "
+                    f"{there}; resume from another checkpoint"
+                )
         for digest in position.get("returned", []):
             found = [share.train[share.digests_of(share.train) == digest] for share in self._shares]
             indices = np.concatenate(found).tolist()

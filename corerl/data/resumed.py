@@ -6,15 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from corerl.data.digests import places, unpacked
 from corerl.data.prompts import PromptSource, Share, split
 from corerl.types import UIntArray
-
-
-def _pairs(added: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((epoch, k) for epoch, k in added)
 
 
 @frozen(kw_only=True, eq=False)
@@ -23,9 +19,9 @@ class Recorded:
 
     name: str
     weight: float
-    rows: UIntArray = field(converter=unpacked)  # [t] digests of training rows, in the order that epochs permute
-    held_out: UIntArray = field(converter=unpacked)  # [h]
-    added: tuple[tuple[int, int], ...] = field(converter=_pairs)
+    rows: UIntArray  # [t] digests of training rows, in the order that epochs permute
+    held_out: UIntArray  # [h]
+    added: tuple[tuple[int, int], ...]
 
 
 def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) -> tuple[list[str], str]:
@@ -36,7 +32,16 @@ def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) ->
     of the epoch: returns what to say of that. Otherwise the source begins at its first prompt; returns what differs.
     """
     record, position = state["data"], state["source"]["prompts"]
-    before = [Recorded(**each) for each in record["sources"]]
+    before = [
+        Recorded(
+            name=each["name"],
+            weight=each["weight"],
+            rows=unpacked(each["rows"]),
+            held_out=unpacked(each["held_out"]),
+            added=tuple((added["epoch"], added["rows"]) for added in each["added"]),
+        )
+        for each in record["sources"]
+    ]
     trained = np.concatenate([each.rows for each in before])
     held_out = np.concatenate([each.held_out for each in before])
     named = {each.name: each.held_out for each in before}

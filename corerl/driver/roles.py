@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, frozen
+from attrs import define, evolve, fields, frozen
 
 from corerl.algorithms.schedules import decayed, learning_rate
 from corerl.calls import Future
@@ -145,8 +145,8 @@ def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[
     """Go on with the schedules of the checkpoint whose `state` this is. One line for each role whose next step has
     another learning rate than by the checkpoint's config."""
     for role in roles:
-        if role.name in (stands := state.get("schedules", {})):
-            role.stand = ScheduleStand(**stands[role.name])
+        if (found := state.get("schedules", {}).get(role.name)) is not None:
+            role.stand = ScheduleStand(**{each.name: found[each.name] for each in fields(ScheduleStand)})
     try:
         old = config_of(state["config"])
     except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with

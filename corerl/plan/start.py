@@ -11,7 +11,7 @@ from attrs import frozen
 from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
-from corerl.data.prompts import PromptSource
+from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.resumed import resume_data
 from corerl.errors import CheckpointError
 from corerl.plan.run_dir import (
@@ -95,6 +95,8 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
             f"the data are not the checkpoint's: {differs}; use the same [data] and run.seed, or set data.restart=true "
             "to begin these at their first prompt, with the checkpoint's weights, optimizer and step"
         )
+    if trains:
+        PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
     begin = "; they begin at their first prompt" if trains else ""
     return [*lines, *([f"data: not the checkpoint's: {differs}{begin}"] if differs else [])]
 

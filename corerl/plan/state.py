@@ -50,6 +50,8 @@ def _require_data(state: dict[str, Any], *, where: str) -> None:
     for number, rows in enumerate(state["data"]["sources"]):
         wanted = {"name": str, "weight": float, "rows": str, "held_out": str, "added": list}
         require_fields(rows, wanted, where=f"{where}: data: sources[{number}]")
+        for at, added in enumerate(rows["added"]):
+            _require_counts(added, ["epoch", "rows"], where=f"{where}: data: sources[{number}]: added[{at}]")
 
 
 def _require_position(position: dict[str, Any], *, sources: int, where: str) -> None:

@@ -56,6 +56,10 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda state: state["data"].pop("sources"), "state: data lacks 'sources'"),
         (lambda state: state["data"]["sources"][0].pop("rows"), "state: data: sources[0] lacks 'rows'"),
         (lambda state: state["data"]["sources"].append({}), "state: data: sources[1] lacks 'name'"),
+        (
+            lambda state: state["data"]["sources"][0].update(added=[{"epoch": 1, "rows": -2}]),
+            "state: data: sources[0]: added[0]: 'rows' is -2, wanted at least 0",
+        ),
         (lambda state: state["source"]["prompts"].update(sources=[]), "prompts: 'sources' has 0, wanted 1"),
         (
             lambda state: state.update(schedules={"actor": {**SCHEDULE, "optimizer_step": -1}}),
