@@ -20,6 +20,7 @@ from corerl.kinds import ModelSize as ModelSize
 
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
+UIntArray = NDArray[np.uint64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 

@@ -16,6 +16,7 @@ from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.config.load import load_config, recorded, to_plain
 from corerl.config.schema import ModelConfig
+from corerl.data.load import load_prompts
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.weights.chunks import Chunk
@@ -180,10 +181,13 @@ def _write_checkpoints() -> None:
                 ]
                 extra = {"rng": torch.arange(3), "count": step}
                 write(stage(dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), chunks), extra), partial / "actor", rank)
-            position = {"epoch": 0, "offset": step, "prompts": 10, "seed": 0}
+            source = load_prompts(config.data, seed=config.run.seed)
+            stand = {"epoch": 0, "offset": step, "prompts": len(source.train), "taken": step}
+            position = {"data": source.record["identity"], "seed": config.run.seed, "sources": [stand]}
             state = {
                 "rollout_step": step,
                 "source": {"rollout_step": step, "prompts": position},
+                "data": source.record,
                 "config": to_plain(recorded(config)),
             }
             commit(partial, state)

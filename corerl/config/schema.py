@@ -567,6 +567,11 @@ class DataConfig:
     held_out: int = option(
         "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)
     )
+    restart: bool = option(
+        "on resume with other rows than the checkpoint's (not only more): begin these at their first prompt, where "
+        "weights, optimizer and step go on; unset, that is an error",
+        default=False,
+    )
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
-from corerl.data.prompts import Prompt, PromptSource, Share
+from corerl.data.prompts import Prompt, PromptSource
 from corerl.messages import short_repr
 from corerl.plain_json import parse_json
 
@@ -146,11 +146,7 @@ class ChatPrompts(PromptSource):
         self._texts = texts
         self._system: Messages = ({"role": "system", "content": system},) if system else ()
         self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
-        self.train, self.held_out = source.train, source.held_out
-
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        return self._source.shares
+        self.divide(source.shares)
 
     def where(self, index: int) -> str:
         return self._source.where(index)

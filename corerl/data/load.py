@@ -70,7 +70,7 @@ def _require_chat(source: PromptSource, setting: str, system: str | None) -> Non
 
 
 def _mixed(data: DataConfig, seed: int, reports: Reports, read: list[RowPrompts]) -> PromptSource:
-    if data.source != fields(type(data)).source.default:
+    if data.source not in ("", fields(type(data)).source.default):
         raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
     sources: dict[str, PromptSource] = {}
     weights: dict[str, float] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from attrs import evolve
 
-from corerl.data.prompts import Prompt, PromptSource, Share
+from corerl.data.prompts import Prompt, PromptSource
 from corerl.types import offsets_of
 
 
@@ -20,8 +20,8 @@ class MixedPrompts(PromptSource):
     def __init__(self, sources: Mapping[str, PromptSource], weights: Mapping[str, float]) -> None:
         self._names = tuple(sources)
         self._sources = tuple(sources.values())
-        self._weights = tuple(weights[name] for name in self._names)
-        self._starts = offsets_of([len(source) for source in self._sources])[:-1]
+        (shares,) = zip(*(source.shares for source in self._sources), strict=True)  # each is unmixed
+        self._starts = offsets_of([len(share.digests) for share in shares])[:-1]
         self.chat = any(source.chat for source in self._sources)
         self.unanswered = sum(source.unanswered for source in self._sources)
         self.first_unanswered = next(
@@ -32,15 +32,18 @@ class MixedPrompts(PromptSource):
             ),
             0,
         )
-        self.train = np.concatenate([share.train for share in self.shares])
-        held_out = [source.held_out + start for source, start in zip(self._sources, self._starts, strict=True)]
-        self.held_out = np.stack(held_out, axis=1).ravel()
-
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        return tuple(
-            Share(name=name, weight=weight, train=source.train + start)
-            for name, weight, source, start in zip(self._names, self._weights, self._sources, self._starts, strict=True)
+        self.divide(
+            [
+                evolve(
+                    share,
+                    name=name,
+                    weight=weights[name],
+                    first=int(start),
+                    train=share.train + start,
+                    held_out=share.held_out + start,
+                )
+                for name, share, start in zip(self._names, shares, self._starts, strict=True)
+            ]
         )
 
     def prompt(self, index: int) -> Prompt:

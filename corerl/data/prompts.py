@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
+from xxhash import xxh3_64_hexdigest
 
+from corerl.data.digests import packed
 from corerl.errors import CheckpointError, DataError
 from corerl.messages import short_repr
-from corerl.types import IntArray
+from corerl.types import IntArray, UIntArray
 
 
 def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -34,20 +38,42 @@ class Prompt:
     source: str = ""  # name of the source, if several are mixed
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False)
 class Share:
-    """One source's share of the training prompts."""
+    """One source's share of the prompts. Its n rows have the indices from `first` on."""
 
-    name: str
-    weight: float  # relative to the other shares
-    train: IntArray  # [n] indices
+    name: str = ""
+    weight: float = 1.0  # relative to the other shares
+    first: int = 0
+    digests: UIntArray  # [n] of the rows; equal rows have equal ones
+    order: IntArray  # [n] rows, counted from 0, in the order in which they are held out
+    train: IntArray  # [t] indices, in the order that epochs permute
+    held_out: IntArray  # [h] indices
+    added: tuple[tuple[int, int], ...] = ()  # epoch, k: of the last rows of `train`, k were added in that epoch
+
+    def digests_of(self, indices: IntArray) -> UIntArray:
+        return self.digests[indices - self.first]
+
+    def epoch(self, epoch: int, seed: int) -> IntArray:
+        """All that is drawn in this epoch, in order: what was added in it comes last, in later ones with the others."""
+        rng = np.random.default_rng([seed, 1, epoch])
+        end = len(self.train) - sum(k for at, k in self.added if at >= epoch)
+        parts = [rng.permutation(self.train[:end])]
+        for k in (k for at, k in self.added if at == epoch):
+            parts.append(rng.permutation(self.train[end : end + k]))
+            end += k
+        return np.concatenate(parts)
 
 
 class PromptSource(ABC):
-    """Numbered prompts. The seed alone decides which are held out; those are never trained on."""
+    """Numbered prompts. Rows and seed decide which are held out, not the rows' places; those are never trained on, and
+    no copies of them."""
 
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
+    shares: tuple[Share, ...]  # the sources that are mixed; an unmixed source is the only share
+    continues: str = ""  # identity of data whose positions are valid here too
+    replaces: str = ""  # identity of data from whose positions these begin at their first prompt
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     unanswered: int = 0  # prompts without an answer
     first_unanswered: int = 0  # index of the first of them, if there is one
@@ -66,10 +92,40 @@ class PromptSource(ABC):
     def __len__(self) -> int:
         return len(self.train) + len(self.held_out)
 
+    def divide(self, shares: Sequence[Share]) -> None:
+        """Take the prompts as these shares have them, but for copies of held-out rows, unless a share has no others.
+        All hold out as many prompts, which alternate between the shares."""
+        held_out = np.concatenate([share.digests_of(share.held_out) for share in shares])
+        copies = [np.isin(share.digests_of(share.train), held_out) for share in shares]
+        self.shares = tuple(
+            share if copied.all() else evolve(share, train=share.train[~copied])
+            for share, copied in zip(shares, copies, strict=True)
+        )
+        self.train = np.concatenate([share.train for share in self.shares])
+        self.held_out = np.stack([share.held_out for share in self.shares], axis=1).ravel()
+        self.__dict__.pop("record", None)
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The rows that are trained on and those that are held out, as plain data for a checkpoint."""
+        sources = [
+            {
+                "name": share.name,
+                "weight": share.weight,
+                "rows": packed(share.digests_of(share.train)),
+                "held_out": packed(share.digests_of(share.held_out)),
+                "added": [{"epoch": epoch, "rows": k} for epoch, k in share.added],
+            }
+            for share in self.shares
+        ]
+        return {"sources": sources, "identity": xxh3_64_hexdigest(json.dumps(sources).encode())}
+
     @property
-    def shares(self) -> tuple[Share, ...]:
-        """The sources that are mixed; an unmixed source is the only share."""
-        return (Share(name="", weight=1.0, train=self.train),)
+    def copies(self) -> tuple[int, int]:
+        """How many rows are copies of held-out ones: of those that are trained on, and of the others."""
+        held_out = np.concatenate([share.digests_of(share.held_out) for share in self.shares])
+        trained = sum(int(np.isin(share.digests_of(share.train), held_out).sum()) for share in self.shares)
+        return trained, sum(len(share.digests) for share in self.shares) - len(self)
 
     def held_out_prompts(self) -> list[Prompt]:
         """Held-out prompts in an order fixed by the seed, so that the first few are a fair sample."""
@@ -85,14 +141,18 @@ class PromptSource(ABC):
         self.left_out = indices
 
 
-def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, IntArray]:
-    """Split the indices below `size` into (train, held out). Raises DataError if nothing is left to train on."""
-    if held_out >= size:
+def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> Share:
+    """Hold out the first rows of an order, copies last. Raises DataError if nothing is left to train on."""
+    if held_out >= len(digests):
         raise DataError(
-            f"data.held_out={held_out} leaves nothing to train on: {name} has {size} prompts; hold out fewer"
+            f"data.held_out={held_out} leaves nothing to train on: {name} has {len(digests)} prompts; hold out fewer"
         )
-    order = np.random.default_rng([seed, 0]).permutation(size)
-    return np.sort(order[held_out:]), order[:held_out]
+    _, first = np.unique(digests[order], return_index=True)
+    copy = np.ones(len(order), dtype=np.bool_)
+    copy[first] = False
+    held = order[np.argsort(copy, kind="stable")[:held_out]]
+    train = np.setdiff1d(np.arange(len(digests)), held, assume_unique=True)
+    return Share(digests=digests, order=order, train=train, held_out=held)
 
 
 class SortDigits(PromptSource):
@@ -101,7 +161,8 @@ class SortDigits(PromptSource):
     characters = len("35018>")
 
     def __init__(self, *, held_out: int, seed: int) -> None:
-        self.train, self.held_out = split(10**5, held_out=held_out, seed=seed, name="sort-digits")
+        order = np.random.default_rng([seed, 0]).permutation(10**5)
+        self.divide([split(np.arange(10**5, dtype=np.uint64), order, held_out=held_out, name="sort-digits")])
 
     def prompt(self, index: int) -> Prompt:
         digits = f"{index:05d}"
@@ -112,29 +173,29 @@ class _Epochs:
     """An endless stream of one share's indices: every epoch goes through all of them in a new order, and skips those
     that are left out."""
 
-    def __init__(self, train: IntArray, seed: int, left_out: frozenset[int]) -> None:
-        self._train = train
+    def __init__(self, share: Share, seed: int, left_out: frozenset[int]) -> None:
+        self._share = share
         self._seed = seed
         self._left_out = left_out
-        self.start(epoch=0, offset=0, passed_over=0)
+        self.start(epoch=0, offset=0, taken=0)
 
-    def start(self, *, epoch: int, offset: int, passed_over: int) -> None:
-        self.epoch, self.offset, self.passed_over = epoch, offset, passed_over
-        self._order = np.random.default_rng([self._seed, 1, epoch]).permutation(self._train)
+    def start(self, *, epoch: int, offset: int, taken: int) -> None:
+        self.epoch, self.offset, self.taken = epoch, offset, taken
+        self._order = self._share.epoch(epoch, self._seed)
 
     @property
-    def taken(self) -> int:
-        return self.epoch * len(self._order) + self.offset - self.passed_over
+    def stand(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "offset": self.offset, "prompts": len(self._order), "taken": self.taken}
 
     def take(self) -> int:
         while True:
             if self.offset == len(self._order):
-                self.start(epoch=self.epoch + 1, offset=0, passed_over=self.passed_over)
+                self.start(epoch=self.epoch + 1, offset=0, taken=self.taken)
             index = int(self._order[self.offset])
             self.offset += 1
             if index not in self._left_out:
+                self.taken += 1
                 return index
-            self.passed_over += 1
 
 
 class PromptStream:
@@ -148,7 +209,7 @@ class PromptStream:
         self._source = source
         self._seed = seed
         self._shares = source.shares
-        self._epochs = [_Epochs(share.train, seed, source.left_out) for share in self._shares]
+        self._epochs = [_Epochs(share, seed, source.left_out) for share in self._shares]
         weights = [Fraction(share.weight) for share in self._shares]  # exact, so that every machine sees the same ties
         self._parts = [weight / sum(weights) for weight in weights]
         self._returned: deque[int] = deque()  # indices
@@ -175,59 +236,51 @@ class PromptStream:
     @property
     def position(self) -> dict[str, Any]:
         """The stream's position, as plain data for a checkpoint."""
-        stands = [
-            {
-                "epoch": epochs.epoch,
-                "offset": epochs.offset,
-                "prompts": len(share.train),
-                **({"passed_over": epochs.passed_over} if epochs.passed_over else {}),
-            }
-            for epochs, share in zip(self._epochs, self._shares, strict=True)
-        ]
-        returned = {"returned": list(self._returned)} if self._returned else {}
-        if len(self._shares) == 1:
-            return {**stands[0], "seed": self._seed, **returned}
-        sources = [
-            {"name": share.name, "weight": share.weight, **stand}
-            for share, stand in zip(self._shares, stands, strict=True)
-        ]
-        return {"sources": sources, "seed": self._seed, **returned}
+        position = {"data": self._source.record["identity"], "seed": self._seed}
+        return {**position, "sources": [epochs.stand for epochs in self._epochs], **self._given_back(self._returned)}
 
     def position_without(self, prompts: Iterable[Prompt]) -> dict[str, Any]:
         """What `position` would be if these prompts were given back first."""
-        position = self.position
-        indices = [*(prompt.index for prompt in prompts), *position.get("returned", [])]
-        return {**position, "returned": indices} if indices else position
+        return {**self.position, **self._given_back([*(prompt.index for prompt in prompts), *self._returned])}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Continue from `position`. CheckpointError if data, mix or seed differ from the checkpoint's."""
-        held, now = _facts(position), _facts(self.position)
-        for name, value in now.items():
-            if held.get(name) != value:
-                raise CheckpointError(
-                    f"the checkpoint's data position has {name}={held.get(name)}, but this run has {name}={value}; "
-                    f"resume with the same [data] and run.seed, or start a new run from the exported model"
-                )
-        for epochs, stand in zip(self._epochs, _stands(position), strict=True):
-            epochs.start(epoch=stand["epoch"], offset=stand["offset"], passed_over=stand.get("passed_over", 0))
-        returned = position.get("returned", [])
-        if wrong := [index for index in returned if not (self._source.train == index).any()]:
+    def _given_back(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The digests of returned prompts: the file may have another order when the run is resumed."""
+        shares = [next(share for share in reversed(self._shares) if share.first <= index) for index in indices]
+        digests = [int(share.digests[index - share.first]) for share, index in zip(shares, indices, strict=True)]
+        return {"returned": digests} if digests else {}
+
+    def restore(self, position: Mapping[str, Any]) -> bool:
+        """Continue from `position`; False if these prompts replace those of the position, and begin with the first.
+        Raises CheckpointError for the position of another seed or in other data."""
+        stands, data = position["sources"], position["data"]
+        self._returned = deque()
+        if data == self._source.replaces:
+            epoch = 1 + max(stand["epoch"] for stand in stands)  # an order of its own
+            for epochs in self._epochs:
+                epochs.start(epoch=epoch, offset=0, taken=0)
+            return False
+        other_seed = position["seed"] != self._seed
+        if other_seed or data not in (self._source.record["identity"], self._source.continues):
+            name = "seed" if other_seed else "data"
             raise CheckpointError(
-                f"the checkpoint's data position has returned prompt {short_repr(wrong[0])}, which is not one of this "
-                "run's training prompts; resume from another checkpoint"
+                f"the checkpoint's data position has {name}={position[name]}, but this run has "
+                f"{name}={self.position[name]}; resume with the same [data] and run.seed"
             )
-        left_out = self._source.left_out  # which may have grown since
-        self._returned = deque(index for index in returned if index not in left_out)
-
-
-def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return position.get("sources", [position])
-
-
-def _facts(position: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a position that must be equal in the run that resumes from it."""
-    facts = {"prompts": position.get("prompts"), "seed": position.get("seed")}
-    if "sources" in position:
-        words = (f"{each['name']} ({each['prompts']} prompts, weight {each['weight']:g})" for each in _stands(position))
-        facts["prompts"] = ", ".join(words)
-    return facts
+        for epochs, stand in zip(self._epochs, stands, strict=True):
+            epochs.start(epoch=stand["epoch"], offset=stand["offset"], taken=stand["taken"])
+            if stand["prompts"] > (there := epochs.stand["prompts"]):
+                raise CheckpointError(
+                    f"the checkpoint's data position has {stand['prompts']} prompts in its epoch, but this run has "
+                    f"{there}; resume from another checkpoint"
+                )
+        for digest in position.get("returned", []):
+            found = [share.train[share.digests_of(share.train) == digest] for share in self._shares]
+            indices = np.concatenate(found).tolist()
+            if not indices:
+                raise CheckpointError(
+                    f"the checkpoint's data position has returned prompt {short_repr(digest)}, which is not one of "
+                    "this run's training prompts; resume from another checkpoint"
+                )
+            if indices[0] not in self._source.left_out:  # which may have grown since
+                self._returned.append(indices[0])
+        return True

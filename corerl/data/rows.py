@@ -5,8 +5,10 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import tempfile
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from corerl.data.chat import Messages, read_messages, read_tools, readable, without_nulls
+from corerl.data.digests import digest, held_out_order
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.data.reports import NO_REPORTS, Reports
 from corerl.errors import ConfigError, DataError
@@ -23,6 +26,7 @@ from corerl.regular import require_all_regular, require_regular
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
+LARGE = re.compile(r"binary|list<[^:]*: (float|double|halffloat|u?int)")  # pictures, vectors: not in digests
 
 
 class Rows(ABC):
@@ -37,7 +41,8 @@ class Rows(ABC):
 
     @abstractmethod
     def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
-        """Yield (where, row) for each row, in order; a row holds at least `column` and `more`, if the data has them."""
+        """Yield (where, row) for each row, in order; a row holds at least `column` and `more`, if the data has them. It
+        lacks only columns of pictures and vectors."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
@@ -114,7 +119,8 @@ class ArrowRows(Rows):
             yield f"{self.name}, row 0", self[0]
             return
         index = 0
-        columns = [column, *(set(more) & set(self._table.column_names) - {column})]
+        used = {column, *more}
+        columns = [each.name for each in self._table.schema if each.name in used or not LARGE.search(str(each.type))]
         for batch in self._table.select(columns).to_batches(max_chunksize=BATCH):
             for row in self._rows(batch, index):
                 yield f"{self.name}, row {index}", row
@@ -302,19 +308,22 @@ class RowPrompts(PromptSource):
         self._answer_key = answer_key
         self._tools_key = tools_key
         self._tools_of_texts = chat
-        size = 0
         self._has: set[str] = set()  # of the two other fields, those that some row has
+        digests = array("Q")
+        known = without_nulls if rows.columnar else _as_is
         for where, row in rows.scan(prompt_key, answer_key, tools_key):
+            size = len(digests)
             prompt = self._parse(row, index=size, where=where)
+            digests.append(digest(known(row), prompt_key, answer_key, tools_key))
             self.chat |= bool(prompt.messages)
             self._has.update({answer_key, tools_key} & row.keys())
             if not prompt.answer:
                 self.first_unanswered = self.first_unanswered if self.unanswered else size
                 self.unanswered += 1
-            size += 1
-            if size % BATCH == 0:
-                reports.tell(f"reading {rows.name}", size, len(rows))
-        self.train, self.held_out = split(size, held_out=held_out, seed=seed, name=rows.name)
+            if len(digests) % BATCH == 0:
+                reports.tell(f"reading {rows.name}", len(digests), len(rows))
+        seen = np.array(digests, dtype=np.uint64)
+        self.divide([split(seen, held_out_order(seen, seed), held_out=held_out, name=rows.name)])
 
     def has(self, key: str) -> bool:
         """Whether some row has this field, the one of answers or of tools."""

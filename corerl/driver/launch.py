@@ -29,7 +29,7 @@ from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
 from corerl.driver.restarts import Restarts
-from corerl.driver.roles import Role, changed_rates
+from corerl.driver.roles import Role, resume_schedules
 from corerl.driver.run import Run, answers_in
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import (
@@ -219,7 +219,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     }
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     if start.state and trains:
-        for text in changed_rates(start.state["config"], trained.values()):
+        for text in resume_schedules(start.state, trained.values()):
             progress.notice(text)
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)

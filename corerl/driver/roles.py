@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve
+from attrs import define, evolve, fields, frozen
 
-from corerl.algorithms.schedules import learning_rate
+from corerl.algorithms.schedules import decayed, learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
@@ -18,6 +18,15 @@ from corerl.errors import ConfigError
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
+
+
+@frozen(kw_only=True)
+class ScheduleStand:
+    """How far a learning-rate schedule was when a resume changed the number of optimizer steps per rollout batch."""
+
+    optimizer_step: int
+    rollout_step: int
+    progress: float  # share of the decay
 
 
 @define(kw_only=True)
@@ -32,18 +41,36 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
+    stand: ScheduleStand | None = None  # from which the schedule goes on
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
-        steps = max(self.rollout_steps - self.first_step, 0)
         return learning_rate(
-            warmup_steps=schedule.warmup_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
-            step=optimizer_step,
-            total_steps=steps * self.steps_of_batch,
+            **self._place(optimizer_step),
         )
+
+    def _place(self, optimizer_step: int) -> dict[str, Any]:
+        """Where an optimizer step is in the schedule."""
+        stand = self.stand or ScheduleStand(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
+        left = max(self.rollout_steps - stand.rollout_step, 0) * self.steps_of_batch
+        return {
+            "warmup_steps": self.train.schedule.warmup_steps,
+            "step": optimizer_step,
+            "total_steps": stand.optimizer_step + left,
+            "start": stand.optimizer_step,
+            "progress": stand.progress,
+        }
+
+    def go_on(self, before: TrainConfig, rollout_step: int) -> None:
+        """Keep the learning rate of the next step where it was with the mini-batches and epochs of `before`, which the
+        first rollout steps had."""
+        earlier = evolve(self, train=evolve(self.train, mini_batches=before.mini_batches, epochs=before.epochs))
+        if earlier.steps_of_batch != self.steps_of_batch and self.optimizer_step:
+            progress = decayed(**earlier._place(self.optimizer_step))
+            self.stand = ScheduleStand(optimizer_step=self.optimizer_step, rollout_step=rollout_step, progress=progress)
 
     @property
     def steps_of_batch(self) -> int:
@@ -114,11 +141,14 @@ class Role:
         return self.group.forward(samples, outputs, shared=shared, weights=weights, replay=replay).then(masked)
 
 
-def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]:
-    """One line for each role whose next step has another learning rate than by the config of the checkpoint that it
-    resumes, `before`, as plain data."""
+def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[str]:
+    """Go on with the schedules of the checkpoint whose `state` this is. One line for each role whose next step has
+    another learning rate than by the checkpoint's config."""
+    for role in roles:
+        if (found := state.get("schedules", {}).get(role.name)) is not None:
+            role.stand = ScheduleStand(**{each.name: found[each.name] for each in fields(ScheduleStand)})
     try:
-        old = config_of(before)
+        old = config_of(state["config"])
     except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with
         return []
     lines = []
@@ -127,12 +157,15 @@ def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]
             continue
         train = old.train_of(role.name)
         steps = train.schedule.steps or old.run.steps
-        earlier = evolve(role, train=train, rollout_steps=steps)
-        was, now = earlier.lr(role.optimizer_step), role.lr(role.optimizer_step)
+        was = evolve(role, train=train, rollout_steps=steps).lr(role.optimizer_step)
+        as_long = evolve(role, rollout_steps=steps)
+        for each in (role, as_long):
+            each.go_on(train, state["rollout_step"])
+        now = role.lr(role.optimizer_step)
         if math.isclose(was, now, rel_tol=1e-6):
             continue
         cure = ""
-        if evolve(role, rollout_steps=steps).lr(role.optimizer_step) == was:
+        if as_long.lr(role.optimizer_step) == was:
             table = old.train_table_of(role.name)
             cure = f", because the schedule spans {role.rollout_steps} rollout steps, not {steps}; set "
             cure += f"{table}.schedule.steps={steps} to keep it"

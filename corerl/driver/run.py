@@ -551,11 +551,14 @@ class Run:
             copies.give_up()
 
     def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
+        stands = {name: asdict(role.stand) for name, role in self.roles.items() if role.stand is not None}
         state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.source.position,
+            **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
+            **({"schedules": stands} if stands else {}),
             "config": self.sizes.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }

@@ -40,6 +40,7 @@ from corerl.plan.inputs import (
 )
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.notices import (
+    copies_of_held_out,
     kl_gradient,
     slow_paths,
     swapped_weights,
@@ -201,8 +202,10 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
+            *start.data,
             *unanswered(config, prompts),
             *about_sets,
+            *copies_of_held_out(config, prompts),
             *unused,
             *unread_fields(config, models),
             *without_adapters(config, models),

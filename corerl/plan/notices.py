@@ -63,6 +63,14 @@ def unapplied_sampling(config: Config) -> list[str]:
     return [line] if config.run.samples and (line := unapplied(config.model, own)) else []
 
 
+def copies_of_held_out(config: Config, prompts: PromptSource) -> list[str]:
+    """One line if rows are copies of held-out ones."""
+    trained, left_out = prompts.copies if config.run.samples else (0, 0)
+    counts = [f"{left_out} that are not trained on"] * bool(left_out)
+    counts += [f"{trained} that are trained on, because there are no other rows"] * bool(trained)
+    return [f"data.held_out: copies of held-out rows: {', '.join(counts)}"] if counts else []
+
+
 def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:
     """One line for each reason why a role's model is not packed, though packing would be faster."""
     lines = [

@@ -12,6 +12,7 @@ from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.data.resumed import resume_data
 from corerl.errors import CheckpointError
 from corerl.plan.run_dir import (
     lies_in,
@@ -34,6 +35,7 @@ class Start:
     state: Mapping[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     resumed: Path | None  # the run that `resume` is the newest intact checkpoint of; None if it was named itself
+    data: tuple[str, ...] = ()  # notices about rows that have changed since the checkpoint
 
     @property
     def same_run(self) -> bool:
@@ -63,9 +65,10 @@ def find_start(
     if state and config.run.mode != "eval":
         with problems.stage("checkpoint.source", path="checkpoint.resume"):
             require_same_source(state, config, str(resume))
-    if state and config.run.mode == "train" and prompts is not None and problems.none_in("data", "checkpoint"):
+    data: list[str] = []
+    if "data" in state and config.run.samples and prompts is not None and problems.none_in("data", "checkpoint"):
         with problems.stage("checkpoint.data", path="checkpoint.resume"):
-            PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
+            data = check_data(config, prompts, state)
     if starting and problems.none_in("checkpoint.resume"):
         for line in would_overwrite(config, run_dir, resume):
             problems.add(line)
@@ -78,7 +81,24 @@ def find_start(
         state=state,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         resumed=resumed_run(config, run_dir),
+        data=tuple(data),
     )
+
+
+def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) -> list[str]:
+    """Hold out what the checkpoint did; returns notices about other rows than the checkpoint's. Raises CheckpointError
+    if a run would train on other ones, unless it is to begin with them anew."""
+    lines, differs = resume_data(prompts, state, seed=config.run.seed)
+    trains = config.run.mode == "train"
+    if differs and trains and not config.data.restart:
+        raise CheckpointError(
+            f"the data are not the checkpoint's: {differs}; use the same [data] and run.seed, or set data.restart=true "
+            "to begin these at their first prompt, with the checkpoint's weights, optimizer and step"
+        )
+    if trains:
+        PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
+    begin = "; they begin at their first prompt" if trains else ""
+    return [*lines, *([f"data: not the checkpoint's: {differs}{begin}"] if differs else [])]
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:

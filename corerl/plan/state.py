@@ -26,38 +26,53 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
         for number, shown in enumerate(state["before"]):
             require_fields(shown, SHOWN, where=f"{where}: before[{number}]")
     _require_counts(state, ["rollout_step"], where=where)
+    if "schedules" in state:
+        require_fields(state, {"schedules": dict}, where=where)
+        for role, stand in state["schedules"].items():
+            own = f"{where}: schedules: {role}"
+            _require_counts(stand, ["optimizer_step", "rollout_step"], where=own)
+            require_fields(stand, {"progress": float}, where=own)
+    if "prompts" in state["source"]:
+        _require_data(state, where=where)
     source, where = state["source"], f"{where}: source"
     _require_counts(source, ["rollout_step", *(["begun"] if "begun" in source else [])], where=where)
     for name in ("prompts", "sampled"):
         if name in source:
             require_fields(source, {name: dict}, where=where)
-            _require_position(source[name], where=f"{where}: {name}")
+            _require_position(source[name], sources=len(state["data"]["sources"]), where=f"{where}: {name}")
     return state
 
 
-def _require_position(position: dict[str, Any], *, where: str) -> None:
-    """The position in the prompts: one epoch and offset, or one for each source of a mixture."""
-    lists: dict[str, type] = {name: list for name in ("sources", "returned") if name in position}
-    require_fields(position, lists, where=where)
-    if "sources" not in position:
-        _require_stand(position, where=where)
-    for number, stand in enumerate(position.get("sources", ())):
-        _require_stand(stand, where=f"{where}: sources[{number}]")
-        require_fields(stand, {"name": str, "weight": float}, where=f"{where}: sources[{number}]")
-    returned = {str(number): index for number, index in enumerate(position.get("returned", ()))}
-    _require_counts(returned, returned, where=f"{where}: returned")
+def _require_data(state: dict[str, Any], *, where: str) -> None:
+    """What the run knows of its rows."""
+    require_fields(state, {"data": dict}, where=where)
+    require_fields(state["data"], {"sources": list, "identity": str}, where=f"{where}: data")
+    for number, rows in enumerate(state["data"]["sources"]):
+        wanted = {"name": str, "weight": float, "rows": str, "held_out": str, "added": list}
+        require_fields(rows, wanted, where=f"{where}: data: sources[{number}]")
+        for at, added in enumerate(rows["added"]):
+            _require_counts(added, ["epoch", "rows"], where=f"{where}: data: sources[{number}]: added[{at}]")
 
 
-def _require_stand(stand: Any, *, where: str) -> None:
-    """How far one source is."""
-    _require_counts(stand, ["epoch", "offset", "prompts"], where=where)
-    if "passed_over" in stand:
-        _require_counts(stand, ["passed_over"], where=where)
-    if stand["offset"] > stand["prompts"]:
+def _require_position(position: dict[str, Any], *, sources: int, where: str) -> None:
+    """The position in the prompts: how far each source is."""
+    require_fields(position, {"data": str, "seed": int, "sources": list}, where=where)
+    if len(position["sources"]) != sources:
         raise CheckpointError(
-            f"{where}: 'offset' is {short_repr(stand['offset'], 40)}, wanted at most {stand['prompts']}, the number of "
-            "prompts; resume from another checkpoint"
+            f"{where}: 'sources' has {len(position['sources'])}, wanted {sources}; resume from another checkpoint"
         )
+    for number, stand in enumerate(position["sources"]):
+        own = f"{where}: sources[{number}]"
+        _require_counts(stand, ["epoch", "offset", "prompts", "taken"], where=own)
+        if stand["offset"] > stand["prompts"]:
+            raise CheckpointError(
+                f"{own}: 'offset' is {short_repr(stand['offset'], 40)}, wanted at most {stand['prompts']}, the number "
+                "of prompts; resume from another checkpoint"
+            )
+    if "returned" in position:
+        require_fields(position, {"returned": list}, where=where)
+        returned = {str(number): index for number, index in enumerate(position["returned"])}
+        _require_counts(returned, returned, where=f"{where}: returned")
 
 
 def _require_counts(content: Any, names: Iterable[str], *, where: str) -> None:

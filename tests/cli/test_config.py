@@ -199,7 +199,7 @@ def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: p
 def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_checked_where_that_takes_long(
     sound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "12>", "answer": "12"}\n' * 2000)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "12>", "answer": "{n}"}}\n' for n in range(2000)))
     data = [f"data.source={tmp_path}/rows.jsonl", "data.held_out=2"]
     monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.cli.config.SECONDS", 0.0)

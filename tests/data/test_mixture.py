@@ -74,17 +74,10 @@ def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> No
 
 def test_a_position_in_another_mix_is_refused(tmp_path: Path) -> None:
     position = PromptStream(mixed(tmp_path), seed=1).position
-    with pytest.raises(
-        CheckpointError, match=r"has prompts=math \(21 prompts, weight 3\), .*, but this run has .*weight 2\)"
-    ):
+    with pytest.raises(CheckpointError, match="has data=[0-9a-f]{16}, but this run has data=[0-9a-f]{16}; resume"):
         PromptStream(mixed(tmp_path, math=2.0), seed=1).restore(position)
     with pytest.raises(CheckpointError, match="has seed=1, but this run has seed=2"):
         PromptStream(mixed(tmp_path), seed=2).restore(position)
-    alone = PromptStream(load(tmp_path / "math.jsonl"), seed=1)
-    with pytest.raises(CheckpointError, match=r"has prompts=math .*, but this run has prompts=22"):
-        alone.restore(position)
-    with pytest.raises(CheckpointError, match="has prompts=22, but this run has prompts=math"):
-        PromptStream(mixed(tmp_path), seed=1).restore(alone.position)
 
 
 def test_sources_have_keys_of_their_own_and_take_the_common_ones_where_they_name_none(tmp_path: Path) -> None:
@@ -112,6 +105,7 @@ def test_a_mix_has_chats_where_one_of_its_sources_has(tmp_path: Path) -> None:
 
 def test_contradictions_are_named(tmp_path: Path) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 3))
+    assert len(load_prompts(DataConfig(source="", sources=(DataSource(source=path),), held_out=1), seed=0)) == 3
     with pytest.raises(
         ConfigError, match="data.sources: cannot be combined with data.source='x.jsonl'; remove one of the two"
     ):

@@ -62,10 +62,17 @@ def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> No
 
 def test_a_position_in_other_data_or_of_another_seed_is_refused(tmp_path: Path) -> None:
     position = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5).position
-    with pytest.raises(CheckpointError, match="has prompts=20, but this run has prompts=10"):
+    with pytest.raises(CheckpointError, match="has data=[0-9a-f]{16}, but this run has data=[0-9a-f]{16}; resume"):
         PromptStream(load(numbered(tmp_path / "q.jsonl", 11)), seed=5).restore(position)
     with pytest.raises(CheckpointError, match="has seed=5, but this run has seed=6"):
         PromptStream(load(tmp_path / "p.jsonl"), seed=6).restore(position)
+
+
+def test_a_position_of_more_prompts_than_there_are_is_refused(tmp_path: Path) -> None:
+    stream = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5)
+    (stand,) = stream.position["sources"]
+    with pytest.raises(CheckpointError, match="has 90 prompts in its epoch, but this run has 20; resume from another"):
+        stream.restore({**stream.position, "sources": [{**stand, "offset": 80, "prompts": 90}]})
 
 
 def test_the_split_of_a_file_is_kept_when_it_is_loaded_again(tmp_path: Path) -> None:

@@ -214,10 +214,8 @@ def test_a_text_that_is_no_utf8_is_named_with_its_number(tmp_path: Path) -> None
         load(tmp_path / "p.parquet")
     days = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
     pq.write_table(pa.table({"prompt": ["a", "b"], "day": days}), tmp_path / "p.parquet")
-    source = load(tmp_path / "p.parquet")
-    assert source.prompt(0).fields["day"] == datetime.date(1970, 1, 1)
     with pytest.raises(DataError, match="p.parquet, row 1: cannot be read: "):
-        source.prompt(1)
+        load(tmp_path / "p.parquet")
 
 
 def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
@@ -381,19 +379,20 @@ def test_keys_of_a_map_are_text_as_those_of_jsonl(tmp_path: Path) -> None:
     message = pa.struct({"role": pa.string(), "content": pa.string()})
     schema = pa.schema({"prompt": pa.list_(message), **kinds})
     pq.write_table(pa.Table.from_pylist([row, row], schema=schema), tmp_path / "p.parquet")
-    fields = load(tmp_path / "p.parquet").prompt(0).fields
+    fields = load(tmp_path / "p.parquet", held_out=0).prompt(0).fields
     assert (fields["ages"], fields["days"]) == ({"7": "a", "-1": "b"}, {"2026-01-02": 3})
 
 
 @pytest.mark.parametrize("written", [None, "null", "[]", ""])
 def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *[json.dumps({"prompt": [USER], "tools": written})] * 2)
+    path = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": [USER], "tools": written, "n": n}) for n in range(2)))
     assert load(path).prompt(0).tools == ()
 
 
 @pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])
 def test_tools_may_be_json_text_and_stand_in_a_field_of_any_name(tmp_path: Path, written: object) -> None:
-    path = write(tmp_path / "p.jsonl", *[json.dumps({"prompt": "2+2?", "functions": written, "tools": 3})] * 2)
+    rows = ({"prompt": "2+2?", "functions": written, "tools": 3, "n": n} for n in range(2))
+    path = write(tmp_path / "p.jsonl", *map(json.dumps, rows))
     assert list(load(path, chat=True, tools_key="functions").prompt(0).tools) == TOOLS
     assert load(path, chat=True, tools_key="").prompt(0).tools == ()
     assert load(path).prompt(0).tools == ()  # a text has none

@@ -16,6 +16,7 @@ from corerl.calls import Future
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
+from corerl.data.prompts import SortDigits
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
@@ -167,10 +168,13 @@ class Group:
         return Future(self, self.ready, wait)
 
 
+PROMPTS = SortDigits(held_out=16, seed=0)
+
+
 def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
     """As far as a run that has started reads it."""
     start = Start(run_dir=run_dir, resume=None, state={}, lost=(), resumed=None)
-    rollout = {each.name: None for each in attrs.fields(RolloutPlan)} | {"settings": config.rollout}
+    rollout = {each.name: None for each in attrs.fields(RolloutPlan)} | {"settings": config.rollout, "prompts": PROMPTS}
     slices = {each.name: getattr(config, each.name, None) for each in attrs.fields(Plan)}
     return Plan(
         **{

@@ -14,6 +14,7 @@ from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.config.load import structure, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.data.prompts import SortDigits
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.weights.chunks import Chunk
@@ -74,12 +75,15 @@ def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) ->
 
 def recorded(config: Config, step: int) -> dict[str, Any]:
     """What a run writes beside its roles."""
+    record = SortDigits(held_out=config.data.held_out, seed=0).record
+    stand = {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "taken": 8 * step}
     return {
         "rollout_step": step,
         "source": {
             "rollout_step": step,
-            "prompts": {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "seed": 0},
+            "prompts": {"data": record["identity"], "seed": 0, "sources": [stand]},
         },
+        "data": record,
         "config": to_plain(evolve(config, train=config.train.settled("cpu"))),
     }
 
@@ -92,7 +96,7 @@ def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:
         "{% if brief %}s{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad))} for n in range(20)]
+    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad)), "number": n} for n in range(20)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "model": {**DATA["model"], "tokenizer": str(tmp_path / "tokenizer")},

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import attrs
 import pytest
 from attrs import evolve
 
 from corerl.algorithms.schedules import learning_rate
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
-from corerl.driver.roles import changed_rates
+from corerl.driver.roles import Role, ScheduleStand, resume_schedules
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
 
@@ -47,7 +49,7 @@ def lines_of(step: int, before: dict[str, Any], now: dict[str, Any]) -> list[str
     config = config_with(now)
     steps = config.train.schedule.steps or config.run.steps
     resumed = role("actor", config=config, rollout_steps=steps, optimizer_step=step)
-    return changed_rates(to_plain(config_with(before)), [resumed])
+    return resume_schedules({"config": to_plain(config_with(before)), "rollout_step": step}, [resumed])
 
 
 def test_raising_the_steps_of_a_run_tells_both_learning_rates_and_how_to_keep_the_old() -> None:
@@ -79,5 +81,78 @@ def test_other_changes_of_the_rate_are_told_without_that_cure_and_a_constant_one
 
 def test_a_checkpoint_of_other_settings_or_roles_is_not_compared() -> None:
     actor = role("actor", config=make_config(train=TRAIN))
-    assert changed_rates({"no": {"such": "table"}}, [actor]) == []
-    assert changed_rates(to_plain(make_config()), [evolve(actor, name="critic")]) == []
+    assert resume_schedules({"config": {"no": {"such": "table"}}, "rollout_step": 0}, [actor]) == []
+    state = {"config": to_plain(make_config()), "rollout_step": 0}
+    assert resume_schedules(state, [evolve(actor, name="critic")]) == []
+
+
+# ---- resumed with another number of steps per batch ------------------------------------------------------------------
+
+
+def resumed_at(
+    rollout_step: int, step: int, before: dict[str, Any], now: dict[str, Any], state: dict[str, Any] | None = None
+) -> tuple[Role, Role, list[str]]:
+    """The role before and after a resume that changes the `train` table, in a run of 40 rollout steps from a rate of 1
+    to 0; and what is told."""
+
+    def of(train: dict[str, Any]) -> Role:
+        table = {"optimizer": {"lr": 1.0}, **train, "schedule": {"final_ratio": 0.0, **train.get("schedule", {})}}
+        return role("actor", config=make_config(run={"steps": 40}, train=table), optimizer_step=step)
+
+    earlier, later = of(before), of(now)
+    earlier.stand = ScheduleStand(**state["schedules"]["actor"]) if state else None
+    config = make_config(run={"steps": 40}, train=to_plain(earlier.train))
+    lines = resume_schedules({"config": to_plain(config), "rollout_step": rollout_step, **(state or {})}, [later])
+    return earlier, later, lines
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize(("before", "now"), [((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 3), (2, 1)), ((2, 1), (1, 5))])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_rate_goes_on_where_it_was_with_other_mini_batches_or_epochs(
+    decay: str, before: tuple[int, int], now: tuple[int, int], warmup: int
+) -> None:
+    schedule = {"decay": decay, "warmup_steps": warmup}
+    tables = [{"mini_batches": m, "epochs": e, "schedule": schedule} for m, e in (before, now)]
+    done = 10 * before[0] * before[1]
+    earlier, later, lines = resumed_at(10, done, *tables)
+    assert lines == []
+    # Of the decay so much lies behind the resume, and it ends with the last step.
+    share = (done - max(warmup - 1, 0)) / (40 * before[0] * before[1] - 1 - max(warmup - 1, 0))
+    left = 30 * now[0] * now[1]
+    behind = [share + (1 - share) * n / (left - 1) for n in range(left)]
+    expected = [1 - each if decay == "linear" else (1 + math.cos(math.pi * each)) / 2 for each in behind]
+    assert [later.lr(done + n) for n in range(left)] == pytest.approx(expected, abs=1e-12)
+    assert later.lr(done) == earlier.lr(done)
+    assert later.lr(done + left) == later.lr(done + left - 1) == pytest.approx(0.0)
+
+
+def test_a_warm_up_goes_on_step_by_step_with_other_mini_batches() -> None:
+    schedule = {"decay": "linear", "warmup_steps": 20}
+    earlier, later, _ = resumed_at(10, 10, {"schedule": schedule}, {"mini_batches": 4, "schedule": schedule})
+    assert [later.lr(step) for step in range(10, 20)] == [earlier.lr(step) for step in range(10, 20)]
+    assert later.lr(10 + 4 * 30 - 1) == 0.0 < later.lr(10 + 4 * 30 - 2)
+
+
+def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
+    two, four, one = ({"mini_batches": n, "schedule": {"decay": "linear"}} for n in (2, 4, 1))
+    _, second, _ = resumed_at(10, 20, two, four)
+    state = {"schedules": {"actor": attrs.asdict(second.stand)}}
+    earlier, same, lines = resumed_at(15, 40, four, four, state)
+    assert lines == [] and same.stand == second.stand
+    assert [same.lr(step) for step in range(40, 140)] == [second.lr(step) for step in range(40, 140)]
+    _, third, lines = resumed_at(15, 40, four, one, state)
+    assert lines == [] and third.lr(40) == second.lr(40) == earlier.lr(40)
+    assert third.lr(40 + 24) == 0.0 < third.lr(40 + 23)
+
+
+def test_other_mini_batches_leave_the_advice_on_the_length_as_it_is() -> None:
+    tables = [{"mini_batches": n, "schedule": {"decay": "linear", "steps": steps}} for n, steps in ((1, 20), (2, 40))]
+    _, later, lines = resumed_at(10, 10, *tables)
+    assert later.lr(10) == pytest.approx(1 - 10 / 39)
+    assert lines == [
+        (
+            "actor: the learning rate goes on at 0.744, not at 0.474, because the schedule spans 40 rollout steps, not "
+            "20; set train.schedule.steps=20 to keep it"
+        )
+    ]

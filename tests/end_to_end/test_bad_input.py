@@ -225,8 +225,9 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
     ]
     (line,) = refused(*resume, "run.seed=1")
     assert line == (
-        "checkpoint.resume: the checkpoint's data position has seed=0, but this run has seed=1; resume with the same "
-        "[data] and run.seed, or start a new run from the exported model"
+        "checkpoint.resume: the data are not the checkpoint's: run.seed is 1 (was 0); use the same [data] and "
+        "run.seed, or set data.restart=true to begin these at their first prompt, with the checkpoint's weights, "
+        "optimizer and step"
     )
     assert content(earlier) == before
 

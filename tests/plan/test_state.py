@@ -13,7 +13,14 @@ from corerl.plan.state import read_run
 from tests.checkpoint.changes import rewrite
 from tests.driver.saved import make_config, make_model, save
 
-MIXTURE: dict[str, Any] = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "weight": 1.0}], "seed": 0}
+STAND = {"epoch": 0, "offset": 1, "prompts": 9, "taken": 1}
+POSITION: dict[str, Any] = {"sources": [STAND], "seed": 0, "data": "0"}
+SCHEDULE = {"optimizer_step": 2, "rollout_step": 1, "progress": 0.5}
+
+
+def stand_of(state: dict[str, Any]) -> dict[str, Any]:
+    stand: dict[str, Any] = state["source"]["prompts"]["sources"][0]
+    return stand
 
 
 def changed(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -27,10 +34,11 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     def more(state: dict[str, Any]) -> None:
         state["before"] = [{"prompt": "1>", "response": "1", "answer": "1", "reward": 1}]
         state["kl_coef"] = 0.5
-        state["source"]["prompts"] = MIXTURE
+        state["source"]["prompts"] = POSITION
+        state["schedules"] = {"actor": SCHEDULE}
 
     state = read_run(changed(tmp_path, more))
-    assert (state["rollout_step"], state["kl_coef"], state["source"]["prompts"]) == (2, 0.5, MIXTURE)
+    assert (state["rollout_step"], state["kl_coef"], state["source"]["prompts"]) == (2, 0.5, POSITION)
 
 
 @pytest.mark.parametrize(
@@ -43,22 +51,36 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda state: state.pop("source"), "state lacks 'source'"),
         (lambda state: state["source"].pop("rollout_step"), "state: source lacks 'rollout_step'"),
         (lambda state: state["source"].update(prompts=1), "source: 'prompts' is 1, wanted an object"),
-        (lambda state: state["source"]["prompts"].pop("epoch"), "source: prompts lacks 'epoch'"),
+        (lambda state: state["source"]["prompts"].pop("data"), "source: prompts lacks 'data'"),
+        (lambda state: state.pop("data"), "state lacks 'data'"),
+        (lambda state: state["data"].pop("sources"), "state: data lacks 'sources'"),
+        (lambda state: state["data"]["sources"][0].pop("rows"), "state: data: sources[0] lacks 'rows'"),
+        (lambda state: state["data"]["sources"].append({}), "state: data: sources[1] lacks 'name'"),
+        (
+            lambda state: state["data"]["sources"][0].update(added=[{"epoch": 1, "rows": -2}]),
+            "state: data: sources[0]: added[0]: 'rows' is -2, wanted at least 0",
+        ),
+        (lambda state: state["source"]["prompts"].update(sources=[]), "prompts: 'sources' has 0, wanted 1"),
+        (
+            lambda state: state.update(schedules={"actor": {**SCHEDULE, "optimizer_step": -1}}),
+            "state: schedules: actor: 'optimizer_step' is -1, wanted at least 0",
+        ),
+        (
+            lambda state: state.update(schedules={"actor": {**SCHEDULE, "progress": None}}),
+            "state: schedules: actor: 'progress' is None, wanted a finite number",
+        ),
         (lambda state: state.update(rollout_step=-1), "state: 'rollout_step' is -1, wanted at least 0"),
         (lambda state: state["source"].update(sampled=7), "source: 'sampled' is 7, wanted an object"),
-        (lambda state: state["source"].update(sampled={}), "source: sampled lacks 'epoch'"),
+        (lambda state: state["source"].update(sampled={}), "source: sampled lacks 'data'"),
         (lambda state: state["source"].update(begun="1"), "source: 'begun' is '1', wanted an integer"),
         (lambda state: state["source"].update(begun=-1), "source: 'begun' is -1, wanted at least 0"),
-        (lambda state: state["source"]["prompts"].update(epoch=-1), "prompts: 'epoch' is -1, wanted at least 0"),
-        (lambda state: state["source"]["prompts"].update(offset=-5), "prompts: 'offset' is -5, wanted at least 0"),
+        (lambda state: stand_of(state).update(epoch=-1), "prompts: sources[0]: 'epoch' is -1, wanted at least 0"),
+        (lambda state: stand_of(state).update(offset=-5), "prompts: sources[0]: 'offset' is -5, wanted at least 0"),
         (
-            lambda state: state["source"]["prompts"].update(offset=10**30, prompts=8),
-            f"prompts: 'offset' is {10**30}, wanted at most 8, the number of prompts",
+            lambda state: stand_of(state).update(offset=10**30, prompts=8),
+            f"prompts: sources[0]: 'offset' is {10**30}, wanted at most 8, the number of prompts",
         ),
-        (
-            lambda state: state["source"]["prompts"].update(passed_over=None),
-            "prompts: 'passed_over' is None, wanted an integer",
-        ),
+        (lambda state: stand_of(state).update(taken=None), "prompts: sources[0]: 'taken' is None, wanted an integer"),
         (
             lambda state: state["source"]["prompts"].update(returned=[3, "x"]),
             "prompts: returned: '1' is 'x', wanted an integer",
@@ -67,13 +89,7 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             lambda state: state["source"]["prompts"].update(returned=[-3]),
             "prompts: returned: '0' is -3, wanted at least 0",
         ),
-        (
-            lambda state: state["source"].update(
-                prompts={"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9}]}
-            ),
-            "prompts: sources[0] lacks 'weight'",
-        ),
-        (lambda state: state["source"].update(prompts={"sources": [{}]}), "prompts: sources[0] lacks 'epoch'"),
+        (lambda state: state["source"]["prompts"].update(sources=[{}]), "prompts: sources[0] lacks 'epoch'"),
         (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
         (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a finite number"),
         *[
@@ -84,10 +100,8 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             for value, shown in [(math.nan, "nan"), (-math.inf, "-inf"), (10**400, "1" + 36 * "0" + "...")]
         ],
         (
-            lambda state: state["source"].update(
-                prompts={"sources": [{**MIXTURE["sources"][0], "weight": 10**400}], "seed": 0}
-            ),
-            f"prompts: sources[0]: 'weight' is 1{36 * '0'}..., wanted a finite number",
+            lambda state: state["data"]["sources"][0].update(weight=10**400),
+            f"state: data: sources[0]: 'weight' is 1{36 * '0'}..., wanted a finite number",
         ),
     ],
 )

@@ -100,11 +100,12 @@ class OneStepOff(Source):
             write_rollout(checkpoint, in_flight)
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        """A checkpoint of another source holds no batch; then the checkpoint's own weights sample the first one."""
-        self._draws.stream.restore(position["prompts"])
+        """A checkpoint of another source holds no batch, and that of other data none to train on; then the checkpoint's
+        own weights sample the first one."""
+        goes_on = self._draws.stream.restore(position["prompts"])
         self._step = position["rollout_step"]
         self._position = self._draws.stream.position
-        if "sampled" in position and checkpoint is not None:
+        if goes_on and "sampled" in position and checkpoint is not None:
             self._read = read_rollout(file_of(checkpoint, self._step))
             self._draws.stream.restore(position["sampled"])
 

@@ -315,7 +315,7 @@ def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
     resumed.close()
     assert sorted(first + rest) == sorted(upcoming(18))
     assert not set(resumed_engines.keys) & set(engines.keys)
-    assert (resumed.position["rollout_step"], resumed.position["prompts"]["offset"]) == (6, 18)
+    assert (resumed.position["rollout_step"], resumed.position["prompts"]["sources"][0]["offset"]) == (6, 18)
     assert "returned" in position["prompts"] and "returned" not in resumed.position["prompts"]
 
 

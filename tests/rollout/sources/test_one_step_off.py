@@ -337,7 +337,11 @@ def test_the_batch_in_flight_is_a_part_of_a_checkpoint(engines: Engines, tmp_pat
         one_step_off(engines).restore(position, tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="seed=7"):
         one_step_off(engines).restore({**position, "prompts": {**position["prompts"], "seed": 8}}, tmp_path)
-    for each in (resumed, again):
+    others = one_step_off(engines)  # of data that replace the checkpoint's: its batch is not trained on
+    others._draws.stream._source.replaces = position["prompts"]["data"]
+    others.restore(position, tmp_path / "checkpoint")
+    assert not {*indices(engines.next(others))} & {*indices(engines.next(again))}
+    for each in (resumed, again, others):
         each.close()
 
 

@@ -1,0 +1,57 @@
+"""Digests of rows: 64 bits that say whether a row has been seen, whatever file and place it comes from."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from corerl.errors import CheckpointError
+from corerl.types import IntArray, UIntArray
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
+
+
+def digest(row: Mapping[str, Any], *keys: str) -> int:
+    """Of all fields of a row that are not null (a column of a parquet file is null where a JSON object lacks the field)
+    and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it is another row."""
+    held = {key: value for key, value in row.items() if value is not None}
+    return xxh3_64_intdigest(_canonical([keys, held]).encode())
+
+
+def held_out_order(digests: UIntArray, seed: int) -> IntArray:
+    """The order in which rows are held out: it depends on the rows and the seed, not on the rows' places."""
+    mask = np.random.default_rng([seed, 0]).integers(2**64, dtype=np.uint64)
+    return np.argsort(digests ^ mask, kind="stable")
+
+
+def places(wanted: UIntArray, among: UIntArray) -> IntArray:
+    """Where each of the `wanted` is `among` the others, or -1: the k-th of equal ones at the k-th place of those."""
+    own, other = np.argsort(wanted, kind="stable"), np.argsort(among, kind="stable")
+    ordered, there = wanted[own], among[other]
+    copy = np.arange(len(wanted)) - np.searchsorted(ordered, ordered)  # its number among equal ones
+    at = np.searchsorted(there, ordered) + copy
+    found = at < np.searchsorted(there, ordered, side="right")
+    result = np.full(len(wanted), -1, dtype=np.int64)
+    result[own[found]] = other[at[found]]
+    return result
+
+
+def packed(digests: UIntArray) -> str:
+    """As text for a checkpoint: 11 bytes for each, and few for numbers in a row."""
+    steps = np.diff(digests, prepend=np.uint64(0)).astype("<u8")  # modulo 2**64, as the sum below
+    return base64.b64encode(zlib.compress(steps.tobytes(), 1)).decode()
+
+
+def unpacked(text: str) -> UIntArray:
+    try:
+        steps = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype="<u8")
+    except (ValueError, binascii.Error, zlib.error) as error:
+        raise CheckpointError(f"digests of rows cannot be read ({error}); resume from another checkpoint") from error
+    return np.cumsum(steps, dtype=np.uint64)
