@@ -37,7 +37,7 @@ from corerl.plan.inputs import (
     require_room_for_prompts,
 )
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
-from corerl.plan.notices import slow_paths, swapped_weights, title_of, unanswered, unpacked
+from corerl.plan.notices import opened_reasoning, slow_paths, swapped_weights, title_of, unanswered, unpacked
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
@@ -184,6 +184,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
             *unanswered(config, prompts),
+            *opened_reasoning(config, prompts, tokenizer),
             *unused,
             *told_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),

@@ -15,9 +15,11 @@ from corerl.plan.resolve import place_of, role_options
 from corerl.plan.roles import RolePlan
 from corerl.plugin.slow import slow_precision
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.encoding import Rejected
+from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from corerl.models.layout import Layout
 
@@ -52,6 +54,22 @@ def unanswered(config: Config, prompts: PromptSource) -> list[str]:
     has = ", ".join(prompts.prompt(0).fields) or "nothing"
     line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {config.data.answer_key!r}"
     return [f"{line}; the first one has: {has}"]
+
+
+def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """One line if the chat template begins the answer with a reasoning tag, of the first prompt."""
+    messages = prompts.prompt(int(prompts.train[0])).messages if config.run.samples and len(prompts.train) else ()
+    try:
+        opened = left_open(generation_prompt(tokenizer, messages, options=config.data.chat_template_options))
+    except Rejected:  # which the check of all prompts tells
+        return []
+    if not opened:
+        return []
+    if Openings(tokenizer).seen(opened, special_tokens=config.reward.special_tokens):
+        what = "rewards and samples.jsonl see that before the sampled text"
+    else:
+        what = "a special token, which rewards see with reward.special_tokens=true"
+    return [f"data: the chat template begins each answer with {opened!r}: {what}; it is not trained on"]
 
 
 def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:

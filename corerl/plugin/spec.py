@@ -4,7 +4,8 @@ without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, and
+formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
@@ -290,7 +291,25 @@ class AlgorithmSpec:
     check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = no_contradictions  # of what contradicts it in a run
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec
+@frozen(kw_only=True)
+class NoOptions:
+    """Of a plugin that has no table in the config."""
+
+
+@frozen(kw_only=True)
+class ToolFormatSpec:
+    """How a model family writes calls of tools, for `rollout.episodes.tool_calls`."""
+
+    # "package.module:function", which maps an answer's text behind its reasoning, and a request's tools, to the text
+    # without calls, and the calls, each {"name": ..., "arguments": {...}}.
+    implementation: str
+    api: tuple[int, int]
+    summary: str
+    template: str = ""  # "auto" chooses it where this regular expression is found in the chat template
+    config: type = NoOptions
+
+
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec
 
 
 explain(__name__)

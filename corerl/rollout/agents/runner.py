@@ -31,7 +31,7 @@ from corerl.rollout.agents.conversation import (
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
 from corerl.rollout.agents.histories import History, Turn
-from corerl.rollout.agents.tool_calls import format_of
+from corerl.rollout.agents.tool_calls import format_of, unread
 from corerl.rollout.rewards.base import Failure
 from corerl.types import IntArray
 
@@ -102,12 +102,15 @@ class EpisodeRunner:
         """`longest_prompt`: tokens that the first request of a row may have."""
         self._server = server
         self._tokenizer = tokenizer
+        calls = format_of(config.tool_calls, tokenizer)
         self._renderer = Renderer(
             tokenizer,
-            format_of(config.tool_calls, tokenizer.chat_template),
+            calls,
             template_options,
             special_tokens=special_tokens,
             unshown_tools=config.tool_calls != "auto",
+            separate_reasoning=config.reasoning == "separate",
+            unread=unread(config.tool_calls, calls, tokenizer),
         )
         self._params = params
         self._function = function
@@ -215,6 +218,7 @@ class EpisodeRunner:
             raise
         return ChatAnswer(
             text=answer.content,
+            reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_token_ids=turn.request.tokens,

@@ -269,7 +269,7 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
         return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
 
     assert read(with_tools, CALLS, 2).calls
-    malformed = CALLS.replace('"5"', '"5')
+    malformed = CALLS.replace('"name"', '"name')
     for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
         assert read(asked, text, *end) == Answer(text=text, content=text)
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
