@@ -34,11 +34,12 @@ class Rollout:
 
     The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
     `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
-    `response_length` (both in tokens) and `truncated`.
+    `response_length` (both in tokens, the latter of sampled ones) and `truncated`.
 
     With episodes, B >= P * G: one has a sample for each of its conversations, with the same `group` and `sample`. The
-    response is everything after the first prompt, including the environment's tokens. There are the rows `episode`
-    (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the episode's) too.
+    response is everything after the first prompt, including the environment's tokens, `span` in all. There are the rows
+    `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the
+    episode's) too; `response_length` counts loss tokens.
     """
 
     batch: SampleBatch

@@ -120,7 +120,8 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
         columns=columns,
         rows={
             "prompt_length": prompt_length,
-            "response_length": lengths - prompt_length,
+            "response_length": np.array([int(row.loss_mask.sum()) for row in rows]),
+            "span": lengths - prompt_length,
             "truncated": np.array([row.truncated for row in rows], dtype=np.bool_),
             "turns": np.array([row.turns for row in rows]),
             "final": np.array([row.final for row in rows], dtype=np.bool_),

@@ -165,7 +165,8 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         )
         np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
         assert rollout.batch.rows["prompt_length"][row] == len(prompt)
-        assert rollout.batch.rows["response_length"][row] == len(tokens) - len(prompt)
+        assert rollout.batch.rows["response_length"][row] == len(first) + len(second)
+        assert rollout.batch.rows["span"][row] == len(tokens) - len(prompt)
         assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
     assert rollout.batch.rows["turns"].tolist() == [2] * 8
 
@@ -356,7 +357,7 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
     assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
     assert rollout.batch.rows["truncated"].tolist() == [True]
-    assert rollout.batch.rows["response_length"][0] <= 30
+    assert rollout.batch.rows["response_length"][0] < rollout.batch.rows["span"][0] <= 30
     assert rollout.batch.columns["loss_mask"][-1]  # nothing stands behind the last thing that was said
     assert rollout.batch.rows["turns"][0] == len(seen) - 1
 
