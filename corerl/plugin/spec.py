@@ -284,6 +284,9 @@ class AlgorithmSpec:
     # Whether the advantages of a prompt's samples depend on these alone: then gradients may begin before a batch is
     # whole (rollout.source = "streamed").
     by_prompt: bool = False
+    # Whether a token is credited with the rewards from there on: then those of an episode's turns are rewards of the
+    # turns' last tokens. Otherwise their sum is the episode's reward.
+    credits_turns: bool = False
     samples: bool = True  # False: it learns from saved batches only
     # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
     # dynamic_sampling, old_logprobs, overlong.

@@ -25,7 +25,7 @@ from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from corerl.rollout.rewards.base import Failure
+    from corerl.rollout.rewards.base import Outcome
 
 
 @frozen(kw_only=True)
@@ -39,7 +39,8 @@ class Rollout:
     With episodes, B >= P * G: one has a sample for each of its conversations, with the same `group` and `sample`. The
     response is everything after the first prompt, including the environment's tokens, `span` in all. There are the rows
     `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the
-    episode's) too; `response_length` counts loss tokens.
+    episode's) too; `response_length` counts loss tokens. The column `turn_rewards` has, at the last token of each
+    answer, its reward, if the episode's function returns one for each.
     """
 
     batch: SampleBatch
@@ -48,7 +49,7 @@ class Rollout:
     # template opens for it; of a conversation, the last answer
     texts: list[str]
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
-    outcomes: Sequence[float | Failure | None] = field(factory=list)
+    outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
     def rows(self, groups: IntArray) -> IntArray:
         """The rows of the samples of these prompts [n], those of the first one first."""

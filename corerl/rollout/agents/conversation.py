@@ -89,6 +89,7 @@ class Row:
     loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
     logprobs: FloatArray  # [n] 0.0 outside the loss mask
     versions: IntArray  # [n] 0 outside the loss mask
+    turn_rewards: FloatArray  # [n] at the last token of each answer that this row is trained on, 0 elsewhere
     routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
     prompt_length: int  # tokens of the first request
     turns: int  # answers that this row is trained on
@@ -105,6 +106,7 @@ class Row:
             loss_mask=nothing.astype(np.bool_),
             logprobs=nothing.astype(np.float32),
             versions=nothing.astype(np.int64),
+            turn_rewards=nothing.astype(np.float32),
             prompt_length=len(prompt),
             turns=0,
             text="",
@@ -196,8 +198,10 @@ class Conversation:
         both = zip(self.said, other.said, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
 
-    def row(self, *, shared: int = 0, truncated: bool = False, final: bool = True) -> Row:
-        """The row that trains on all answers but the first `shared` ones."""
+    def row(
+        self, *, shared: int = 0, truncated: bool = False, final: bool = True, rewards: Sequence[float] = ()
+    ) -> Row:
+        """The row that trains on all answers but the first `shared` ones; `rewards` are of all answers."""
         own = self.said[shared:]
         lengths = [length for said in self.said for length in (len(said.asked), len(said.tokens))]
         chosen = [sampled and number >= shared for number in range(len(self.said)) for sampled in (False, True)]
@@ -205,11 +209,14 @@ class Conversation:
         logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
         logprobs[loss_mask] = _joined([said.logprobs for said in own], np.float32)
         versions[loss_mask] = _joined([said.versions for said in own], np.int64)
+        turn_rewards = np.zeros(len(loss_mask), np.float32)
+        turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
         return Row(
             tokens=self.tokens,
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
+            turn_rewards=turn_rewards,
             routed_experts=self.routed_experts,
             prompt_length=self.prompt_length,
             turns=len(self.said) - shared,
