@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from corerl.models.tokenizer import plain
@@ -91,14 +91,14 @@ class Openings:
         follows the tag; "" if there is none. `prompt` renders the generation prompt, if this is a new one."""
         if not self._ever or not left_open(text):
             return ""
-        found = next((each for each in self._known if text.endswith(each)), None)
-        if found is None and left_open(found := prompt()):
+        found = next((each for each in self._known if text.endswith(each)), "") or prompt()
+        if opened := left_open(found):
             self._known.add(found)
-        return left_open(found)
+        return opened
 
-    def of_tokens(self, tokens: Sequence[int], prompt: Callable[[], str]) -> str:
+    def of_tokens(self, tokens: Iterable[int], prompt: Callable[[], str]) -> str:
         """As `of_text`, of the tokens of a prompt."""
-        return self.of_text(str(self._tokenizer.decode(tokens[-TAIL:])), prompt) if self._ever else ""
+        return self.of_text(str(self._tokenizer.decode(list(tokens)[-TAIL:])), prompt) if self._ever else ""
 
     def seen(self, opened: str, *, special_tokens: bool) -> str:
         """What a text of the answer shows of `opened`; "" if its tag is a special token and these are left out."""

@@ -37,7 +37,7 @@ class Answered:
 
     content: str  # without calls; of one with calls, stripped
     # Name, and arguments as JSON; maybe the id that the policy gave it.
-    calls: tuple[Mapping[str, str], ...] = field(default=(), converter=tuple)
+    calls: Sequence[Mapping[str, str]] = field(factory=list)
     reasoning: str | None = None  # if whoever reads calls knows it apart from the content
 
 
@@ -49,6 +49,14 @@ class Reader(Protocol):
         that is open before it. `prompt`: what stands before it."""
 
 
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.DOTALL)
+
+
+def _compiled_if_any(pattern: str | None) -> re.Pattern[str] | None:
+    return None if pattern is None else _compiled(pattern)
+
+
 # ---- formats -------------------------------------------------------------------------------------------------------
 
 
@@ -58,13 +66,13 @@ class ToolFormat:
     policy gives its calls one; behind them stands `closing`."""
 
     families: str  # those that write so, for the docs
-    taught: re.Pattern[str] = field(converter=re.compile)  # is found in their chat templates
-    opening: re.Pattern[str] = field(converter=re.compile)
-    closing: re.Pattern[str] = field(converter=re.compile)
+    taught: re.Pattern[str] = field(converter=_compiled)  # is found in their chat templates
+    opening: re.Pattern[str] = field(converter=_compiled)
+    closing: re.Pattern[str] = field(converter=_compiled)
     # One argument, with the groups `key` and `value`, which has no beginning of another one, so that an argument that
     # does not end takes none of the next call; None: the arguments are a JSON object, or where `opening` has no
     # name, a JSON object with `name` and arguments under this key, or a list of these.
-    argument: re.Pattern[str] | None = field(default=None, converter=lambda each: each and re.compile(each, re.DOTALL))
+    argument: re.Pattern[str] | None = field(default=None, converter=_compiled_if_any)
     key: str = "arguments"
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
@@ -229,7 +237,7 @@ class Shipped:
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         try:
-            parsed = self.tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+            parsed = self.tokenizer.parse_response(text, prefix=prompt, tools=[dict(tool) for tool in tools])
             functions = [call["function"] for call in parsed.get("tool_calls") or ()]
             calls = [_call(each.get("name"), each.get("arguments")) for each in functions]
         except (ValueError, KeyError, RecursionError):  # as it raises for what does not fit its template
@@ -298,7 +306,7 @@ def _taught() -> Iterator[tuple[str, str | re.Pattern[str]]]:
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
-KINDS: Mapping[str, tuple[type, ...]] = {
+KINDS: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),

@@ -400,7 +400,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
         assert isinstance(reader, UserFormat)
         found = reader.read("<think>CALL sub</think>I add. CALL add", TOOLS)
         assert found.content == "<think>CALL sub</think>I add."
-        assert found.calls == ({"name": "add", "arguments": '{"of": 2}'},)
+        assert found.calls == [{"name": "add", "arguments": '{"of": 2}'}]
         assert reader.read("5", TOOLS) == Answered(content="5")
     broken = UserFormat("my_calls:read", lambda text, tools: [text])
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
