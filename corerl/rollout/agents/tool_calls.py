@@ -7,6 +7,7 @@ end nothing; arguments in tags are typed by the tool's JSON schema. All else is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from corerl.config.functions import imported
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, PluginError
 from corerl.messages import did_you_mean, short_repr
 from corerl.plain_json import parse_json
 from corerl.plugin.registry import Kind, installed_names, load, load_implementation, scan
@@ -77,7 +78,9 @@ class ToolFormat:
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         outside, calls, malformed = [0], list[Mapping[str, str]](), 0  # edges of the text outside calls
-        marks = re.compile(f"(?P<reasoning>{OPENING.pattern})|(?P<end>{CLOSING.pattern})|{self.opening.pattern}")
+        marks = _compiled(f"(?P<reasoning>{OPENING.pattern})|(?P<end>{CLOSING.pattern})|(?:{self.opening.pattern})")
+            f"(?P<reasoning>{OPENING.pattern})|(?P<end>{CLOSING.pattern})|(?:{self.opening.pattern})", re.DOTALL
+        )
         at = end_of_reasoning(text, opened)
         while malformed < MALFORMED and (found := marks.search(text, at)) is not None:
             at = found.end()
@@ -299,8 +302,9 @@ def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase) 
 
 def _taught() -> Iterator[tuple[str, str | re.Pattern[str]]]:
     for name in installed_names(Kind.TOOL_FORMATS):
-        if template := load(Kind.TOOL_FORMATS, name).spec.template:
-            yield name, template
+        with contextlib.suppress(PluginError):  # one that cannot be loaded is an error where it is named
+            if template := load(Kind.TOOL_FORMATS, name).spec.template:
+                yield name, template
     yield from ((name, each.taught) for name, each in FORMATS.items())
 
 

@@ -392,7 +392,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[corerl.tool_formats]\nmine = my_calls:SPEC\n")
+    (info / "entry_points.txt").write_text("[corerl.tool_formats]\nmine = my_calls:SPEC\ngone = my_gone:SPEC\n")
     ours = byte_tokenizer()
     ours.chat_template = "write CALL name"
     for name in ("my_calls:read", "mine", "auto"):
