@@ -79,8 +79,6 @@ class ToolFormat:
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         outside, calls, malformed = [0], list[Mapping[str, str]](), 0  # edges of the text outside calls
         marks = _compiled(f"(?P<reasoning>{OPENING.pattern})|(?P<end>{CLOSING.pattern})|(?:{self.opening.pattern})")
-            f"(?P<reasoning>{OPENING.pattern})|(?P<end>{CLOSING.pattern})|(?:{self.opening.pattern})", re.DOTALL
-        )
         at = end_of_reasoning(text, opened)
         while malformed < MALFORMED and (found := marks.search(text, at)) is not None:
             at = found.end()
