@@ -26,6 +26,8 @@ BoolArray = NDArray[np.bool_]
 
 Scalar = bool | int | float | str
 
+TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere
+
 
 class Output(StrEnum):
     """Per-token outputs that a model can compute; entry t always refers to token t."""

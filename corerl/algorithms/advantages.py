@@ -62,10 +62,14 @@ def sample_rewards(samples: SampleBatch, rewards: FloatArray, token_rewards: Flo
     """[B] each sample's reward and the sum of its tokens' own, of all tokens of its episode; these are [B] and [N]."""
     if not token_rewards.any():  # as without a KL penalty: the sums take several times the memory of a column
         return rewards
+    return rewards + of_episodes(token_rewards, samples)
+
+
+def of_episodes(token_rewards: FloatArray, samples: SampleBatch) -> FloatArray:
+    """[B] the sum over all tokens [N] of each sample's episode."""
     episodes, episode_of = samples.episodes
     sums = np.bincount(episode_of[samples.sample_of], weights=token_rewards, minlength=len(episodes))
-    summed: FloatArray = rewards + sums.astype(np.float32)[episode_of]
-    return summed
+    return sums.astype(np.float32)[episode_of]
 
 
 def compared(

@@ -28,7 +28,7 @@ def soft_overlong_penalty(lengths: IntArray, *, max_tokens: int, buffer: int) ->
 
     Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", eq. 13.
 
-        lengths: [B] tokens of each response, without its prompt
+        lengths: [B] sampled tokens of each response, without its prompt and without the results of tools
         buffer: tokens, in 0..max_tokens; 0 leaves only the -1 beyond max_tokens
     """
     # Lengths are integers: with a buffer of 0, the first one beyond max_tokens already gets -1.

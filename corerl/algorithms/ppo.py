@@ -100,5 +100,6 @@ SPEC = AlgorithmSpec(
     summary="asks a critic what each token is worth (Schulman et al. 2017)",
     roles={ACTOR: RoleKind.POLICY, CRITIC: RoleKind.CRITIC},
     compares=False,
+    credits_turns=True,
     check=check,
 )

@@ -83,6 +83,7 @@ SPEC = AlgorithmSpec(
     api=(1, 0),
     summary="compares rewards over the whole batch, for any number of samples per prompt (Hu 2025)",
     compares=False,
+    credits_turns=True,
 )
 BASELINE_SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",

@@ -635,10 +635,16 @@ class EpisodesConfig:
         default=16,
         validator=between(1, MOST),
     )
-    tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
-        "format of the policy's tool calls, which are parsed from its answers: hermes (Qwen 2.5 and 3), llama-json "
-        "(Llama 3.1); auto: detected from the chat template; none: left as text",
+    tool_calls: str = option(
+        "format of the policy's tool calls, which are read from its answers: one of those in docs/agents.md, an "
+        "installed one, or 'module:function'; auto: by the tokenizer's response template or chat template; none: left "
+        "as text",
         default="auto",
+    )
+    reasoning: Literal["content", "separate"] = option(
+        "where an answer's message has the reasoning: in content, with its tags, or in reasoning_content, as from a "
+        "server with a reasoning parser",
+        default="content",
     )
     timeout: float = option(
         "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",

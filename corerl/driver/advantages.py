@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 from attrs import frozen
 
+from corerl.algorithms.advantages import of_episodes
 from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.algorithms.kl import token_kl
 from corerl.algorithms.overlong import soft_overlong_penalty
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig
 from corerl.errors import DataError
-from corerl.types import FloatArray, SampleBatch
+from corerl.types import TURN_REWARDS, FloatArray, SampleBatch
 
 
 @frozen(kw_only=True)
@@ -32,10 +33,12 @@ def compute_advantages(
     *,
     kl_coef: float,
     max_tokens: int,
+    credits_turns: bool = False,
 ) -> TrainBatch:
     """Add the columns that `estimate` computes from the rewards [B] and the columns `old_logprobs`, `ref_logprobs`
     (with a KL penalty) and those of its algorithm's passes; with a correction, `advantages` are weighted by
-    `old_logprobs` and `rollout_logprobs`. `kl_coef` is the current, possibly adapted coefficient."""
+    `old_logprobs` and `rollout_logprobs`. `kl_coef` is the current, possibly adapted coefficient. `credits_turns`:
+    as in `AlgorithmSpec`."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
     kl: float | None = None
@@ -55,6 +58,9 @@ def compute_advantages(
             kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
         if algorithm.kl_in == "reward":
             token_rewards = -np.float32(kl_coef) * divergence
+    if credits_turns and TURN_REWARDS in columns:
+        token_rewards = token_rewards + columns[TURN_REWARDS]
+        rewards = rewards - of_episodes(columns[TURN_REWARDS], samples)
 
     found = estimate(samples, rewards, token_rewards)
     _require_sound(found, samples)

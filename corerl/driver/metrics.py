@@ -34,8 +34,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     if "turns" in rows:
         metrics["rollout/turns"] = float(rows["turns"].sum() / len(episodes))
         metrics["rollout/rows"] = len(episode_of) / len(episodes)
-        # The environment's tokens are not sampled ones.
-        metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
+        metrics["rollout/span"] = float(rows["span"].mean())
     metrics |= {f"reward/{name}": value / count for name, (value, count) in scored.parts.items()}
     if scored.failures:
         metrics["rollout/failed"] = float(sum(scored.failures.values()))

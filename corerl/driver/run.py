@@ -265,6 +265,7 @@ class Run:
             algorithm.settings,
             kl_coef=self.kl_coef,
             max_tokens=self.plan.rollout.settings.max_tokens,
+            credits_turns=algorithm.credits_turns,
         )
 
     def _replayed(self, samples: SampleBatch) -> SampleBatch:

@@ -41,6 +41,7 @@ class AlgorithmPlan:
     objectives: Mapping[str, Objective]
     postprocess: Postprocess | None  # the user's, of the samples with their advantages
     compares: bool  # the samples of a prompt: groups of equal rewards teach nothing
+    credits_turns: bool = False  # as in the spec; a user's function finds them in the samples
 
     @property
     def asks_frozen(self) -> bool:
@@ -106,6 +107,7 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
         passes=tuple(_passes(config, algorithm)),
         objectives=_objectives(config, algorithm),
         compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
+        credits_turns=loaded.spec.credits_turns and not own,
     )
 
 

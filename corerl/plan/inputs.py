@@ -23,6 +23,7 @@ from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.agents.episodes import EpisodeFunction, resolve_function
+from corerl.rollout.agents.tool_calls import format_of
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
@@ -100,6 +101,8 @@ def load_functions(
     if rollout.function:
         with problems.stage("rollout.function"):
             function = resolve_function(rollout.function, rollout.episodes.options)
+        with problems.stage("rollout.episodes.tool_calls"):
+            format_of(rollout.episodes.tool_calls, None)
     postprocess: Callable[[Scored], Any] | None = None
     if rollout.postprocess:
         with problems.stage("rollout.postprocess"):

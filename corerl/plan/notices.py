@@ -17,9 +17,11 @@ from corerl.plan.resolve import place_of, role_options
 from corerl.plan.roles import RolePlan
 from corerl.plugin.slow import slow_precision
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.encoding import Rejected
+from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from corerl.models.layout import Layout
 
@@ -69,6 +71,22 @@ def copies_of_held_out(config: Config, prompts: PromptSource) -> list[str]:
     counts = [f"{left_out} that are not trained on"] * bool(left_out)
     counts += [f"{trained} that are trained on, because there are no other rows"] * bool(trained)
     return [f"data.held_out: copies of held-out rows: {', '.join(counts)}"] if counts else []
+
+
+def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """One line if the chat template begins the answer with a reasoning tag, of the first prompt."""
+    messages = prompts.prompt(int(prompts.train[0])).messages if config.run.samples and len(prompts.train) else ()
+    try:
+        opened = left_open(generation_prompt(tokenizer, messages, options=config.data.chat_template_options))
+    except Rejected:  # which the check of all prompts tells
+        return []
+    if not opened:
+        return []
+    if Openings(tokenizer).seen(opened, special_tokens=config.reward.special_tokens):
+        what = "rewards and samples.jsonl see that before the sampled text"
+    else:
+        what = "a special token, which rewards see with reward.special_tokens=true"
+    return [f"data: the chat template begins each answer with {opened!r}: {what}; it is not trained on"]
 
 
 def unpacked(config: Config, layouts: Mapping[str, Layout]) -> list[str]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import RankMemory as RankMemory
     from corerl.plugin.spec import Resources as Resources
     from corerl.plugin.spec import SlowPath as SlowPath
+    from corerl.plugin.spec import ToolFormatSpec as ToolFormatSpec
     from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok
 else:

@@ -21,7 +21,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, Plug
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec
+from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -34,6 +34,7 @@ class Kind(Enum):
     ENGINES = "engines"
     EXTENSIONS = "extensions"
     ALGORITHMS = "algorithms"
+    TOOL_FORMATS = "tool_formats"
 
     @property
     def group(self) -> str:
@@ -42,7 +43,7 @@ class Kind(Enum):
 
     @property
     def noun(self) -> str:
-        return self.value.removesuffix("s")
+        return self.value.removesuffix("s").replace("_", " ")
 
     @property
     def spec(self) -> type:
@@ -52,6 +53,7 @@ class Kind(Enum):
             Kind.ENGINES: EngineSpec,
             Kind.EXTENSIONS: ExtensionSpec,
             Kind.ALGORITHMS: AlgorithmSpec,
+            Kind.TOOL_FORMATS: ToolFormatSpec,
         }[self]
 
 
@@ -65,6 +67,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.EXTENSIONS: {},
     Kind.ALGORITHMS: {},
+    Kind.TOOL_FORMATS: {},
 }
 
 

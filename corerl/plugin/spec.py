@@ -4,7 +4,8 @@ without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, and
+formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
@@ -283,6 +284,9 @@ class AlgorithmSpec:
     # Whether the advantages of a prompt's samples depend on these alone: then gradients may begin before a batch is
     # whole (rollout.source = "streamed").
     by_prompt: bool = False
+    # Whether a token is credited with the rewards from there on: then those of an episode's turns are rewards of the
+    # turns' last tokens. Otherwise their sum is the episode's reward.
+    credits_turns: bool = False
     samples: bool = True  # False: it learns from saved batches only
     # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
     # dynamic_sampling, old_logprobs, overlong.
@@ -290,7 +294,25 @@ class AlgorithmSpec:
     check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = no_contradictions  # of what contradicts it in a run
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec
+@frozen(kw_only=True)
+class NoOptions:
+    """Of a plugin that has no table in the config."""
+
+
+@frozen(kw_only=True)
+class ToolFormatSpec:
+    """How a model family writes calls of tools, for `rollout.episodes.tool_calls`."""
+
+    # "package.module:function", which maps an answer's text behind its reasoning, and a request's tools, to the text
+    # without calls, and the calls, each {"name": ..., "arguments": {...}}.
+    implementation: str
+    api: tuple[int, int]
+    summary: str
+    template: str = ""  # "auto" chooses it where this regular expression is found in the chat template
+    config: type = NoOptions
+
+
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec
 
 
 explain(__name__)

@@ -183,9 +183,10 @@ def render(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     options: Mapping[str, Any] | None = None,
+    generation_prompt: bool = True,
 ) -> str:
     """The text of a chat, up to where the assistant's answer begins; a last message of the assistant is the beginning
-    of that answer. Raises Rejected, saying why."""
+    of that answer. Without `generation_prompt` it ends with the last message. Raises Rejected, saying why."""
     goes_on = messages[-1]["role"] == "assistant"
     offered = [dict(tool) for tool in tools] or None
     try:
@@ -196,7 +197,7 @@ def render(
                 **(options or {}),
                 "conversations": [[dict(message) for message in messages]],
                 "tools": offered,
-                "add_generation_prompt": not goes_on,
+                "add_generation_prompt": generation_prompt and not goes_on,
                 "continue_final_message": goes_on,
             },
         )

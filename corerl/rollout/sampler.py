@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
@@ -18,12 +19,13 @@ from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
+from corerl.rollout.reasoning import Openings, generation_prompt
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from corerl.rollout.rewards.base import Failure
+    from corerl.rollout.rewards.base import Outcome
 
 
 @frozen(kw_only=True)
@@ -32,19 +34,22 @@ class Rollout:
 
     The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
     `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
-    `response_length` (both in tokens) and `truncated`.
+    `response_length` (both in tokens, the latter of sampled ones) and `truncated`.
 
     With episodes, B >= P * G: one has a sample for each of its conversations, with the same `group` and `sample`. The
-    response is everything after the first prompt, including the environment's tokens. There are the rows `episode`
-    (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the episode's) too.
+    response is everything after the first prompt, including the environment's tokens, `span` in all. There are the rows
+    `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the
+    episode's) too; `response_length` counts loss tokens. The column `turn_rewards` has, at the last token of each
+    answer, its reward, if the episode's function returns one for each.
     """
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    # [B] responses, without special tokens unless reward.special_tokens; of a conversation, the last answer
+    # [B] responses, without special tokens unless reward.special_tokens, each behind the reasoning tag that the chat
+    # template opens for it; of a conversation, the last answer
     texts: list[str]
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
-    outcomes: Sequence[float | Failure | None] = field(factory=list)
+    outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
     def rows(self, groups: IntArray) -> IntArray:
         """The rows of the samples of these prompts [n], those of the first one first."""
@@ -111,6 +116,7 @@ class Sampler:
     template_options: Mapping[str, Any] = field(factory=dict)  # arguments of the tokenizer's chat template
     special_tokens: bool = False  # keep them in texts
     told: Counted | None = None  # hears how many samples that somebody waits for are drawn, and how many there are
+    _openings: Openings = field(init=False, default=Factory(lambda self: Openings(self.tokenizer), takes_self=True))
 
     async def sample(
         self,
@@ -175,7 +181,20 @@ class Sampler:
             generation.tokens[begin : end - int(end > begin and int(generation.tokens[end - 1]) in stops)]
             for begin, end in itertools.pairwise(generation.offsets.tolist())
         ]
-        return Rollout(batch=batch, prompts=tuple(prompts), texts=self._texts(said, request.params.stop))
+        texts = self._texts(said, request.params.stop)
+        opened = self._opened(prompts, request)
+        if any(opened):
+            texts = [opened[index] + text for index, text in zip(group, texts, strict=True)]
+        return Rollout(batch=batch, prompts=tuple(prompts), texts=texts)
+
+    def _opened(self, prompts: Sequence[Prompt], request: GenerateRequest) -> list[str]:
+        """[P] the reasoning tag that the chat template opens at the end of each prompt, as texts show it."""
+        opened = []
+        for prompt, tokens in zip(prompts, request.by_row()[:: len(request) // len(prompts)], strict=True):
+            written = partial(generation_prompt, self.tokenizer, prompt.messages, tools=prompt.tools)
+            tag = self._openings.of_tokens(tokens, partial(written, options=self.template_options))
+            opened.append(self._openings.seen(tag, special_tokens=self.special_tokens))
+        return opened
 
     def _texts(self, said: Sequence[IntArray], stop: Sequence[str]) -> list[str]:
         """[R] responses as texts, without the stop token, which may not be a special one, and without a stop text: they

@@ -15,7 +15,8 @@ from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.errors import DataError
-from corerl.types import FloatArray, SampleBatch
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.types import TURN_REWARDS, FloatArray, SampleBatch
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 
@@ -172,3 +173,63 @@ def test_what_an_algorithm_may_not_return_is_told(found: Advantages, line: str) 
     with pytest.raises(DataError) as caught:
         computed(batch(), lambda *_: found)
     assert caught.value.message.startswith(line)
+
+
+def test_rewards_of_turns_reach_back_or_are_summed_as_the_algorithm_has_it() -> None:
+    # Sample 0 is an episode of turns of two and one tokens, sample 1 of one turn of two; each row begins with a prompt.
+    mask = np.array([False, True, True, False, True, False, True, True])
+    turns = np.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 4.0], np.float32)
+    values = np.array([0.0, 0.5, 0.25, 9.0, 0.125, 0.0, 1.0, 2.0], np.float32)
+    given = SampleBatch(
+        tokens=np.arange(8),
+        offsets=np.array([0, 5, 8]),
+        columns={"loss_mask": mask, "values": values, TURN_REWARDS: turns}
+        | {name: np.zeros(8, np.float32) for name in ("old_logprobs", "rollout_logprobs")},
+        rows={"group": np.array([0, 0]), "response_length": np.array([3, 2])},
+    )
+
+    def found(name: str, **options: object) -> list[float]:
+        loaded = load(Kind.ALGORITHMS, name)
+        algorithm = load_implementation(Kind.ALGORITHMS, loaded)(loaded.spec.config(**options))
+        # 1 of the second reward is of no turn, as a bonus that `rollout.postprocess` gives.
+        batch = compute_advantages(
+            given,
+            np.array([3.0, 5.0], np.float32),
+            algorithm.advantages,
+            AlgorithmConfig(),
+            kl_coef=0.0,
+            max_tokens=9,
+            credits_turns=loaded.spec.credits_turns,
+        )
+        return batch.samples.columns["advantages"][mask].tolist()
+
+    # A token has what its turn earns, and those behind it in its row.
+    to_go = np.array([3.0, 3.0, 2.0, 5.0, 5.0])
+    np.testing.assert_allclose(found("ppo", whiten=False), to_go - values[mask], rtol=1e-6)
+    np.testing.assert_allclose(found("reinforce++"), (to_go - to_go.mean()) / to_go.std(), rtol=1e-5)
+    for name in ("grpo", "reinforce++-baseline", "rloo"):
+        summed = found(name)
+        assert summed[0] == summed[1] == summed[2] < 0 < summed[3] == summed[4], name
+    # One step and a value: the reward of a turn is seen by its last token alone.
+    one_step = found("ppo", whiten=False, gae_lambda=0.0)
+    np.testing.assert_allclose(one_step, [0.25 - 0.5, 1 + 0.125 - 0.25, 2 - 0.125, 2.0 - 1.0, 5 - 2.0], rtol=1e-6)
+
+
+def test_equal_sums_of_different_turns_compare_as_equal() -> None:
+    column = np.array([0.0, 0.1, 0.0, 0.2, 0.3], np.float32)
+    given = batch().with_columns(**{TURN_REWARDS: column})
+    rewards = np.full(2, 0.3, np.float32)
+    found = compute_advantages(given, rewards, COMPARED, AlgorithmConfig(), kl_coef=0.0, max_tokens=9)
+    assert not any(advantages(found))
+
+
+def test_a_users_advantages_get_whole_rewards_and_those_of_turns_as_a_column() -> None:
+    given = batch().with_columns(**{TURN_REWARDS: np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)})
+    seen: list[object] = []
+
+    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        seen.extend([rewards.tolist(), token_rewards.any(), samples.columns[TURN_REWARDS].tolist()])
+        return COMPARED(samples, rewards, token_rewards)
+
+    computed(given, estimate)
+    assert seen == [[1.0, 0.0], False, [0.0, 1.0, 0.0, 0.0, 0.0]]

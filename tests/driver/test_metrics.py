@@ -83,18 +83,23 @@ def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None
     assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
 
 
-def test_of_episodes_the_environments_tokens_are_in_the_response_and_not_sampled() -> None:
+def test_of_episodes_the_environments_tokens_are_in_the_span_alone() -> None:
     given = scored(None)
-    mask = np.array([False, False, True, False, False, True, False, True])
-    batch = given.rollout.batch.with_columns(loss_mask=mask).with_rows(turns=np.array([1, 2]))
+    batch = given.rollout.batch.with_rows(
+        turns=np.array([1, 2]), response_length=np.array([1, 2]), span=np.array([1, 3])
+    )
     metrics = rollout_metrics(evolve(given, rollout=evolve(given.rollout, batch=batch)))
-    assert (metrics["rollout/turns"], metrics["rollout/tokens"], metrics["rollout/response_length"]) == (1.5, 3.0, 2.0)
+    found = {name: metrics[f"rollout/{name}"] for name in ("turns", "tokens", "response_length", "span")}
+    assert found == {"turns": 1.5, "tokens": 3.0, "response_length": 1.5, "span": 2.0}
 
 
 def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     given = scored(None)
     batch = given.rollout.batch.take(np.array([0, 0, 1])).with_rows(
-        episode=np.array([0, 0, 1]), turns=np.array([2, 1, 1]), truncated=np.array([False, True, True])
+        episode=np.array([0, 0, 1]),
+        turns=np.array([2, 1, 1]),
+        truncated=np.array([False, True, True]),
+        span=np.array([1, 1, 3]),
     )
     three = evolve(given, rollout=evolve(given.rollout, batch=batch), rewards=np.array([1.0, 1.0, 0.5], np.float32))
     metrics = rollout_metrics(three)

@@ -70,6 +70,7 @@ def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str
         # The trainer reads whole rows at once, the engine drew them turn by turn.
         assert 0 < line["rollout/logprob_diff"] < 1e-4 or source != "synchronous"
         tool = 1 / 32  # at least ">" in each of the 32 samples
-        assert line["rollout/response_length"] >= line["rollout/tokens"] / 32 + tool
+        assert line["rollout/response_length"] == line["rollout/tokens"] / 32
+        assert line["rollout/span"] >= line["rollout/response_length"] + tool
     if source == "one-step-off":
         assert [line["rollout/staleness"] for line in steps] == [0.0, 1.0]

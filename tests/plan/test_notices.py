@@ -12,13 +12,17 @@ import pytest
 from attrs import evolve
 
 from corerl.config import ClusterInfo
+from corerl.data.chat import ChatPrompts
+from corerl.data.prompts import SortDigits
 from corerl.kinds import InPieces, ModelSize
 from corerl.plan import make, roles
 from corerl.plan.make import make_plan
+from corerl.plan.notices import opened_reasoning
 from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.slow import FLOAT32, IN_PIECES, slow_attention
+from corerl.testing.episodes import byte_tokenizer
 from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model
 from tests.plan.test_forecast import LARGE
 from tests.plan.test_settle import planned_on
@@ -176,3 +180,21 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(
         for each in [gradient]
         if each
     ]
+
+
+def test_a_reasoning_tag_that_the_chat_template_opens_is_told() -> None:
+    ours, prompts = byte_tokenizer(), ChatPrompts(SortDigits(held_out=1, seed=0), system="")
+    for special, more, line in (
+        (False, {}, "rewards and samples.jsonl see that before the sampled text; it is not trained on"),
+        (True, {}, "a special token, which rewards see with reward.special_tokens=true; it is not trained on"),
+        (True, {"reward": {"special_tokens": True}}, "rewards and samples.jsonl see that before the sampled text; it "),
+    ):
+        ours.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}a: <think>{% endif %}"
+        if special:
+            ours.add_special_tokens({"additional_special_tokens": ["<think>"]})
+        (told,) = opened_reasoning(make_config(**more), prompts, ours)
+        assert told.startswith(f"data: the chat template begins each answer with '<think>': {line}")
+        ours.chat_template = ours.chat_template.replace("<think>", "<think></think>")
+        assert opened_reasoning(make_config(**more), prompts, ours) == []
+    texts = SortDigits(held_out=1, seed=0)
+    assert opened_reasoning(make_config(), texts, ours) == []

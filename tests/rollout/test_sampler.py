@@ -216,3 +216,22 @@ def test_prompts_are_taken_and_joined_with_their_samples() -> None:
     assert [prompt.index for prompt in joined.prompts] == [2, 7, 2]
     assert joined.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
     assert joined.texts == ["zzz", "x", "x", "yy", "zzz", "x"]
+
+
+def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
+    thinking = load_tokenizer(tokenizer="characters:0123456789>s<think/:", path="")
+    thinking.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}s:{{ bos_token }}"
+        "{% if not (messages | last).content.startswith('5') %}<think>{% endif %}{% endif %}"
+    )
+    chats = [evolve(each, messages=({"role": "user", "content": each.text},)) for each in PROMPTS]
+    plain = sample(Sampler(tokenizer=thinking, generate=Recorder(FOUR), seed=3), PROMPTS)
+    recorder = Recorder(FOUR)
+    seen = sample(Sampler(tokenizer=thinking, generate=recorder, seed=3), chats)
+    assert thinking.decode(recorder.requests[0].by_row()[0]) == "21>s:<bos><think>"
+    assert seen.texts == ["<think>12", "<think>9", "5", "000"]
+    assert plain.texts == ["12", "9", "5", "000"]
+    # What is trained on, and what a reward gets as tokens, is what was sampled.
+    np.testing.assert_array_equal(seen.batch.tokens[seen.batch.columns["loss_mask"]], FOUR.tokens)
+    np.testing.assert_array_equal(seen.batch.rows["response_length"], np.diff(FOUR.offsets))
+    assert [list(tokens) for _, _, tokens in samples_of(seen, tokens=True)][:2] == [[5, 6, 2], [13, 2]]

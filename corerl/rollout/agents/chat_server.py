@@ -39,6 +39,7 @@ class ChatAnswer:
     """The answer to a `ChatRequest`."""
 
     text: str
+    reasoning: str = ""  # where it is not in the text
     tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
     finish_reason: str  # stop, tool_calls or length
     prompt_token_ids: IntArray  # [n] before the answer
@@ -217,6 +218,8 @@ def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dic
     """Format the answer as OpenAI's `chat.completion`; token ids are where vLLM has them."""
     before, said = len(answer.prompt_token_ids), len(answer.token_ids)
     calls = {"tool_calls": copy.deepcopy(list(answer.tool_calls))} if answer.tool_calls else {}  # the client's own
+    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    message = {"role": "assistant", "content": answer.text or (None if calls else ""), **reasoning, **calls}
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
@@ -225,7 +228,7 @@ def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dic
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": answer.text or (None if calls else ""), **calls},
+                "message": message,
                 "finish_reason": answer.finish_reason,
                 "logprobs": {"content": _logprobs(answer)} if request.logprobs else None,
                 **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),

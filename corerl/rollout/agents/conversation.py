@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ from corerl.engines.base import Generation, SamplingParams
 from corerl.engines.stops import Stops
 from corerl.messages import note, short_repr, shorten
 from corerl.models.tokenizer import plain
-from corerl.rollout.agents.tool_calls import CallFormat, as_told, meant
+from corerl.models.tokenizer import special_tokens as special_tokens_of
+from corerl.rollout.agents.tool_calls import Answered, Reader, as_sent, normalized
 from corerl.rollout.encoding import Rejected, TextEncoder, render, wrong_option
+from corerl.rollout.reasoning import Openings, generation_prompt, left_open, split
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SHOWN = 60  # characters of a value that a refusal shows
+TEXTS = ("content", "reasoning_content", "reasoning")  # fields of an answer; servers have both names of the latter
 
 
 class Refused(Exception):
@@ -47,14 +51,17 @@ def _empty(dtype: type) -> Any:
 class Answer:
     """One answer of the policy."""
 
-    text: str  # the whole answer, for the reward
+    text: str  # the whole answer with the reasoning tag that the chat template opens, for the reward
     content: str  # without special tokens and tool calls, for the client
     calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
+    reasoning: str = ""  # for the client, where it is not in the content
+    parts: tuple[str, str] = field(default=("", ""), eq=False)  # reasoning and rest, as clients may send them back
 
     @property
     def message(self) -> dict[str, Any]:
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
         calls = {"tool_calls": list(self.calls)} if self.calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
+        return {"role": "assistant", "content": self.content, **reasoning, **calls}
 
 
 @frozen(kw_only=True, eq=False)
@@ -82,6 +89,7 @@ class Row:
     loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
     logprobs: FloatArray  # [n] 0.0 outside the loss mask
     versions: IntArray  # [n] 0 outside the loss mask
+    turn_rewards: FloatArray  # [n] at the last token of each answer that this row is trained on, 0 elsewhere
     routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
     prompt_length: int  # tokens of the first request
     turns: int  # answers that this row is trained on
@@ -98,6 +106,7 @@ class Row:
             loss_mask=nothing.astype(np.bool_),
             logprobs=nothing.astype(np.float32),
             versions=nothing.astype(np.int64),
+            turn_rewards=nothing.astype(np.float32),
             prompt_length=len(prompt),
             turns=0,
             text="",
@@ -122,7 +131,8 @@ class Conversation:
 
     messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
     text: str = ""  # of the last answer, including tool calls
-    answers: frozenset[int] = frozenset()  # indices of the messages that were sampled
+    # Indices of the messages that were sampled, each with `Answer.parts`.
+    answers: Mapping[int, tuple[str, str]] = field(factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
     options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
     said: tuple[Said, ...] = ()
@@ -177,7 +187,7 @@ class Conversation:
         return Conversation(
             messages=(*asked.messages, answer.message),
             text=answer.text,
-            answers=self.answers | {len(asked.messages)},
+            answers={**self.answers, len(asked.messages): answer.parts},
             tools=asked.tools,
             options=asked.options,
             said=(*self.said, said),
@@ -188,8 +198,10 @@ class Conversation:
         both = zip(self.said, other.said, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
 
-    def row(self, *, shared: int = 0, truncated: bool = False, final: bool = True) -> Row:
-        """The row that trains on all answers but the first `shared` ones."""
+    def row(
+        self, *, shared: int = 0, truncated: bool = False, final: bool = True, rewards: Sequence[float] = ()
+    ) -> Row:
+        """The row that trains on all answers but the first `shared` ones; `rewards` are of all answers."""
         own = self.said[shared:]
         lengths = [length for said in self.said for length in (len(said.asked), len(said.tokens))]
         chosen = [sampled and number >= shared for number in range(len(self.said)) for sampled in (False, True)]
@@ -197,11 +209,14 @@ class Conversation:
         logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
         logprobs[loss_mask] = _joined([said.logprobs for said in own], np.float32)
         versions[loss_mask] = _joined([said.versions for said in own], np.int64)
+        turn_rewards = np.zeros(len(loss_mask), np.float32)
+        turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
         return Row(
             tokens=self.tokens,
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
+            turn_rewards=turn_rewards,
             routed_experts=self.routed_experts,
             prompt_length=self.prompt_length,
             turns=len(self.said) - shared,
@@ -219,8 +234,10 @@ class Conversation:
                 continue
             # A client may add fields to an answer, such as tool calls that it parsed itself.
             answer = number in self.answers
+            if answer and _says(got, had, self.answers[number]):
+                got = {**got, **{key: had[key] for key in TEXTS if key in had}}
             for key in sorted(had if answer else {*had, *got}):
-                of = meant if answer and key == "tool_calls" else _as_is
+                of = normalized if answer and key == "tool_calls" else _as_is
                 if of(had.get(key)) != of(got.get(key)):
                     return Difference(
                         number=number,
@@ -247,6 +264,8 @@ class Asked:
     tokens: IntArray  # [n] to append to the conversation's
     most_calls: int | None = None  # calls of tools that are read from the answer; None: all
     options: Mapping[str, Any] = field(factory=dict)
+    written: str = ""  # what the chat template writes for it
+    opened: str = ""  # the reasoning tag that is left open there, and what follows it
 
 
 def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
@@ -265,16 +284,25 @@ class Renderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        calls: CallFormat | None = None,
+        calls: Reader | None = None,
         options: Mapping[str, Any] | None = None,
         *,
         special_tokens: bool = False,
         unshown_tools: bool = False,
+        separate_reasoning: bool = False,
+        unread: str = "",
     ) -> None:
         """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
         template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client.
-        `unshown_tools`: tools that the chat template does not show to the model are noted, not refused."""
+        `unshown_tools`: tools that the chat template does not show to the model are noted, not refused. `unread`: what
+        to note at the first request with tools."""
         self._special_tokens = special_tokens
+        self._separate_reasoning = separate_reasoning
+        self._unread = unread
+        self._openings = Openings(tokenizer)
+        # The headers of gpt-oss's messages have a word that is no special token.
+        names = sorted(map(re.escape, special_tokens_of(tokenizer).values()), key=len, reverse=True)
+        self._special = re.compile("|".join([r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>", *names]))
         self._tokenizer = tokenizer
         self._texts = TextEncoder(tokenizer)
         self._stops = functools.cache(functools.partial(Stops, tokenizer))  # looks through the vocabulary
@@ -300,7 +328,9 @@ class Renderer:
         elif conversation.said and list(tools) != list(conversation.tools):
             raise Diverges("tools: differ from those of the request that began the conversation")
         merged = {**self._options, **self._checked(options or {})}
-        tokens = self._tokens(conversation, messages, tools, merged)
+        if tools and most_calls != 0 and self._unread:
+            _note_once(self._unread)
+        tokens, written, opened = self._tokens(conversation, messages, tools, merged)
         if not len(tokens) and not conversation.said:
             raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
         new = messages[len(conversation.messages) :]
@@ -310,6 +340,8 @@ class Renderer:
             tokens=np.asarray(tokens, dtype=np.int64),
             most_calls=most_calls,
             options=merged,
+            written=written,
+            opened=opened,
         )
 
     def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -324,19 +356,20 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
-    ) -> list[int]:
+    ) -> tuple[list[int], str, str]:
+        """The tokens that the messages add, the text that they are, and what of it is left open."""
         said = len(conversation.messages)
         template = bool(self._tokenizer.chat_template)
         if tools and not template:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
             text = "".join(message["content"] for message in messages[said:])
-            return self._texts.behind(text) if said else self._texts.begun([text])[0]
+            return (self._texts.behind(text) if said else self._texts.begun([text])[0]), text, ""
         if not said:
             text = self._rendered(messages, tools, options)
             if tools and not self._shows_tools:
                 self._require_shown(text, messages, options)
-            return plain(self._tokenizer, [text])[0]
+            return plain(self._tokenizer, [text])[0], text, self._opened(text, messages, tools, options)
         # Find what the template writes after the last answer, whatever it makes of the answer itself.
         mark = uuid.uuid4().hex
         # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
@@ -359,7 +392,22 @@ class Renderer:
             )
         tokens = self._texts.behind(following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
-        return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
+        ended = tokens[:1] == conversation.tokens[-1:].tolist()
+        return tokens[1:] if ended else tokens, following, self._opened(following, marked, tools, options)
+
+    def _opened(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str:
+        """The reasoning tag that is left open where the answer begins."""
+        if messages[-1]["role"] == "assistant":
+            return left_open(messages[-1]["content"])
+        return self._openings.of_text(
+            text, lambda: generation_prompt(self._tokenizer, messages, tools=tools, options=options)
+        )
 
     def _require_shown(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
         """Raise Refused, or tell the user, if `text` is what the template would write without tools."""
@@ -384,23 +432,31 @@ class Renderer:
 
     def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
-        tool calls are parsed out of it; malformed ones stay text."""
+        tool calls are read from it; malformed ones stay text."""
         stops = self._stops(params.stop)
         ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
         ended = ended or stops.end(said) is not None
         content = stops.text(said, special_tokens=False)
-        calling = self._calls if asked.tools and asked.most_calls != 0 and ended else None
-        whole = stops.text(said, special_tokens=True) if self._special_tokens or calling is not None else content
+        whole = stops.text(said, special_tokens=True)
         text = whole if self._special_tokens else content
-        if calling is not None:
-            # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
-            for written in (content, whole):
-                if (read := calling.read(written)) is not None:
-                    before, calls = read
-                    told = as_told(calls[: asked.most_calls], number=len(asked.messages))
-                    return Answer(text=text, content=before, calls=tuple(told))
-        return Answer(text=text, content=content)
+        if asked.opened and asked.messages[-1]["role"] != "assistant":
+            text = self._openings.seen(asked.opened, special_tokens=self._special_tokens) + text
+        # Delimiters of calls and of reasoning are special tokens in some tokenizers.
+        found = Answered(content=whole)
+        if self._calls is not None and asked.tools and asked.most_calls != 0 and ended:
+            found = self._calls.read(whole, asked.tools, opened=asked.opened, prompt=asked.written)
+        calls = tuple(as_sent(found.calls[: asked.most_calls], number=len(asked.messages)))
+        parts = split(found.content, asked.opened) if found.reasoning is None else (found.reasoning, found.content)
+        reasoning, rest = (self._special.sub("", part).strip() for part in parts)
+        apart = self._separate_reasoning or found.reasoning is not None
+        return Answer(
+            text=text,
+            content=rest if apart and reasoning else self._special.sub("", found.content) if calls else content,
+            calls=calls,
+            reasoning=reasoning if apart else "",
+            parts=(reasoning, rest),
+        )
 
 
 @functools.cache
@@ -420,6 +476,15 @@ def _read(number: int, message: Any) -> Message:
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+def _says(got: Message, had: Message, parts: tuple[str, str]) -> bool:
+    """Whether a message has the texts of an answer, of which `parts` are the reasoning and the rest: clients send the
+    reasoning as they got it, or in a field of its own, or leave out such a field."""
+    reasoning = next((value for key in TEXTS[1:] if isinstance(value := got.get(key), str) and value), None)
+    if reasoning is None:
+        return bool(got.get("content") == had["content"])
+    return (reasoning.strip(), str(got.get("content", "")).strip()) == parts
 
 
 def _joined(parts: Sequence[Array], dtype: type) -> Any:

@@ -21,7 +21,18 @@ from corerl.event_loop import in_coroutine, in_thread
 from corerl.messages import short_repr
 from corerl.rollout import loop
 from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
-from corerl.rollout.rewards.base import Failure, Judged, Scorer, Scores, described, gathered, number, short
+from corerl.rollout.rewards.base import (
+    Failure,
+    Judged,
+    Outcome,
+    Scorer,
+    Scores,
+    added,
+    described,
+    gathered,
+    number,
+    short,
+)
 from corerl.rollout.sampler import Rollout
 
 
@@ -77,10 +88,11 @@ class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
     name: str
-    function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
+    # (episode, **options) -> a number, numbers by name, one for each turn, or None; or an awaitable of that
+    function: Callable[..., Any]
     options: Mapping[str, Any] = field(factory=dict)
 
-    async def play(self, episode: Episode, *, name: str = "rollout function") -> float | Failure | None:
+    async def play(self, episode: Episode, *, name: str = "rollout function") -> float | Outcome | None:
         """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
         coroutines, and are cancelled with this one; other functions run in threads of this `name`, which nothing
         ends."""
@@ -93,9 +105,9 @@ class EpisodeFunction:
         if value is None or isinstance(value, Failure):
             return value
         try:
-            if (reward := number(value)) is not None:
+            if (reward := _reward(value)) is not None:
                 return reward
-            what = f"returned {short_repr(value)}, wanted a finite number or None,"
+            what = f"returned {short_repr(value)}, wanted a finite number, numbers by name, one for each turn, or None,"
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
             what = f"returned a value that raised {described(error)}"
         return self.failure("no-number", what, episode.prompt)
@@ -118,6 +130,22 @@ class EpisodeFunction:
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"rollout.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
         return Failure(kind=kind, message=" ".join(message.split()))
+
+
+def _reward(value: Any) -> float | Judged | None:
+    """What a function returned as a reward; None if it is none."""
+    if getattr(value, "ndim", 0) == 1:  # of numpy, torch or jax
+        value = value.tolist()
+    if not isinstance(value, Mapping | list | tuple):
+        return number(value)
+    numbers = [number(each) for each in (value.values() if isinstance(value, Mapping) else value)]
+    # As float32, in which rewards are added up again where they are placed at tokens.
+    found = tuple(float(np.float32(each)) for each in numbers if each is not None)
+    if len(found) < len(numbers) or not found or number(sum(found)) is None:
+        return None
+    if isinstance(value, Mapping):
+        return Judged(reward=sum(found), parts=dict(zip(map(str, value), found, strict=True)))
+    return Judged(reward=sum(found), turns=found)
 
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
@@ -157,7 +185,7 @@ class EpisodeScorer:
         unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
         if not len(outcomes) or len(unknown) == len(outcomes):
             return self._scorer.score(rollout, part=part)
-        returned = [each if isinstance(each, Failure) else Judged(reward=each or 0.0) for each in outcomes]
+        returned = [each if isinstance(each, Failure | Judged) else Judged(reward=each or 0.0) for each in outcomes]
         known = gathered(returned, self._failed_value, part=True)
         rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
         failures, parts, values = Counter(known.failures), known.parts, {**known.values}
@@ -165,7 +193,7 @@ class EpisodeScorer:
             scores = self._scorer.score(rollout.at(unknown), part=True)
             rewards[unknown], failed[unknown] = scores.rewards, scores.failed
             failures.update(scores.failures)
-            parts = scores.parts
+            parts = added(parts, scores.parts)
             for name, each in scores.values.items():
                 values.setdefault(name, np.full(len(rewards), np.nan, np.float32))[unknown] = each
             if scores.first and failed.argmax() in unknown:

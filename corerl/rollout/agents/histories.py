@@ -59,6 +59,7 @@ class History:
     full: int = 0
     truncated: bool = False  # the last answer was cut by rollout.max_tokens
     since: int = 0  # answers that the episode had when the request came
+    reward: float = 0.0  # of the last answer, if the function returns one for each turn
 
     def __iter__(self) -> Iterator[History]:
         """This history, and all that continue it, in breadth: those of one history by their places."""
@@ -138,11 +139,17 @@ class History:
         """One for each leaf, in their order. What several share is trained on in the first of them that was not cut, as
         those that were may be left out."""
         final, leaves, shared = self.final, self.leaves, dict[int, int]()
+        rewards = {id(each.conversation.said[-1]): each.reward for each in self if each.conversation.said}
         for place in sorted(range(len(leaves)), key=lambda place: (leaves[place].cut, place)):
             own = leaves[place].conversation
             shared[place] = max((own.shared(leaves[other].conversation) for other in shared), default=0)
         return [
-            leaf.conversation.row(shared=shared[place], truncated=leaf.cut, final=leaf is final)
+            leaf.conversation.row(
+                shared=shared[place],
+                truncated=leaf.cut,
+                final=leaf is final,
+                rewards=[rewards[id(said)] for said in leaf.conversation.said],
+            )
             for place, leaf in enumerate(leaves)
         ]
 

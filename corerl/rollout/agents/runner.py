@@ -31,8 +31,8 @@ from corerl.rollout.agents.conversation import (
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction
 from corerl.rollout.agents.gathering import Gathering
 from corerl.rollout.agents.histories import History, Turn
-from corerl.rollout.agents.tool_calls import format_of
-from corerl.rollout.rewards.base import Failure
+from corerl.rollout.agents.tool_calls import format_of, unread
+from corerl.rollout.rewards.base import Failure, Judged, Outcome
 from corerl.types import IntArray
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class EpisodeState:
     sample: int = 0  # its number among those of its prompt
     key: int  # noise key
     root: History = field(init=False)  # while it is played
-    outcome: float | Failure | None = None
+    outcome: float | Outcome | None = None
     _rows: list[Row] | None = None  # once it has ended
     answered: int = 0  # requests so far
     refusal: str = ""  # why its last request was refused, until another one is answered
@@ -102,12 +102,15 @@ class EpisodeRunner:
         """`longest_prompt`: tokens that the first request of a row may have."""
         self._server = server
         self._tokenizer = tokenizer
+        calls = format_of(config.tool_calls, tokenizer)
         self._renderer = Renderer(
             tokenizer,
-            format_of(config.tool_calls, tokenizer.chat_template),
+            calls,
             template_options,
             special_tokens=special_tokens,
             unshown_tools=config.tool_calls != "auto",
+            separate_reasoning=config.reasoning == "separate",
+            unread=unread(config.tool_calls, calls, tokenizer),
         )
         self._params = params
         self._function = function
@@ -188,7 +191,7 @@ class EpisodeRunner:
             if gathering is not None:
                 gathering.leaves()
 
-    def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Failure | None]) -> float | Failure | None:
+    def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Outcome | None]) -> float | Outcome | None:
         if not function.done():
             return self._function.late(self._timeout, state.prompt)
         outcome = function.result()
@@ -197,6 +200,16 @@ class EpisodeRunner:
             outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
         if not state.answered and not isinstance(outcome, Failure):
             outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
+        if isinstance(outcome, Judged) and outcome.turns:
+            answers = sorted((turn.history for turn in state.turns if turn.history), key=lambda each: each.since)
+            what = f"returned {len(outcome.turns)} rewards, one for each turn, "
+            if len(answers) != len(outcome.turns):
+                return self._function.failure("no-number", f"{what}but got {len(answers)} answers", state.prompt)
+            if len({each.since for each in answers}) < len(answers):
+                what += "but sent requests side by side, whose answers have no order; return their sum"
+                return self._function.failure("no-number", what, state.prompt)
+            for history, reward in zip(answers, outcome.turns, strict=True):
+                history.reward = reward
         return outcome
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
@@ -215,6 +228,7 @@ class EpisodeRunner:
             raise
         return ChatAnswer(
             text=answer.content,
+            reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_token_ids=turn.request.tokens,

@@ -17,7 +17,7 @@ from corerl.rollout.agents.conversation import Row
 from corerl.rollout.agents.episodes import EpisodeFunction
 from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
 from corerl.rollout.sampler import Rollout, Sampler, rows_of
-from corerl.types import Array, Output, SampleBatch, offsets_of
+from corerl.types import TURN_REWARDS, Array, Output, SampleBatch, offsets_of
 
 
 @frozen(kw_only=True, eq=False)
@@ -103,6 +103,7 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
         "loss_mask": np.concatenate([row.loss_mask for row in rows]),
         "rollout_logprobs": np.concatenate([row.logprobs for row in rows]),
         "versions": np.concatenate([row.versions for row in rows]),
+        TURN_REWARDS: np.concatenate([row.turn_rewards for row in rows]),
     }
     if (shape := next((row.routed_experts for row in rows if row.routed_experts is not None), None)) is not None:
         columns[Output.ROUTED_EXPERTS.value] = np.concatenate(
@@ -120,7 +121,8 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
         columns=columns,
         rows={
             "prompt_length": prompt_length,
-            "response_length": lengths - prompt_length,
+            "response_length": np.array([int(row.loss_mask.sum()) for row in rows]),
+            "span": lengths - prompt_length,
             "truncated": np.array([row.truncated for row in rows], dtype=np.bool_),
             "turns": np.array([row.turns for row in rows]),
             "final": np.array([row.final for row in rows], dtype=np.bool_),

@@ -48,6 +48,7 @@ class Judged:
 
     reward: float
     parts: Mapping[str, float] = field(factory=dict)  # the values that it is the weighted sum of, if there are several
+    turns: tuple[float, ...] = ()  # the rewards of an episode's turns that it is the sum of, if there are any
 
 
 Outcome = Judged | Failure

@@ -269,7 +269,7 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
         return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
 
     assert read(with_tools, CALLS, 2).calls
-    malformed = CALLS.replace('"5"', '"5')
+    malformed = CALLS.replace('"name"', '"name')
     for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
         assert read(asked, text, *end) == Answer(text=text, content=text)
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
@@ -284,6 +284,101 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
     answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, PARAMS)
     assert answer.content == "1" and len(answer.calls) == 2
     assert "tool_call" not in answer.text
+
+
+THINKING = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
+
+
+def thinking(special: bool = False, **told: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
+    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
+    ours.chat_template = THINKING
+    if special:
+        ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    return Renderer(ours, FORMATS["hermes"], **told), ours
+
+
+@pytest.mark.parametrize(
+    ("special", "kept", "text", "content"),
+    [
+        (False, False, "<think>1</think>2", "1</think>2"),
+        (True, False, "12", "12"),
+        (True, True, "<think>1</think>2", "12"),
+    ],
+)
+def test_what_the_template_opens_belongs_to_the_text_for_the_reward(
+    special: bool, kept: bool, text: str, content: str
+) -> None:
+    renderer, ours = thinking(special, special_tokens=kept)
+    said = [*ours.encode("1</think>2", add_special_tokens=False), 2]
+    messages: list[dict[str, Any]] = [USER]
+    conversation = answered(renderer, Conversation(), messages, said)
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:<think>1</think>2<eos>"
+    assert (conversation.text, messages[-1]["content"]) == (text, content)
+    again = answered(renderer, conversation, [*messages, TOOL], said)  # behind a later request too
+    assert again.text == text
+    assert ours.decode(again.tokens).endswith(";t:45<eos>;a:<think>1</think>2<eos>")
+    begun = renderer.ask(Conversation(), [USER, {"role": "assistant", "content": "<think>0"}])
+    assert renderer.answer(begun, np.array(said), PARAMS).text == ("12" if special and not kept else "1</think>2")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_calls_stand_behind_what_the_template_or_the_client_opened(special: bool) -> None:
+    renderer, ours = thinking(special)
+    call = '<tool_call>{"name":"t","arguments":{}}</tool_call>'
+    begun = [USER, {"role": "assistant", "content": "<think>0"}]
+    for messages in ([USER], begun):
+        asked = renderer.ask(Conversation(), messages, [{"name": "t"}])
+        for text, calls in ((f"{call}</think>5", 0), (call, 0), (f"{call}</think>{call}", 1)):
+            said = np.array([*ours.encode(text, add_special_tokens=False), 2])
+            assert len(renderer.answer(asked, said, PARAMS).calls) == calls, text
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+def test_reasoning_that_comes_back_in_a_field_of_its_own_goes_on(special: bool, separate: bool) -> None:
+    renderer, ours = thinking(special, separate_reasoning=separate)
+    said = [*ours.encode("1\n</think>\n\n2", add_special_tokens=False), 2]
+    conversation = answered(renderer, Conversation(), messages := [USER], said)
+    whole = "1\n\n\n2" if special else "1\n</think>\n\n2"
+    if separate:
+        assert messages[-1] == {"role": "assistant", "content": "2", "reasoning_content": "1"}
+    else:
+        assert messages[-1] == {"role": "assistant", "content": whole}
+    apart = [{"role": "assistant", "content": "2", key: "1"} for key in ("reasoning_content", "reasoning")]
+    for back in (messages[-1], *apart, *([{"role": "assistant", "content": "2"}] if separate else [])):
+        assert conversation.difference(read_messages([USER, back, TOOL])) is None, back
+    for wrong in (("3", "reasoning_content", "1"), ("2", "reasoning_content", "0"), ("2", "reasoning", "0")):
+        content, key, reasoning = wrong
+        back = {"role": "assistant", "content": content, key: reasoning}
+        difference = conversation.difference(read_messages([USER, back, TOOL]))
+        assert difference is not None and difference.changed, wrong
+    asked = renderer.ask(conversation, read_messages([USER, apart[0], TOOL]))
+    assert ours.decode(asked.tokens) == ";t:45<eos>;a:<think>"
+
+
+def test_reasoning_that_is_not_closed_is_all_that_was_said() -> None:
+    renderer, ours = thinking(separate_reasoning=True)
+    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array(ours.encode("12")[1:]), PARAMS)
+    assert answer.message == {"role": "assistant", "content": "", "reasoning_content": "12"}
+
+
+def test_the_content_of_gpt_oss_has_no_headers_of_messages() -> None:
+    _, ours = thinking()
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"]
+    ours.add_special_tokens({"additional_special_tokens": marks})
+    ours.chat_template = TEMPLATE
+    said = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>"
+    call = 'commentary to=functions.t <|constrain|>json<|message|>{"a":2}'
+    for separate, text, message in (
+        (True, f"{said}final<|message|>It is 4.", {"content": "It is 4.", "reasoning_content": "I add."}),
+        (True, said + call, {"content": "", "reasoning_content": "I add."}),
+        (False, said + call, {"content": "I add."}),
+    ):
+        renderer = Renderer(ours, FORMATS["gpt-oss"], separate_reasoning=separate)
+        asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
+        answer = renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), 2]), PARAMS)
+        assert {key: answer.message[key] for key in message} == message
+        assert [each["function"] for each in answer.calls] == [{"name": "t", "arguments": '{"a": 2}'}] * (call in text)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, resolve_function
-from corerl.rollout.rewards.base import Failure
+from corerl.rollout.rewards.base import Failure, Judged
 from tests.machine import paced
 
 
@@ -48,12 +48,23 @@ async def impatient(episode: Episode) -> float:
         (
             lambda episode: 10**5000,
             "no-number",
-            "returned int that is too large to be shown, wanted a finite number or",
+            "returned int that is too large to be shown, wanted a finite number,",
         ),
-        (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number or None, on "),
-        (lambda episode: {"right": 1.0}, "no-number", "returned {'right': 1.0}, wanted a finite number or None, on "),
+        (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number, numbers"),
+        (lambda episode: {"right": None}, "no-number", "returned {'right': None}, wanted a finite number, numbers"),
+        (
+            lambda episode: [1.0, math.inf],
+            "no-number",
+            "returned [1.0, inf], wanted a finite number, numbers by name, ",
+        ),
+        (lambda episode: [[1.0]], "no-number", "returned [[1.0]], wanted a finite number, numbers by name, one for "),
+        (
+            lambda episode: [],
+            "no-number",
+            "returned [], wanted a finite number, numbers by name, one for each turn, or ",
+        ),
         (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
-        (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number or None, on prompt 0 ('q')"),
+        (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number, numbers by name, one for "),
         (impatient, "raised", "raised TimeoutError: the tool did not answer (tests/rollout/agents/test_episodes.py:"),
     ],
 )
@@ -72,6 +83,19 @@ def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> 
     episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     for function in (later, lambda episode: value):
         assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode)) == 1.0
+
+
+def test_an_episode_may_return_parts_or_a_reward_for_each_turn() -> None:
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+
+    def returned(value: object) -> object:
+        return asyncio.run(EpisodeFunction(name="mine:play", function=lambda episode: value).play(episode))
+
+    assert returned({"right": 1, "short": -0.5}) == Judged(reward=0.5, parts={"right": 1.0, "short": -0.5})
+    for value in ([1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), torch.tensor([1.0, 0.5])):
+        assert returned(value) == Judged(reward=1.5, turns=(1.0, 0.5))
+    third = float(np.float32(0.1))  # as the column of the batch has it, so that the sums are equal
+    assert returned([0.1, 0.1]) == Judged(reward=2 * third, turns=(third, third))
 
 
 def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:

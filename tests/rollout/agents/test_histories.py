@@ -369,7 +369,7 @@ def test_each_row_has_the_room_of_max_tokens(play: Play) -> None:
     rollout = play(full, samples=1, prompts=ONE)
     assert reasons.count("length") == 2
     rows = rollout.batch.rows
-    assert rows["truncated"].tolist() == [True, True] and (rows["response_length"] <= 12).all()
+    assert rows["truncated"].tolist() == [True, True] and (rows["span"] <= 12).all()
 
 
 # ---- requests side by side -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import string
 import threading
@@ -27,7 +28,7 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.agents.chat_server import ChatServer
 from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.rewards.base import Failure, Reward
+from corerl.rollout.rewards.base import Failure, Judged, Reward
 from corerl.rollout.sampler import Rollout, Sampler
 from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 from tests.machine import paced
@@ -36,6 +37,9 @@ from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play
 
 def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
     return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
+
+
+WANTED = "wanted a finite number, numbers by name, one for each turn, or None,"
 
 
 def single(episode: Episode) -> None:
@@ -165,7 +169,8 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         )
         np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
         assert rollout.batch.rows["prompt_length"][row] == len(prompt)
-        assert rollout.batch.rows["response_length"][row] == len(tokens) - len(prompt)
+        assert rollout.batch.rows["response_length"][row] == len(first) + len(second)
+        assert rollout.batch.rows["span"][row] == len(tokens) - len(prompt)
         assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
     assert rollout.batch.rows["turns"].tolist() == [2] * 8
 
@@ -214,7 +219,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
     told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
     on = "on prompt 40 ('21>')"
-    assert told[0] == f"rollout.function 'mine:play' returned 'five', wanted a finite number or None, {on}"
+    assert told[0] == f"rollout.function 'mine:play' returned 'five', {WANTED} {on}"
     assert told[1].startswith(
         "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/agents/test_sampler.py:"
     )
@@ -356,7 +361,7 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
     assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
     assert rollout.batch.rows["truncated"].tolist() == [True]
-    assert rollout.batch.rows["response_length"][0] <= 30
+    assert rollout.batch.rows["response_length"][0] < rollout.batch.rows["span"][0] <= 30
     assert rollout.batch.columns["loss_mask"][-1]  # nothing stands behind the last thing that was said
     assert rollout.batch.rows["turns"][0] == len(seen) - 1
 
@@ -635,6 +640,64 @@ def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -
         assert Rollout.concatenate(parts).batch.columns["routed_experts"].ravel().tolist() == told
 
 
+def turns_of(rollout: Rollout) -> list[list[float]]:
+    """The rewards of each row's turns, in order."""
+    column, mask = rollout.batch.columns["turn_rewards"], rollout.batch.columns["loss_mask"]
+    assert not column[~mask].any()
+    found = []
+    for low, high in itertools.pairwise(rollout.batch.offsets.tolist()):
+        own = np.append(mask[low:high], False)
+        last = np.flatnonzero(own[:-1] & ~own[1:])
+        assert np.isin(np.flatnonzero(column[low:high]), last).all()
+        found.append(column[low:high][last].tolist())
+    return found
+
+
+def test_rewards_of_turns_are_at_the_last_tokens_of_their_answers(play: Play) -> None:
+    def talk(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9"}]
+        other = episode.chat([{"role": "user", "content": "77"}], max_tokens=2)  # a row of its own
+        episode.chat(messages, max_tokens=2)
+        episode.chat([{"role": "user", "content": "77"}, other["message"], {"role": "tool", "content": "1"}])
+        return [1.0, 2.0, 3.0, 4.0]
+
+    rollout = play(talk, samples=2)
+    assert turns_of(rollout) == [[1.0, 3.0], [2.0, 4.0]] * 4
+    assert [each.reward for each in rollout.outcomes] == [10.0] * 8
+    assert turns_of(play(two_turns)) == [[0.0, 0.0]] * 8
+
+    def again(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9"}]
+        for _ in range(2):
+            episode.chat(messages)
+        return [1.0, 2.0, 3.0]
+
+    # What two rows share is trained on, and has its reward, in the first of them.
+    assert turns_of(play(again, samples=1, prompts=PROMPTS[:1])) == [[1.0, 2.0], [3.0]]
+
+
+def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:
+    def miscounted(episode: Episode) -> list[float]:
+        two_turns(episode)
+        return [1.0, 2.0, 3.0]
+
+    async def together(episode: Episode) -> list[float]:
+        await asyncio.gather(*(episode.chat_async(episode.messages) for _ in range(2)))
+        return [1.0, 2.0]
+
+    for function, what in (
+        (miscounted, "returned 3 rewards, one for each turn, but got 2 answers on prompt"),
+        (
+            together,
+            "returned 2 rewards, one for each turn, but sent requests side by side, whose answers have no order",
+        ),
+    ):
+        outcomes = play(function).outcomes
+        assert all(isinstance(each, Failure) and what in each.message for each in outcomes), outcomes
+
+
 def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(play: Play) -> None:
     rollout = evolve(play(single, samples=2), outcomes=[1.5, None, Failure(kind="raised", message="it raised"), None])
     texts: list[str] = []
@@ -654,6 +717,11 @@ def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(
     second = evolve(rollout, outcomes=[1.0, 2.0, None, Failure(kind="timeout", message="late")])
     assert scorer.score(second).first.startswith("reward 'r' raised ValueError: no")
     assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
+    judged = [Judged(reward=3.0, parts={"right": 1.0, "short": 2.0}), None, Judged(reward=1.0, turns=(0.5, 0.5)), None]
+    parts = Reward(name="r", function=lambda prompt, response: {"right": 0.0, "long": 4.0})
+    scores = EpisodeScorer(parts, failed_value=0.0).score(evolve(rollout, outcomes=judged))
+    assert scores.rewards.tolist() == [3.0, 4.0, 1.0, 4.0]
+    assert scores.parts == {"right": (1.0, 3), "short": (2.0, 1), "long": (8.0, 2)}
     all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)
     with pytest.raises(RewardError, match="^it raised; none of the 4 samples has a reward$"):
         scorer.score(all_failed)

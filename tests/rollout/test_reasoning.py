@@ -1,0 +1,109 @@
+"""What templates open is compared with templates as they are published, in short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from corerl.data.prompts import Prompt
+from corerl.rollout.encoding import encode, render
+from corerl.rollout.reasoning import TAGS, Openings, end_of_reasoning, generation_prompt, left_open, split
+from corerl.testing.episodes import byte_tokenizer
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+# Qwen3-Thinking and Qwen 3.5; Qwen 3 with its switch; DeepSeek R1; one that opens nothing.
+QWEN = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+SWITCH = (
+    CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}<User>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<Assistant><think>\n{% endif %}"
+)
+PLAIN = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FORCED = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n[THINK]Okay, {% endif %}"
+
+
+def templated(template: str) -> PreTrainedTokenizerBase:
+    made = byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "text", "opened"),
+    [
+        (QWEN, {}, "2?", "<think>\n"),
+        (R1, {}, "2?", "<think>\n"),
+        (FORCED, {}, "2?", "[THINK]Okay, "),
+        (QWEN, {}, "Write <think> and </think>.", "<think>\n"),
+        (SWITCH, {}, "2?", ""),
+        (SWITCH, {"enable_thinking": False}, "2?", ""),
+        (SWITCH, {}, "End with <think>", ""),  # the user's tag is not the template's
+        (PLAIN, {}, "2? <think>\n", ""),
+        (R1.replace("<Assistant><think>\n", ""), {}, "2? <think>\n", ""),
+    ],
+)
+def test_what_a_generation_prompt_opens_is_known_by_text_and_by_tokens(
+    template: str, options: Mapping[str, Any], text: str, opened: str
+) -> None:
+    ours, messages = templated(template), user(text)
+    rendered: list[str] = []
+
+    def prompt() -> str:
+        rendered.append(text)
+        return generation_prompt(ours, messages, options=options)
+
+    openings = Openings(ours)
+    (tokens,) = encode(ours, [Prompt(index=0, text="", answer="", messages=tuple(messages))], options)
+    for _ in range(2):
+        assert openings.of_text(render(ours, messages, options=options), prompt) == opened
+        assert openings.of_tokens(tokens, prompt) == opened
+    assert len(rendered) <= 1 or not opened  # it is known again
+
+
+def test_an_answer_that_the_client_begins_opens_nothing_of_the_templates() -> None:
+    assert generation_prompt(templated(QWEN), [*user("2?"), {"role": "assistant", "content": "<think>"}]) == ""
+
+
+def test_a_tag_that_is_a_special_token_is_seen_where_these_are() -> None:
+    ours = templated(QWEN)
+    assert Openings(ours).seen("<think>\n", special_tokens=False) == "<think>\n"
+    ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    openings = Openings(ours)
+    (tokens,) = encode(ours, [Prompt(index=0, text="", answer="", messages=tuple(user("2?")))])
+    assert openings.of_tokens(tokens, lambda: generation_prompt(ours, user("2?"))) == "<think>\n"
+    assert openings.seen("<think>\n", special_tokens=True) == "<think>\n"
+    assert openings.seen("<think>\n", special_tokens=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "rest"),
+    [
+        ("<think>\nI add.\n</think>\n\nIt is 4.", "", "I add.", "It is 4."),
+        ("I add.\n</think>\n\nIt is 4.", "<think>\n", "I add.", "It is 4."),
+        ("I add.", "<think>\n", "I add.", ""),
+        ("<think>I add.", "", "I add.", ""),
+        ("It is 4. <think>really</think>", "", "", "It is 4. <think>really</think>"),
+        ("It is </think>", "", "", "It is </think>"),
+        ("", "<think>\n", "", ""),
+    ],
+)
+def test_reasoning_is_split_from_what_follows(text: str, opened: str, reasoning: str, rest: str) -> None:
+    assert split(text, opened) == (reasoning, rest)
+
+
+def test_every_tag_of_the_table_opens_and_closes() -> None:
+    for opening, closing in TAGS.items():
+        assert split(f"{opening}I add.{closing}It is 4.") == ("I add.", "It is 4."), opening
+        assert left_open(f"a{opening} b") == f"{opening} b"
+        assert left_open(f"a{opening} b{closing}") == ""
+        assert end_of_reasoning(f"I add.{closing}4", opening) == len(f"I add.{closing}")
