@@ -23,6 +23,7 @@ class MixedPrompts(PromptSource):
         self._weights = tuple(weights[name] for name in self._names)
         self._starts = offsets_of([len(source) for source in self._sources])[:-1]
         self.chat = any(source.chat for source in self._sources)
+        self.notices = tuple(notice for source in self._sources for notice in source.notices)
         self.unanswered = sum(source.unanswered for source in self._sources)
         self.first_unanswered = next(
             (

@@ -183,6 +183,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
+            *(prompts.notices if config.run.samples else ()),
             *unanswered(config, prompts),
             *unused,
             *told_sampling(config),
