@@ -171,7 +171,7 @@ class ArrowRows(Rows):
         seen = [(name, held) for name, held in _looked_at(self._table.schema) if name not in columns]
         names = [*columns, *(name for name, _ in seen)]
         for batch in self._table.select(names).to_batches(max_chunksize=BATCH):
-            rows = self._rows(batch.select(columns), index)
+            rows = self._rows(batch.select(columns))
             for name, held in seen:
                 for row, value in zip(rows, _glanced(batch.column(name), held), strict=True):
                     if value and isinstance(row, dict):
@@ -184,15 +184,15 @@ class ArrowRows(Rows):
         return len(self._table)
 
     def __getitem__(self, index: int) -> Any:
-        return self._rows(self._table.slice(index, 1), index)[0]
+        return self._rows(self._table.slice(index, 1))[0]
 
-    def _rows(self, part: Any, first: int) -> list[dict[str, Any] | Refused]:
-        """The rows of a table or record batch, whose first one is the row `first`."""
+    def _rows(self, part: Any) -> list[Any]:
+        """The rows of a table or record batch; in the place of one that cannot be read, why."""
         try:
-            rows: list[dict[str, Any] | Refused] = part.to_pylist()
+            rows: list[Any] = part.to_pylist()
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
             if part.num_rows > 1:
-                return [self._rows(part.slice(at, 1), first + at)[0] for at in range(part.num_rows)]
+                return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
             return [Refused("that cannot be read", f"cannot be read: {error}")]
         if self._has_maps:
             kinds = {field.name: field.type for field in part.schema}

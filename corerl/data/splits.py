@@ -135,16 +135,16 @@ def _subset(root: Path, subset: str) -> Mapping[str, Any]:
 
     card = root / "README.md"
     try:
-        tables = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if card.is_file() else {}
-        default = tables.get_default_config_name() if tables else ""
+        said = DatasetCard.load(card).data if card.is_file() else {}
+        tables: Mapping[str, Mapping[str, Any]] = MetadataConfigs.from_dataset_card_data(said)
+        chosen = subset or MetadataConfigs(tables).get_default_config_name()
     except Exception as error:  # of a parser of YAML, and of what looks into it
         raise DataError(f"data.source: cannot read the header of {card}: {' '.join(str(error).split())}") from error
     if not tables:
         _require_no_choice(str(root), subset=subset)
         return {}
-    if (chosen := subset or default) in tables:
-        found: Mapping[str, Any] = tables[chosen]
-        return found
+    if chosen in tables:
+        return tables[chosen]
     raise ConfigError(
         f"data.subset: {subset!r}, but {root} has the subsets {', '.join(tables)}; set it to one of them"
         f"{did_you_mean(subset, tables)}"
