@@ -7,10 +7,12 @@ from pathlib import Path
 import datasets
 import pytest
 
+from corerl.config.load import config_of
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
 from corerl.errors import ConfigError, DataError
+from corerl.plan.settle import with_absolute_paths
 from tests.data.files import load, write
 
 CARD = """---
@@ -181,3 +183,11 @@ def test_directories_without_datasets_name_the_extra(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=r"requires `datasets`, which is not installed; pip install 'corerl\[data\]'"):
         load(directory)
     assert len(load(directory / "train.jsonl")) == 3
+
+
+def test_a_pattern_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "a", "b", suffix="jsonl")
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(config_of({"backend": {"name": "plain"}, "data": {"source": "*.jsonl"}}))
+    monkeypatch.chdir("/")
+    assert texts(load(config.data.source)) == [f"{name} {i}" for name in "ab" for i in range(3)]
