@@ -154,13 +154,14 @@ def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
         if len(keys) > DEEPEST:
             yield Problem(keys[:3], f"is nested more than {DEEPEST} levels deep; use fewer")
             return
-        if isinstance(value, Mapping):
-            left += [((*keys, str(key)), item) for key, item in value.items()]
-        elif isinstance(value, list):
-            left += [((*keys, index), item) for index, item in enumerate(value)]
-        elif type(value) is int and not -(2**63) <= value < 2**63:
-            got = short_repr(value) if is_setting(keys, Config) else "a larger one"  # which may be a secret
-            yield Problem(keys, f"expected an integer of at most 64 bits, got {got}")
+        items = ((str(key), item) for key, item in value.items()) if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:  # an array may have millions: paths are made only where they are needed
+            if isinstance(item, Mapping | list):
+                left.append(((*keys, key), item))
+            elif type(item) is int and not -(2**63) <= item < 2**63:
+                path = (*keys, key)
+                got = short_repr(item) if is_setting(path, Config) else "a larger one"  # which may be a secret
+                yield Problem(path, f"expected an integer of at most 64 bits, got {got}")
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------------

@@ -528,6 +528,8 @@ class DataSource:
     )
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
+    split: str = option("its split, where it has several; empty uses data.split", default="")
+    subset: str = option("its subset, where it has several; empty uses data.subset", default="")
     system: str | None = option(
         "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,
@@ -543,10 +545,12 @@ class DataConfig:
     """The prompts of a run."""
 
     source: str = option(
-        "a generated task (sort-digits), a .jsonl or .parquet file, a directory of .parquet files, or a directory "
-        "saved by the `datasets` library",
+        "a generated task (sort-digits), a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', a directory of "
+        "such files, or a directory saved by the `datasets` library",
         default="sort-digits",
     )
+    split: str = option("the split of a directory that is read; empty: train", default="")
+    subset: str = option("the subset of a directory whose README.md names several; empty: its default", default="")
     sources: tuple[DataSource, ...] = option("alternative to source: several sources, mixed by weight", default=())
     prompt_key: str = option("field that holds the prompt: a string, or a list of messages", default="prompt")
     answer_key: str = option("field that holds the answer; may be missing", default="answer")
@@ -560,9 +564,15 @@ class DataConfig:
         "arguments of the tokenizer's own chat template, such as {enable_thinking = false}", factory=dict
     )
     refused: Literal["fail", "skip"] = option(
-        "chats that the chat template refuses; fail: an error names the first one before the first step; skip: they "
-        "are left out and counted",
+        "rows that cannot be shown to the model, such as those with pictures, without a prompt, or with a chat that "
+        "the chat template refuses; fail: an error names the first one before the first step; skip: they are left out "
+        "and counted",
         default="fail",
+    )
+    ignore: tuple[str, ...] = option(
+        "fields that the model need not be shown, such as pictures that only the reward reads; rows that have them are "
+        "not refused",
+        default=(),
     )
     held_out: int = option(
         "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)

@@ -26,6 +26,7 @@ from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
+SHOWN = 20  # parts of an array or table that are reported if they do not fit
 FITTINGS = 4  # what is wrong is removed, what is then missing is made empty, and then validators of tables speak
 
 
@@ -229,7 +230,7 @@ def _array_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
 
 
 def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any], converter: Converter) -> list[Any]:
-    """Structure all parts of an array or table; raise one error for all parts that fail."""
+    """Structure all parts of an array or table; raise one error for the parts that fail, of many for the first ones."""
     done, errors = [], []
     for key, value, kind in zip(keys, values, kinds, strict=True):
         try:
@@ -237,6 +238,9 @@ def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any], conv
         except (*_ERRORS, ValueError, TypeError, LookupError) as error:
             error.add_note(IterableValidationNote(f"at {key!r}", key, kind))
             errors.append(error)
+            if len(errors) == SHOWN:  # an array of the wrong kind may have millions, each of which takes 50 us
+                errors.append(_Wrong(f"{SHOWN} of its parts do not fit; those behind them are not checked"))
+                break
     if errors:
         raise IterableValidationError("parts do not fit", errors, list)
     return done
@@ -302,7 +306,9 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
 
 def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
     known = list(class_fields(error.cl))
-    for key in sorted(error.extra_fields):
+    if (more := len(error.extra_fields) - SHOWN) > 0:
+        yield Problem(keys, f"has {more} more unknown keys")
+    for key in sorted(error.extra_fields)[:SHOWN]:
         near = next(iter(deeper(error.cl, key)), "") or nearest(key, known)
         advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
         yield Problem((*keys, key), f"unknown key; {advice}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
+from corerl.data import media
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.messages import short_repr
 from corerl.plain_json import parse_json
@@ -40,6 +41,9 @@ def read_message(message: Any) -> dict[str, Any]:
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
+    for name, value in known.items():
+        if name != "content" and (kind := media.held(name, value)):
+            raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it")
     calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
@@ -89,8 +93,8 @@ def _read_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_tools(value: Any) -> Messages:
     """The tools in a row's field: a list of objects, each of them or the whole list also as JSON text. Raises
     ValueError."""
-    tools = (_parsed(value) if value else None) or []  # JSON text may say null
-    read = [_parsed(tool) for tool in tools] if isinstance(tools, list | tuple) else [tools]
+    tools = (parsed(value) if value else None) or []  # JSON text may say null
+    read = [parsed(tool) for tool in tools] if isinstance(tools, list | tuple) else [tools]
     if not all(isinstance(tool, Mapping) for tool in read):
         raise ValueError(
             f"got {short_repr(value, SHOWN)}, wanted a list of tools, each an object as in OpenAI's `tools`; set "
@@ -99,7 +103,8 @@ def read_tools(value: Any) -> Messages:
     return tuple(read)
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
+    """The value of JSON text; anything else as it is."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError:
@@ -147,6 +152,7 @@ class ChatPrompts(PromptSource):
         self._system: Messages = ({"role": "system", "content": system},) if system else ()
         self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
         self.divide(source.shares)
+        self.notices = source.notices
 
     def where(self, index: int) -> str:
         return self._source.where(index)

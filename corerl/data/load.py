@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attrs import fields
 
+from corerl.config.schema import DataConfig, DataSource
 from corerl.data.chat import ChatPrompts
 from corerl.data.mixture import MixedPrompts
 from corerl.data.prompts import PromptSource, SortDigits
 from corerl.data.reports import NO_REPORTS, Reports
-from corerl.data.rows import RowPrompts, open_rows
+from corerl.data.rows import PATHS, RowPrompts, open_rows, unreadable
+from corerl.data.splits import find, is_pattern
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path
-
-if TYPE_CHECKING:
-    from corerl.config.schema import DataConfig
 
 PARTS = "reward"  # under eval/, where each source has a place too
 FILES = (".jsonl", ".parquet")
 GENERATED = {"sort-digits": SortDigits}
-KNOWN = (
-    f"{', '.join(GENERATED)}, or the path of a .jsonl or .parquet file, a directory of .parquet files, or a data set "
-    "saved by `save_to_disk`"
-)
 
 
 def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) -> PromptSource:
@@ -35,7 +29,7 @@ def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) 
     source = (
         _mixed(data, seed, reports, read)
         if data.sources
-        else _source(data, data.source, seed=seed, reports=reports, read=read)
+        else _source(data, DataSource(source=data.source), seed=seed, reports=reports, read=read)
     )
     _require_chat(source, "data.system", data.system)
     # A task may do without the default field, but not without one that its config names; a part of a mix may.
@@ -48,17 +42,17 @@ def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) 
 def require_source(source: str, *, setting: str = "data.source") -> None:
     """Raise ConfigError if a source is neither generated nor a path, DataError if it is none that can be read; nothing
     of it is read."""
-    if source in GENERATED:
+    if source in GENERATED or is_pattern(source):
         return
     if not source or (not os.path.exists(source) and Path(source).suffix not in FILES):
         near = did_you_mean(source, GENERATED) or did_you_mean_path(source)
-        raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{near}")
+        known = f"{', '.join(GENERATED)}, or the path of {PATHS}"
+        raise ConfigError(f"{setting}: unknown source {source!r}; known: {known}{near}")
     try:
         os.stat(source)
     except OSError as error:
         raise DataError(
-            f"{setting}: cannot read {source}: {error.strerror}; expected a .jsonl or .parquet file, a directory of "
-            f".parquet files, or a data set saved by `save_to_disk`{did_you_mean_path(source)}"
+            f"{setting}: cannot read {source}: {error.strerror}; expected {PATHS}{did_you_mean_path(source)}"
         ) from error
 
 
@@ -81,62 +75,56 @@ def _mixed(data: DataConfig, seed: int, reports: Reports, read: list[RowPrompts]
         if name == PARTS:
             raise ConfigError(f"data.sources: eval/{name} has the parts of rewards; give source {name!r} another name")
         weights[name] = each.weight
-        sources[name] = _source(
-            data,
-            each.source,
-            prompt_key=each.prompt_key,
-            answer_key=each.answer_key,
-            system=each.system,
-            setting="data.sources",
-            seed=seed,
-            reports=reports,
-            read=read,
-        )
+        sources[name] = _source(data, each, setting="data.sources", seed=seed, reports=reports, read=read)
         _require_chat(sources[name], f"data.sources[{number}].system", each.system)
     return MixedPrompts(sources, weights)
 
 
 def _source(
     data: DataConfig,
-    source: str,
+    source: DataSource,
     *,
-    prompt_key: str = "",
-    answer_key: str = "",
-    system: str | None = None,
     setting: str = "data.source",
     seed: int,
     reports: Reports,
     read: list[RowPrompts],
 ) -> PromptSource:
     """The source's prompts; rows of files that they come from are added to `read`."""
-    rows = _rows(
-        data, source, prompt_key=prompt_key, answer_key=answer_key, setting=setting, seed=seed, reports=reports
-    )
+    rows = _rows(data, source, setting=setting, seed=seed, reports=reports)
     if isinstance(rows, RowPrompts):
         read.append(rows)
-    system = data.system if system is None else system
+    system = data.system if source.system is None else source.system
     return ChatPrompts(rows, system=system, texts=not data.chat) if data.chat or (system and rows.chat) else rows
 
 
-def _rows(
-    data: DataConfig, source: str, *, prompt_key: str, answer_key: str, setting: str, seed: int, reports: Reports
-) -> PromptSource:
+def _rows(data: DataConfig, source: DataSource, *, setting: str, seed: int, reports: Reports) -> PromptSource:
     """The prompts as the source has them."""
-    if source in GENERATED:
-        return GENERATED[source](held_out=data.held_out, seed=seed)
-    require_source(source, setting=setting)
-    path = Path(source)
-    answer_key = answer_key or data.answer_key
+    if source.source in GENERATED:
+        return GENERATED[source.source](held_out=data.held_out, seed=seed)
+    require_source(source.source, setting=setting)
+    answer_key = source.answer_key or data.answer_key
+    try:
+        found = find(source.source, split=source.split or data.split, subset=source.subset or data.subset)
+    except OSError as error:
+        raise unreadable(Path(error.filename or source.source), error) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting}: reading {source.source} requires `datasets`, which is not installed; pip install "
+            "'corerl[data]'"
+        ) from error
     rows = RowPrompts(
-        open_rows(path, reports),
-        prompt_key=prompt_key or data.prompt_key,
+        open_rows(found, source.source, reports),
+        prompt_key=source.prompt_key or data.prompt_key,
         answer_key=answer_key,
         held_out=data.held_out,
         seed=seed,
         tools_key=data.tools_key,
         chat=data.chat,
+        ignore=data.ignore,
+        skip=data.refused == "skip",
         reports=reports,
     )
     if answer_key != fields(type(data)).answer_key.default:
         rows.require(answer_key, setting="data.answer_key")
+    rows.notices = (found.notice, *rows.notices) if found.notice else rows.notices
     return rows

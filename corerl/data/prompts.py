@@ -35,6 +35,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # the chat; () continues the text
     # What the chat template tells the model of, each as in OpenAI's `tools`.
     tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
+    template_options: Mapping[str, Any] = field(factory=dict)  # the row's own arguments of the chat template
     source: str = ""  # name of the source, if several are mixed
 
 
@@ -77,6 +78,7 @@ class PromptSource(ABC):
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     unanswered: int = 0  # prompts without an answer
     first_unanswered: int = 0  # index of the first of them, if there is one
+    notices: tuple[str, ...] = ()  # lines that tell a user what is not read, or not shown to the model
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
     characters: int | None = (
         None  # of the longest prompt, if all are ASCII texts and it is known without a look at each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import json
 import os
@@ -9,24 +10,68 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from corerl.data.chat import Messages, read_messages, read_tools, readable, without_nulls
+from corerl.data import media
+from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
 from corerl.data.digests import digest, held_out_order
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.data.reports import NO_REPORTS, Reports
+from corerl.data.splits import Found
 from corerl.errors import ConfigError, DataError
-from corerl.messages import did_you_mean
+from corerl.messages import did_you_mean, short_repr
 from corerl.plain_json import parse_json, read_json_file
-from corerl.regular import require_all_regular, require_regular
+from corerl.regular import require_regular
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
 LARGE = re.compile(r"binary|list<[^:]*: (float|double|halffloat|u?int)")  # pictures, vectors: not in digests
+PATHS = "a .jsonl or .parquet file, a directory or a pattern of them, or a data set saved by `save_to_disk`"
+OPTIONS = "chat_template_kwargs"  # the field with a row's own arguments of the chat template
+# Fields that often belong to a prompt and are not shown to the model: the run says so once.
+NOT_SHOWN = re.compile(
+    r"system(_prompt|_message)?|instructions?|input|contexts?|documents?|passages|history|messages|conversations?|"
+    r"few_shot|functions"
+)
+# In the place of a column's value that a scan does not decode: one of an Image, or other.
+PICTURE, OTHER = {"bytes": b"", "path": ""}, "something"
+T = TypeVar("T")
+PREFIX = 16  # bytes or characters by which a picture is known
+
+
+@cache
+def _is_needed(name: str) -> bool:
+    return NOT_SHOWN.fullmatch(name) is not None
+
+
+class Refused(Exception):
+    """Why a row cannot be shown to the model; rows are counted by `kind`, which goes behind "rows"."""
+
+    def __init__(self, kind: str, why: object) -> None:
+        super().__init__(str(why))
+        self.kind = kind
+
+
+class Tally:
+    """Counts rows by kind, and keeps where the first one is."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.first = ""
+
+    def add(self, kind: str, where: str) -> None:
+        self.counts[kind] += 1
+        self.first = self.first or where
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
+        return f"{kinds}; the first: {self.first}"
 
 
 class Rows(ABC):
@@ -41,8 +86,9 @@ class Rows(ABC):
 
     @abstractmethod
     def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
-        """Yield (where, row) for each row, in order; a row holds at least `column` and `more`, if the data has them. It
-        lacks only columns of pictures and vectors."""
+        """Yield (where, row) for each row, in order; in the place of one that cannot be read, why. A row has `column`
+        and `more`, if the data have them, and all other fields, but for columns of pictures and vectors: of those that
+        are looked at, only whether they hold something."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
@@ -55,51 +101,55 @@ class Rows(ABC):
 class JsonlRows(Rows):
     """One JSON object per line; blank lines are skipped. Only byte offsets are kept, which the scan finds."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.name = str(path)
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        self._paths = paths
+        self.name = name
         self._offsets = np.zeros(0, dtype=np.int64)
+        self._firsts: list[int] = []  # of each file the number of its first row
 
     def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
         offsets: list[int] = []
-        at = 0
-        try:
-            with self._path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        where = f"{self._path}:{number}"
-                        offsets.append(at)
-                        yield where, _json(line, where)
-                    at += len(line)
-        except OSError as error:
-            raise _unreadable(self._path, error.strerror) from error
+        for path in self._paths:
+            self._firsts.append(len(offsets))
+            at = 0
+            try:
+                with path.open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if line.strip():
+                            offsets.append(at)
+                            yield f"{path}:{number}", _json(line)
+                        at += len(line)
+            except OSError as error:
+                raise unreadable(path, error.strerror) from error
         if not offsets:
-            raise DataError(f"data.source: {self._path} is empty, expected one JSON object per line")
+            raise DataError(f"data.source: {self.name} is empty, expected one JSON object per line")
         self._offsets = np.array(offsets, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
+    def _path(self, index: int) -> Path:
+        return self._paths[bisect.bisect_right(self._firsts, index) - 1]
+
     def __getitem__(self, index: int) -> Any:
-        with self._path.open("rb") as lines:
+        with self._path(index).open("rb") as lines:
             lines.seek(self._offsets[index])
-            return _json(lines.readline(), f"{self._path}, prompt {index}")
+            return _json(lines.readline())
 
     def where(self, index: int) -> str:
-        with self._path.open("rb") as lines:  # read again: only a message needs it
+        with self._path(index).open("rb") as lines:  # read again: only a message needs it
             before = lines.read(int(self._offsets[index]))
-        return f"{self._path}:{1 + before.count(NEWLINE)}"
+        return f"{self._path(index)}:{1 + before.count(NEWLINE)}"
 
 
-def _json(line: bytes, where: str) -> Any:
+def _json(line: bytes) -> Any:
     try:
         return parse_json(line)
     except json.JSONDecodeError as error:  # whose own text has a line number, always 1
-        raise DataError(
-            f"{where}: not valid JSON: {error.msg}, at character {error.pos + 1}; expected one JSON object per line"
-        ) from error
+        why = f"{error.msg}, at character {error.pos + 1}; expected one JSON object per line"
     except ValueError as error:  # broken UTF-8, or a value that cannot be held
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+        why = str(error)
+    return Refused("that are not JSON", f"not valid JSON: {why}")
 
 
 class ArrowRows(Rows):
@@ -119,10 +169,18 @@ class ArrowRows(Rows):
             yield f"{self.name}, row 0", self[0]
             return
         index = 0
+        # Pictures and vectors are not decoded to see that they are there.
         used = {column, *more}
         columns = [each.name for each in self._table.schema if each.name in used or not LARGE.search(str(each.type))]
-        for batch in self._table.select(columns).to_batches(max_chunksize=BATCH):
-            for row in self._rows(batch, index):
+        seen = [(name, held) for name, held in _looked_at(self._table.schema) if name not in columns]
+        names = [*columns, *(name for name, _ in seen)]
+        for batch in self._table.select(names).to_batches(max_chunksize=BATCH):
+            rows = self._rows(batch.select(columns))
+            for name, held in seen:
+                for row, value in zip(rows, _glanced(batch.column(name), held), strict=True):
+                    if value and isinstance(row, dict):
+                        row[name] = value
+            for row in rows:
                 yield f"{self.name}, row {index}", row
                 index += 1
 
@@ -130,16 +188,16 @@ class ArrowRows(Rows):
         return len(self._table)
 
     def __getitem__(self, index: int) -> Any:
-        return self._rows(self._table.slice(index, 1), index)[0]
+        return self._rows(self._table.slice(index, 1))[0]
 
-    def _rows(self, part: Any, first: int) -> list[dict[str, Any]]:
-        """The rows of a table or record batch, whose first one is the row `first`."""
+    def _rows(self, part: Any) -> list[Any]:
+        """The rows of a table or record batch; in the place of one that cannot be read, why."""
         try:
-            rows: list[dict[str, Any]] = part.to_pylist()
+            rows: list[Any] = part.to_pylist()
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
             if part.num_rows > 1:
-                return [self._rows(part.slice(at, 1), first + at)[0] for at in range(part.num_rows)]
-            raise DataError(f"{self.where(first)}: cannot be read: {error}") from error
+                return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
+            return [Refused("that cannot be read", f"cannot be read: {error}")]
         if self._has_maps:
             kinds = {field.name: field.type for field in part.schema}
             return [{name: _with_objects(value, kinds[name]) for name, value in row.items()} for row in rows]
@@ -147,6 +205,36 @@ class ArrowRows(Rows):
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
+
+
+def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The columns that may hold what the model is not shown, by their names or their types, and what stands for it."""
+    for field in schema:
+        inner = field.type
+        while hasattr(inner, "value_type"):  # of a list
+            inner = inner.value_type
+        if "binary" in str(inner) or str(inner).startswith("struct<array: "):
+            yield field.name, PICTURE
+        elif _is_needed(field.name) or media.kind_of_field(field.name):
+            yield field.name, OTHER
+
+
+def _glanced(column: Any, held: Any) -> list[Any]:
+    """[n] of a column's values the beginnings of texts and bytes; for objects and lists that hold something, `held`."""
+    from pyarrow import compute, types
+
+    kind = column.type
+    if types.is_string(kind) or types.is_large_string(kind):
+        return list(compute.utf8_slice_codeunits(column, 0, PREFIX).to_pylist())
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return list(compute.binary_slice(column, 0, PREFIX).to_pylist())
+    if types.is_struct(kind):
+        there = np.any([child.is_valid().to_numpy(zero_copy_only=False) for child in column.flatten()], axis=0)
+    elif types.is_list(kind) or types.is_large_list(kind):
+        there = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False) > 0
+    else:
+        return list(column.to_pylist())
+    return [held if each else None for each in there]
 
 
 def _with_objects(value: Any, kind: Any) -> Any:
@@ -169,38 +257,35 @@ def _text(key: Any) -> str:
     return str(key).lower() if isinstance(key, bool) else str(key)
 
 
-def open_rows(path: Path, reports: Reports = NO_REPORTS) -> Rows:
-    """Open a file or directory of rows; columnar ones are checked whole, with `reports` of how far that is. Raises
-    DataError if it holds none, ConfigError if pyarrow is missing."""
+def open_rows(found: Found, name: str, reports: Reports = NO_REPORTS) -> Rows:
+    """Open files of rows; columnar ones are checked whole, with `reports` of how far that is. Raises DataError if they
+    hold none, ConfigError if pyarrow is missing."""
+    paths = found.paths
+    if os.path.isdir(paths[0]):
+        return ArrowRows(_saved(paths[0], reports), name)
     try:
-        (require_all_regular if os.path.isdir(path) else require_regular)(path)
+        for path in paths:
+            require_regular(path)
     except OSError as error:
-        raise _unreadable(Path(error.filename or path), error) from error
-    if os.path.isdir(path) and (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
-        raise DataError(f"data.source: {path} contains several splits ({splits}); use the directory of one split")
-    if os.path.isdir(path) and (path / "state.json").is_file():
-        return ArrowRows(_saved(path, reports), str(path))
-    if os.path.isdir(path):
-        files = sorted(path.glob("*.parquet"))
-        if not files:
-            raise DataError(
-                f"data.source: {path} contains neither .parquet files nor a data set saved by `save_to_disk`; "
-                "use a directory that does, or a .jsonl or .parquet file"
-            )
-        return ArrowRows(_parquet(files, reports), str(path))
-    if path.suffix == ".parquet":
-        return ArrowRows(_parquet([path], reports), str(path))
-    if path.suffix != ".jsonl" and not _begins_with_object(path):
-        with_pandas = (
-            f"pandas.read_{path.suffix[1:]}({path.name!r}).to_json('{path.stem}.jsonl', orient='records', lines=True)"
-        )
-        how = with_pandas if path.suffix in (".csv", ".json") else "one JSON object per line"
+        raise unreadable(Path(error.filename or path), error) from error
+    of_parquet = [path.suffix == ".parquet" for path in paths]
+    if all(of_parquet):
+        return ArrowRows(_parquet(paths, reports), name)
+    if any(of_parquet):
         raise DataError(
-            f"data.source: {path} is not .jsonl or .parquet and does not begin with a JSON object; convert it to "
-            f".jsonl: {how}"
+            f"data.source: {name} has {sum(of_parquet)} .parquet files and {len(paths) - sum(of_parquet)} others; list "
+            "files of different formats as separate [[data.sources]]"
         )
-    return JsonlRows(path)
+    for path in paths:
+        if path.suffix != ".jsonl" and not _begins_with_object(path):
+            file, stem = path.name, path.stem
+            pandas = f"pandas.read_{path.suffix[1:]}({file!r}).to_json('{stem}.jsonl', orient='records', lines=True)"
+            how = pandas if path.suffix in (".csv", ".json") else "one JSON object per line"
+            raise DataError(
+                f"data.source: {path} is not .jsonl or .parquet and does not begin with a JSON object; convert it to "
+                f".jsonl: {how}"
+            )
+    return JsonlRows(paths, name)
 
 
 def _begins_with_object(path: Path) -> bool:
@@ -214,7 +299,7 @@ def _begins_with_object(path: Path) -> bool:
     return not begin or begin.startswith(b"{")
 
 
-def _parquet(files: list[Path], reports: Reports) -> Any:
+def _parquet(files: Sequence[Path], reports: Reports) -> Any:
     """All rows of the files, unpacked into a temporary file, since a single row of a parquet file cannot be read."""
     arrow = _pyarrow(files[0])
     path = files[0]
@@ -237,7 +322,7 @@ def _parquet(files: list[Path], reports: Reports) -> Any:
                         reports.tell(f"unpacking {path}", done, of)
             return _mapped(arrow, Path(unpacked.name))  # the mapping outlives the deleted file
     except (OSError, ValueError, arrow.ArrowException) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _saved(directory: Path, reports: Reports) -> Any:
@@ -253,7 +338,7 @@ def _saved(directory: Path, reports: Reports) -> Any:
             reports.tell(f"checking {directory}", done, len(table))
         return table
     except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
-        raise _unreadable(directory, error) from error
+        raise unreadable(directory, error) from error
 
 
 def _mapped(arrow: Any, path: Path) -> Any:
@@ -276,18 +361,15 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _unreadable(path: Path, error: object) -> DataError:
+def unreadable(path: Path, error: object) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return DataError(
-        f"data.source: cannot read {path}: {reason}; expected a .jsonl or .parquet file, a directory of .parquet "
-        "files, or a data set saved by `save_to_disk`"
-    )
+    return DataError(f"data.source: cannot read {path}: {reason}; expected {PATHS}")
 
 
 class RowPrompts(PromptSource):
     """One prompt per row: a text or a list of messages. An answer that is not a string becomes its JSON text.
 
-    Raises DataError, with file and line or row, for the first row that cannot be used.
+    Raises DataError, with file and line or row, for the first row that cannot be used, unless such rows are skipped.
     """
 
     def __init__(
@@ -300,28 +382,60 @@ class RowPrompts(PromptSource):
         seed: int,
         tools_key: str = "",
         chat: bool = False,
+        ignore: Collection[str] = (),
+        skip: bool = False,
         reports: Reports = NO_REPORTS,
     ) -> None:
-        """`chat`: texts become chats, which may have tools. `reports` hears how many rows have been read."""
+        """`chat`: texts become chats, which may have tools. `ignore`: fields that the model need not be shown. `skip`:
+        leave out rows that cannot be shown to it. `reports` hears how many rows have been read."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
         self._tools_key = tools_key
         self._tools_of_texts = chat
+        self._ignored = {prompt_key, answer_key, tools_key, *ignore}
+        self._options_key = "" if OPTIONS in ignore else OPTIONS
+        digests, left_out = array("Q"), list[int]()  # the latter: numbers of rows
+        refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
-        digests = array("Q")
         known = without_nulls if rows.columnar else _as_is
-        for where, row in rows.scan(prompt_key, answer_key, tools_key):
-            size = len(digests)
-            prompt = self._parse(row, index=size, where=where)
-            digests.append(digest(known(row), prompt_key, answer_key, tools_key))
+        for number, (where, row) in enumerate(rows.scan(prompt_key, answer_key, tools_key, OPTIONS), start=1):
+            if number % BATCH == 0:
+                reports.tell(f"reading {rows.name}", number, len(rows))
+            try:
+                prompt = self._parse(row, index=len(digests))
+            except Refused as error:
+                if not skip:
+                    raise DataError(f"{where}: {error}; data.refused='skip' leaves such rows out") from error
+                left_out.append(number - 1)
+                refused.add(error.kind, f"{where}: {error}")
+                continue
             self.chat |= bool(prompt.messages)
             self._has.update({answer_key, tools_key} & row.keys())
+            of_chats = set() if prompt.messages or chat else {tools_key, OPTIONS}.difference(ignore)
+            for name in row:
+                if (name in of_chats or (name not in self._ignored and _is_needed(name))) and row[name]:
+                    not_shown.add(repr(name), where)
+            if mark := media.MARK.search(prompt.text):
+                marked.add(f"with {mark[0]}", where)
             if not prompt.answer:
-                self.first_unanswered = self.first_unanswered if self.unanswered else size
+                self.first_unanswered = self.first_unanswered if self.unanswered else len(digests)
                 self.unanswered += 1
-            if len(digests) % BATCH == 0:
-                reports.tell(f"reading {rows.name}", len(digests), len(rows))
+            digests.append(digest(known(row), prompt_key, answer_key, tools_key))
+        size = len(digests)
+        self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
+        of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
+        if not size:
+            raise DataError(f"data.source: {of} cannot be shown to the model: {refused}")
+        self.notices = tuple(
+            f"data: {text}: {tally}"
+            for text, tally in [
+                (f"{of} are skipped, because they cannot be shown to the model", refused),
+                (f"rows of {rows.name} have marks for pictures or sound, which are shown as text", marked),
+                (f"rows of {rows.name} have fields that the model is not shown and prompts often need", not_shown),
+            ]
+            if tally.counts
+        )
         seen = np.array(digests, dtype=np.uint64)
         self.divide([split(seen, held_out_order(seen, seed), held_out=held_out, name=rows.name)])
 
@@ -338,34 +452,51 @@ class RowPrompts(PromptSource):
                 f"{did_you_mean(key, first)}; set {setting}"
             )
 
+    def _number(self, index: int) -> int:
+        return index if self._numbers is None else int(self._numbers[index])
+
     def prompt(self, index: int) -> Prompt:
-        return self._parse(self._rows[index], index=index, where=f"{self._rows.name}, prompt {index}")
+        try:
+            return self._parse(self._rows[self._number(index)], index=index)
+        except Refused as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
 
     def where(self, index: int) -> str:
-        return self._rows.where(index)
+        return self._rows.where(self._number(index))
 
-    def _parse(self, row: Any, *, index: int, where: str) -> Prompt:
+    def _parse(self, row: Any, *, index: int) -> Prompt:
         key = self._prompt_key
+        if isinstance(row, Refused):
+            raise row
         if not isinstance(row, dict):
-            raise DataError(f"{where}: got {_kind(row)}, expected a JSON object with the field {key!r}")
+            raise Refused("that are no objects", f"got {_kind(row)}, expected a JSON object with the field {key!r}")
         if key not in row:
-            raise DataError(
-                f"{where}: no field {key!r}; it has: {', '.join(row) or 'none'}"
-                + did_you_mean(key, row)
-                + "; set data.prompt_key"
+            raise Refused(
+                "without a prompt",
+                f"no field {key!r}; it has: {', '.join(row) or 'none'}{did_you_mean(key, row)}; set data.prompt_key",
             )
+        for name, held in row.items():
+            if name not in self._ignored and (kind := media.held(name, held)):
+                raise Refused(
+                    f"with {kind}",
+                    f"field {name!r} has {kind}, which the model is not shown; list it in data.ignore if only rewards "
+                    "need it",
+                )
         value = row[key]
         if not isinstance(value, str | list) or not value:
-            raise DataError(
-                f"{where}: field {key!r} is {_kind(value)}, expected a non-empty string or a list of messages"
+            raise Refused(
+                "without a prompt",
+                f"field {key!r} is {_kind(value)}, expected a non-empty string or a list of messages",
             )
         messages: Messages = ()
         tools: Messages = ()
+        options: Mapping[str, Any] = {}
         known = without_nulls if self._rows.columnar else _as_is
         if isinstance(value, list):
-            messages = _read(read_messages, known(value), f"{where}: field {key!r}")
+            messages = _read(read_messages, known(value), key, "messages")
         if messages or self._tools_of_texts:
-            tools = _read(read_tools, known(row.get(self._tools_key)), f"{where}: field {self._tools_key!r}")
+            tools = _read(read_tools, known(row.get(self._tools_key)), self._tools_key, "tools")
+            options = _read(_read_options, known(row.get(self._options_key)), OPTIONS, OPTIONS)
         answer = row.get(self._answer_key)
         if not isinstance(answer, str):
             answer = "" if answer is None else json.dumps(answer, default=str)  # parquet has dates and the like
@@ -376,6 +507,7 @@ class RowPrompts(PromptSource):
             fields=row,
             messages=messages,
             tools=tools,
+            template_options=options,
         )
 
 
@@ -383,11 +515,20 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def _read(read: Callable[[Any], Messages], value: Any, where: str) -> Messages:
+def _read(read: Callable[[Any], T], value: Any, field: str, what: str) -> T:
     try:
         return read(value)
     except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
+        kind = media.held_by_messages(value) or f"{what} that cannot be read"
+        raise Refused(f"with {kind}", f"field {field!r}: {error}") from error
+
+
+def _read_options(value: Any) -> Mapping[str, Any]:
+    """A row's own arguments of the chat template: an object, or JSON text of one. Raises ValueError."""
+    options = parsed(value) or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"got {short_repr(value)}, wanted an object; list the field in data.ignore if it is another")
+    return options
 
 
 def _kind(value: object) -> str:

@@ -80,7 +80,8 @@ def load_sampled(
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note))
         if tokenizer is not None:
-            require_encodable(prompts, tokenizer, config.data.chat_template_options)
+            characters = config.data.refused == "fail"  # else all prompts are looked at, and such ones left out
+            require_encodable(prompts, tokenizer, config.data.chat_template_options, characters=characters)
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)

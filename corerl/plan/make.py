@@ -204,6 +204,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
             *start.data,
+            *(prompts.notices if config.run.samples else ()),
             *unanswered(config, prompts),
             *about_sets,
             *copies_of_held_out(config, prompts),

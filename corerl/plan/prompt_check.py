@@ -1,4 +1,4 @@
-"""Look at every prompt before the first step: which chats the template refuses, which prompts are too long."""
+"""Look at every prompt before the first step: which cannot be shown to the model, which are too long."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class PromptCheck:
         longest: int = UNLIMITED,
         limit: str = "",
     ) -> None:
-        """`skip`: leave out the chats that are refused; otherwise the first one is an error. Prompts of more than
+        """`skip`: leave out the prompts that are refused; otherwise the first one is an error. Prompts of more than
         `longest` tokens are left out, because of `limit`, for messages."""
         self.notices: tuple[str, ...] | None = None  # what `finish` has returned
         self.done = 0  # prompts that were looked at
         self.of = len(source)
         self._source, self._skip, self._longest, self._limit = source, skip, longest, limit
-        self._parts = unusable(source, tokenizer, options, longest=longest)
+        self._parts = unusable(source, tokenizer, options, longest=longest, characters=skip)
         self._refused: dict[int, str] = {}  # index -> why
         self._too_long: dict[int, int] = {}  # index -> tokens
         self._costly = 0  # of those that are refused, for which the template takes too much
@@ -117,8 +117,8 @@ class PromptCheck:
         try:
             self._source.leave_out(frozenset(self._refused))
         except DataError as error:
-            raise DataError(f"{error.message}: the chat template refuses {count}; the first: {first}") from error
-        return f"data: {count} are skipped, because the chat template refuses them; the first: {first}"
+            raise DataError(f"{error.message}: {count} cannot be shown to the model; the first: {first}") from error
+        return f"data: {count} are skipped, because they cannot be shown to the model; the first: {first}"
 
     def _leave_out_long(self) -> str:
         if not self._too_long:

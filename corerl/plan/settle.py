@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from corerl.config.schema import Config, ModelConfig, TrainConfig
+from corerl.data.splits import is_pattern
 from corerl.errors import ConfigError
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.lora import with_absolute_adapters
@@ -107,7 +108,8 @@ def with_absolute_paths(config: Config) -> Config:
     """Make paths absolute, for processes with another working directory and for later readers of the run's config."""
 
     def there(source: str) -> str:
-        return str(Path(source).absolute()) if source and os.path.exists(source) else source
+        found = source and (os.path.exists(source) or is_pattern(source))
+        return str(Path(source).absolute()) if found else source
 
     data = config.data
     data = evolve(

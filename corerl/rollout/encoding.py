@@ -70,7 +70,11 @@ def _written(
         text: str | Rejected = prompt.text
         if prompt.messages:
             try:
-                text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
+                for name in prompt.template_options:
+                    if (wrong := wrong_option(tokenizer, name)) is not None:
+                        raise Rejected(f"chat_template_kwargs.{name}: {wrong}, or list the field in data.ignore")
+                own = {**(options or {}), **prompt.template_options}
+                text = render(tokenizer, prompt.messages, tools=prompt.tools, options=own)
             except Rejected as rejected:
                 text = rejected
         written.append((prompt, text))
@@ -215,18 +219,23 @@ def render(
 
 
 def require_encodable(
-    source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any] | None = None,
+    *,
+    characters: bool = True,
 ) -> None:
-    """Check the first texts of every share, and the arguments of the chat template. Raises ModelError if prompts are
-    chats and the tokenizer has no template; ConfigError for an argument that the template does not use; DataError if
-    the tokenizer does not know all characters of a prompt. Which chats the template refuses, `unusable` tells."""
+    """Check the arguments of the chat template and, with `characters`, the first texts of every share. Raises
+    ModelError if prompts are chats and the tokenizer has no template; ConfigError for an argument that the template
+    does not use; DataError if the tokenizer does not know all characters of a prompt. Which chats the template refuses,
+    `unusable` tells."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: the prompts are chats, but the tokenizer has no chat template; use the tokenizer of a chat model "
             "(model.tokenizer), or plain-text prompts with data.chat=false"
         )
     _require_options(source, tokenizer, options or {})
-    if tokenizer.unk_token_id is None:
+    if tokenizer.unk_token_id is None or not characters:
         return
     for share in source.shares:
         prompts = [source.prompt(index) for index in share.train[:LOOKED_AT].tolist()]
@@ -267,7 +276,7 @@ class Unusable:
     """The prompts of a part of a source that a run cannot use."""
 
     looked_at: int  # prompts
-    refused: Mapping[int, str]  # index -> why: chats that the template refuses or makes nothing of
+    refused: Mapping[int, str]  # index -> why: chats that the template refuses, and prompts that have no tokens
     too_long: Mapping[int, int]  # index -> tokens
     costly: int  # prompts among `refused` for which the template takes more time or memory than it may
 
@@ -278,12 +287,15 @@ def unusable(
     options: Mapping[str, Any] | None = None,
     *,
     longest: int = UNLIMITED,
+    characters: bool = False,
 ) -> Iterator[Unusable]:
-    """Render every chat once, and encode each prompt that may have more than `longest` tokens. Yields what it finds,
+    """Render every chat once, and encode each prompt that may have none or more than `longest` tokens; with
+    `characters` every prompt, to refuse those with characters that the tokenizer does not know. Yields what it finds,
     part by part, in the order of indices."""
-    if not source.chat and longest == UNLIMITED:
+    unknown = tokenizer.unk_token_id if characters else None
+    if not source.chat and longest == UNLIMITED and unknown is None:
         return
-    if source.characters is not None and _tokens_at_most("x" * source.characters) <= longest:
+    if source.characters is not None and unknown is None and _tokens_at_most("x" * source.characters) <= longest:
         return
     prompts = map(source.prompt, np.sort(np.concatenate([source.train, source.held_out])).tolist())
     while found := _written(tokenizer, itertools.islice(prompts, PART), options, seconds=PART_SECONDS):
@@ -293,11 +305,19 @@ def unusable(
             for each, text in found
             if each.messages and (isinstance(text, Rejected) or not text)
         }
-        doubtful = [(each, text) for each, text in found if isinstance(text, str) and _tokens_at_most(text) > longest]
-        encoded = _tokens(tokenizer, doubtful)
-        lengths = {
-            each.index: len(ids) for (each, _), ids in zip(doubtful, encoded, strict=True) if isinstance(ids, list)
-        }
+        doubtful = [
+            (each, text)
+            for each, text in found
+            if isinstance(text, str) and (unknown is not None or not text.strip() or _tokens_at_most(text) > longest)
+        ]
+        lengths: dict[int, int] = {}
+        for (each, _), ids in zip(doubtful, _tokens(tokenizer, doubtful), strict=True):
+            if isinstance(ids, DataError):
+                refused.setdefault(each.index, ids.message)
+            elif unknown in ids:
+                refused[each.index] = "it has characters that the tokenizer does not know"
+            else:
+                lengths[each.index] = len(ids)
         yield Unusable(
             looked_at=len(found),
             refused=refused,

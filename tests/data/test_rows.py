@@ -40,11 +40,11 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
         (
             '{"prompt": "x",}',
-            r"p.jsonl:2: not valid JSON: [\w ]+, at character 1[56]; expected one JSON object per line$",
+            r"p.jsonl:2: not valid JSON: [\w ]+, at character 1[56]; expected one JSON object per line; ",
         ),
         (
             '{"prompt": "x", "n": ' + "9" * 5000 + "}",
-            r"p.jsonl:2: not valid JSON: a number in it has more than 4300 digits$",
+            r"p.jsonl:2: not valid JSON: a number in it has more than 4300 digits; data.refused='skip'",
         ),
         ("[" * 200_000, "p.jsonl:2: not valid JSON: it is nested more deeply than can be read"),
         (json.dumps({"prompt": [{"role": "user", "content": "x"}], "tools": "[" * 200_000}), "field 'tools': got '.*"),
@@ -224,7 +224,9 @@ def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
         load(tmp_path / "none.parquet")
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="contains neither .parquet files nor a data set saved by `save_to_disk`"):
+    with pytest.raises(
+        DataError, match="contains neither .jsonl or .parquet files nor a data set saved by `save_to_disk`"
+    ):
         load(empty)
 
 
@@ -258,16 +260,6 @@ def test_messages_of_a_saved_data_set_are_a_chat(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"prompt": [CHAT, CHAT[1:]]}).save_to_disk(tmp_path / "saved")
     source = load(tmp_path / "saved")
     assert [list(source.prompt(index).messages) for index in (0, 1)] == [CHAT, CHAT[1:]]
-
-
-def test_several_splits_are_refused_with_their_names(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict({"prompt": ["x", "y"]})
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
-    with pytest.raises(
-        DataError, match=r"both contains several splits \(test, train\); use the directory of one split"
-    ):
-        load(tmp_path / "both")
-    assert load(tmp_path / "both" / "train").prompt(1).text == "y"
 
 
 def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_path: Path) -> None:
@@ -448,3 +440,128 @@ def test_a_damaged_file_of_a_saved_data_set_is_told_before_its_rows_are_read(tmp
     file.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
     with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path}: .*offset"):
         load(tmp_path)
+
+
+# ---- rows that cannot be shown to the model --------------------------------------------------------------------------
+
+PNG = b"\x89PNG\r\n\x1a\n"
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+STORED = {"bytes": PNG, "path": None}
+CHATS = [[{"role": "user", "content": text}] for text in ("one", "<image>two", "three", "four")]
+
+
+def pictures(path: Path, saved: str) -> Path:
+    """Four chats, of which the second and the third have a picture in two fields."""
+    columns = {
+        "prompt": CHATS,
+        "images": pa.array([[], [STORED], None, []], pa.list_(IMAGE)),
+        "figure": pa.array([None, None, STORED, {"bytes": None, "path": None}], IMAGE),
+        "answer": ["1", "2", "3", "4"],
+    }
+    if saved == "jsonl":
+        rows = [
+            {"prompt": CHATS[0], "images": []},
+            {"prompt": CHATS[1], "images": ["a.png"]},
+            {"prompt": CHATS[2], "images": None, "figure": {"bytes": "iVBORw0KGgo=", "path": None}},
+            {"prompt": CHATS[3]},
+        ]
+        return write(path, *(json.dumps({**row, "answer": str(at)}) for at, row in enumerate(rows, start=1)))
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("saved", ["jsonl", "parquet"])
+def test_rows_with_pictures_are_refused_skipped_or_ignored(tmp_path: Path, saved: str) -> None:
+    path = pictures(tmp_path / f"p.{saved}", saved)
+    where = ":2" if saved == "jsonl" else ", row 1"
+    with pytest.raises(
+        DataError, match=rf"p.{saved}{where}: field 'images' has images, .*; data.refused='skip' leaves"
+    ):
+        load(path)
+    source = load(path, refused="skip")
+    assert [source.prompt(index).answer for index in range(len(source))] == ["1", "4"]
+    assert [source.prompt(index).index for index in range(len(source))] == [0, 1]
+    assert source.where(1) == f"{path}:4" if saved == "jsonl" else f"{path}, row 3"
+    (notice,) = source.notices
+    assert notice == (
+        f"data: 2 of 4 rows of {path} are skipped, because they cannot be shown to the model: 1 with images, 1 with "
+        f"media; the first: {path}{where}: field 'images' has images, which the model is not shown; list it in "
+        "data.ignore if only rewards need it"
+    )
+    ignored = load(path, ignore=("images", "figure"))
+    assert len(ignored) == 4 and ignored.prompt(1).fields["images"]
+    (notice,) = ignored.notices
+    assert notice.startswith(
+        f"data: rows of {path} have marks for pictures or sound, which are shown as text: 1 with <image>"
+    )
+    with pytest.raises(DataError, match=r"1 of 1 rows of .* cannot be shown to the model: 1 with images; the first: "):
+        load(write(tmp_path / "only.jsonl", json.dumps({"prompt": "x", "image": "a.png"})), refused="skip")
+
+
+def test_skipping_leaves_out_every_row_that_cannot_be_used(tmp_path: Path) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "x"}}
+    refused = [
+        ("not JSON", "that are not JSON"),
+        ("[]", "that are no objects"),
+        ('{"question": "x"}', "without a prompt"),
+        ('{"prompt": ""}', "without a prompt"),
+        ('{"prompt": null}', "without a prompt"),
+        (json.dumps({"prompt": [{"role": "user", "content": [part]}]}), "with audio"),
+        (json.dumps({"prompt": [{"role": "user", "content": "?", "images": ["a.png"]}]}), "with images"),
+        (json.dumps({"prompt": [{"role": "user"}]}), "with messages that cannot be read"),
+        (json.dumps({"prompt": [USER], "tools": ["add"]}), "with tools that cannot be read"),
+        (json.dumps({"prompt": [USER], "chat_template_kwargs": [1]}), "with chat_template_kwargs that cannot be read"),
+    ]
+    lines = [line for row, (line, _) in enumerate(refused) for line in (line, f'{{"prompt": "{row}"}}')]
+    source = load(write(tmp_path / "p.jsonl", *lines), refused="skip")
+    assert [source.prompt(index).text for index in range(len(source))] == [str(row) for row in range(10)]
+    (notice,) = source.notices
+    assert "10 of 20 rows of" in notice and "p.jsonl:1: not valid JSON" in notice
+    for kind in {kind for _, kind in refused}:
+        assert f"{sum(each == kind for _, each in refused)} {kind}" in notice
+
+
+def test_skipped_rows_are_left_out_of_a_mix(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", '{"prompt": ""}', '{"prompt": "a"}', '{"prompt": "b"}')
+    mix = DataConfig(
+        sources=(DataSource(source=str(first)), DataSource(source=str(numbered(tmp_path / "b.jsonl", 3)))),
+        held_out=1,
+        refused="skip",
+    )
+    source = load_prompts(mix, seed=0)
+    assert [source.prompt(index).text for index in range(5)] == ["a", "b", "p0", "p1", "p2"]
+    assert source.where(0) == f"{first}:2" and "1 of 3 rows of" in source.notices[0]
+
+
+@pytest.mark.parametrize("saved", ["jsonl", "parquet"])
+def test_fields_that_prompts_often_need_are_told_once(tmp_path: Path, saved: str) -> None:
+    rows = [
+        {"prompt": "a", "system": "Be brief.", "documents": []},
+        {"prompt": "b", "system": None, "documents": ["d"]},
+    ]
+    rows = [{**row, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}, "level": 1} for row in rows]
+    path = tmp_path / f"p.{saved}"
+    if saved == "jsonl":
+        write(path, *map(json.dumps, rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    (notice,) = load(path).notices
+    assert notice.startswith(f"data: rows of {path} have fields that the model is not shown and prompts often need: ")
+    counts = notice.partition("often need: ")[2].partition("; the first: ")[0].split(", ")
+    assert sorted(counts) == ["1 'documents'", "1 'system'", "2 'chat_template_kwargs'", "2 'tools'"]
+    assert load(path, chat=True, ignore=("system", "documents")).notices == ()
+
+
+@pytest.mark.parametrize("saved", ["jsonl", "parquet"])
+def test_a_row_has_template_arguments_of_its_own(tmp_path: Path, saved: str) -> None:
+    options = [{"enable_thinking": False}, {"reasoning_effort": "low"}, None]
+    rows = [{"prompt": [USER], "chat_template_kwargs": each} for each in options]
+    path = tmp_path / f"p.{saved}"
+    if saved == "jsonl":
+        rows[1]["chat_template_kwargs"] = json.dumps(options[1])
+        write(path, *map(json.dumps, rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    source = load(path)
+    assert [dict(source.prompt(index).template_options) for index in range(3)] == [*options[:2], {}]
+    assert dict(load(path, ignore=("chat_template_kwargs",)).prompt(0).template_options) == {}

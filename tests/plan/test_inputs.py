@@ -219,7 +219,7 @@ def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anythin
     plan = make_plan(config_in(tmp_path / "run", **tables))
     assert plan.rollout.prompts.left_out == {13}
     (notice,) = notices(plan)
-    assert notice.startswith("data: 1 of 20 prompts are skipped, because the chat template refuses")
+    assert notice.startswith("data: 1 of 20 prompts are skipped, because they cannot be shown to the model")
 
 
 def test_chats_that_take_long_to_check_are_left_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

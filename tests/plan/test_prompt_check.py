@@ -73,7 +73,9 @@ def test_refused_and_long_prompts_are_left_out_and_counted_where_that_is_asked_f
     assert check.notices is None
     refused, too_long = check.finish()
     assert check.notices == check.finish() == (refused, too_long)
-    assert refused.startswith("data: 3 of 100 prompts are skipped, because the chat template refuses them; the first: ")
+    assert refused.startswith(
+        "data: 3 of 100 prompts are skipped, because they cannot be shown to the model; the first: "
+    )
     assert "p.jsonl:4: the tokenizer's chat template rejects" in refused
     assert asked == [3]  # a line's number costs a reading of the file up to it
     assert too_long == (
@@ -87,7 +89,7 @@ def test_refused_and_long_prompts_are_left_out_and_counted_where_that_is_asked_f
 def test_where_every_chat_is_refused_none_is_left_to_train_on(tmp_path: Path) -> None:
     check = PromptCheck(source(tmp_path, bad=tuple(range(100))), tokenizer(), {}, skip=True)
     with pytest.raises(
-        DataError, match=rf"all 90 training prompts are skipped: the chat template refuses 100 .*:1: {WHY}"
+        DataError, match=rf"all 90 training prompts are skipped: 100 of 100 prompts cannot be shown .*:1: {WHY}"
     ):
         check.finish()
 

@@ -194,6 +194,46 @@ def test_an_argument_that_no_template_would_read_is_refused(options: dict[str, o
         require_encodable(ChatPrompts(texts, system="") if chat else texts, tokenizer(), options)
 
 
+BRIEF = "{% if brief %}0{% endif %}" + TEMPLATE
+
+
+def test_a_rows_own_template_arguments_go_before_those_of_the_config() -> None:
+    ours = tokenizer(BRIEF)
+    for own, config, first in [
+        ({"brief": True}, {}, "0"),
+        ({"brief": False}, {"brief": True}, ""),
+        ({}, {"brief": True}, "0"),
+    ]:
+        (ids,) = encode(ours, [evolve(CHAT, template_options=own)], config)
+        by_hand = ours.apply_chat_template(
+            [dict(each) for each in CHAT.messages], tokenize=False, add_generation_prompt=True, **{**config, **own}
+        )
+        assert ours.decode(ids) == by_hand == f"{first}<bos>u:12;a:3;u:45;a:"
+
+
+def test_a_rows_template_arguments_that_nothing_reads_are_refused() -> None:
+    for name, why in [("breif", "never reads it"), ("tokenize", "CoreRL sets it"), ("tools", "CoreRL sets it")]:
+        (found,) = unusable(One(evolve(CHAT, template_options={name: True})), tokenizer(BRIEF))
+        assert found.refused[2].startswith(f"chat_template_kwargs.{name}: ") and why in found.refused[2]
+    (found,) = unusable(One(evolve(CHAT, template_options={"brief": True})), tokenizer(BRIEF))
+    assert not found.refused
+
+
+def test_unknown_characters_and_prompts_without_tokens_are_refused_where_all_are_looked_at() -> None:
+    ours = tokenizer()
+    (found,) = unusable(One(evolve(TEXT, text="1?2>")), ours, characters=True)
+    assert found.refused == {1: "it has characters that the tokenizer does not know"}
+    (found,) = unusable(One(evolve(CHAT, messages=({"role": "user", "content": "?"},))), ours, characters=True)
+    assert found.refused == {2: "it has characters that the tokenizer does not know"}
+    require_encodable(One(evolve(TEXT, text="1?2>")), ours, characters=False)
+    with pytest.raises(DataError, match="contains characters that the tokenizer does not know"):
+        require_encodable(One(evolve(TEXT, text="1?2>")), ours)
+
+    silent = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
+    (found,) = unusable(One(evolve(TEXT, text=" ")), silent, longest=5)
+    assert found.refused == {1: "prompt 1 (' ') has no tokens, so the model has nothing to continue"}
+
+
 # ---- lengths ---------------------------------------------------------------------------------------------------------
 
 

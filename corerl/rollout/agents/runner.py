@@ -245,6 +245,8 @@ class EpisodeRunner:
         """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
+        if of_row := state.prompt.template_options:
+            chat = evolve(chat, template_options={**of_row, **chat.template_options})
         history, asked, difference = self._continued(state.root, chat)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.unheard(place)) is not None:

@@ -238,6 +238,16 @@ class Reward:
 
     def judge(self, value: Any) -> Judged:
         """What the function returned, as a reward. Raises NoNumber."""
+        if (judged := self.judged(value)) is None:
+            by_name = "finite numbers by name" if isinstance(value, Mapping) else "a finite number"
+            raise NoNumber(f"returned {short_repr(value)}, wanted {by_name},")
+        return judged
+
+    def judged(self, value: Any) -> Judged | None:
+        """What the function returned, as a reward; None if it says nothing of the sample: None, or no part that is
+        not None. Raises NoNumber."""
+        if value is None:
+            return None
         if not isinstance(value, Mapping):
             if (reward := number(value)) is None:
                 raise NoNumber(f"returned {short_repr(value)}, wanted a finite number,")
@@ -247,6 +257,9 @@ class Reward:
                     "or remove the weights,"
                 )
             return Judged(reward=reward)
+        value = {name: each for name, each in value.items() if each is not None}
+        if not value:
+            return None
         parts = {str(name): part for name, each in value.items() if (part := number(each)) is not None}
         if self.weights and (unknown := parts.keys() - self.weights.keys()):
             raise NoNumber(
@@ -254,7 +267,7 @@ class Reward:
                 f"{', '.join(map(repr, self.weights))}; add it there, with 0 to leave it out of the reward,"
             )
         reward = number(sum(self.weights.get(name, 1.0) * part for name, part in parts.items()))
-        if not value or len(parts) < len(value) or reward is None:
+        if len(parts) < len(value) or reward is None:
             raise NoNumber(f"returned {short_repr(value)}, wanted finite numbers by name,")
         return Judged(reward=reward, parts=parts)
 
@@ -295,8 +308,8 @@ class Term:
 
 @frozen(kw_only=True)
 class WeightedSum(Reward):
-    """Several rewards as one: the sum of each one's value times its weight. Its parts are each one's value by its
-    label, and the parts of one that has parts as `label.part`."""
+    """Several rewards as one: the sum of each one's value times its weight, without those that say nothing of a sample.
+    Its parts are each one's value by its label, and the parts of one that has parts as `label.part`."""
 
     function: Callable[..., Any] = sum  # never called
     terms: Sequence[Term]
@@ -316,14 +329,16 @@ class WeightedSum(Reward):
         values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 
-    def judge(self, value: Any) -> Judged:
+    def judged(self, value: Any) -> Judged | None:
         total = 0.0
         parts: dict[str, float] = {}
         for term, each in zip(self.terms, value, strict=True):
             try:
-                judged = term.reward.judge(each)
+                judged = term.reward.judged(each)
             except NoNumber as error:
                 raise NoNumber(f"({term.label}) {error}") from error
+            if judged is None:
+                continue
             total += term.weight * judged.reward
             parts |= {
                 term.label: judged.reward,
@@ -331,7 +346,7 @@ class WeightedSum(Reward):
             }
         if number(total) is None:
             raise NoNumber(f"has the sum {total!r}, wanted a finite number,")
-        return Judged(reward=total, parts=parts)
+        return Judged(reward=total, parts=parts) if parts else None
 
 
 def ended(begun: Begun) -> Outcome:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
@@ -44,11 +45,12 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         prompts: Sequence[Prompt] = PROMPTS,
         calls: int = 1,
         context_length: int = 0,
+        tokenizer: PreTrainedTokenizerBase = TOKENIZER,
         told: Callable[[int, int], None] | None = None,
         **config: Any,
     ) -> Rollout:
         sampler = EpisodeSampler(
-            tokenizer=TOKENIZER,
+            tokenizer=tokenizer,
             generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),

@@ -60,6 +60,31 @@ def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
 
+def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loop: EventLoop) -> None:
+    ours = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+    ours.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}{{ brief }}{% endif %}>"
+    prompts = [
+        evolve(prompt, messages=({"role": "user", "content": prompt.text},), template_options=options)
+        for prompt, options in zip(PROMPTS, [{"brief": "77"}, {}], strict=True)
+    ]
+    played = play(single, prompts=prompts, tokenizer=ours)
+    assert_equal(
+        played,
+        loop.run(
+            Sampler(tokenizer=ours, generate=engines(Oracle()), seed=7).sample(
+                prompts, rollout_step=5, samples=4, params=PARAMS
+            )
+        ),
+    )
+    assert ours.decode(played.batch.tokens[:6]).startswith("21>77>")
+    asked = play(
+        lambda episode: episode.chat(episode.messages, chat_template_kwargs={"brief": "5"}) and None,
+        prompts=prompts,
+        tokenizer=ours,
+    )
+    assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
+
+
 def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
     told: list[tuple[int, int]] = []
     play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)

@@ -271,6 +271,21 @@ def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_i
     assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
 
 
+def test_parts_that_are_none_are_left_out_of_sum_and_means() -> None:
+    def of_task(prompt: Prompt, response: str) -> dict[str, float | None]:
+        right = None if response == "y" else float(response == "x")
+        return {"right": right, "short": None if response == "z" else 0.5}
+
+    for weights, rewards in [({}, [1.5, 0.5, 0.0]), ({"right": 3.0, "short": -1.0}, [2.5, -0.5, 0.0])]:
+        reward = Reward(name="mine:f", function=of_task, weights=weights)
+        scores = reward.score(rollout(["x", "y", "z"], [0, 0, 0], (SORT,)))
+        assert scores.rewards.tolist() == rewards and not scores.failed.any()
+        assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
+    for value in (None, {"right": None}, {}):
+        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome(SORT, "x")
+        assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
+
+
 def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine: ModuleType) -> None:
     seen: list[list[int]] = []
     mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
@@ -413,6 +428,32 @@ def test_several_functions_are_summed_by_weight_and_each_is_reported(mine: Modul
         "patient.length": (18.0, 2),
         "patient.one": (2.0, 2),
     }
+
+
+def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) -> None:
+    async def of_sums(prompt: Prompt, response: str) -> float | None:
+        return None if response.startswith("t") else 2.0 * len(response)
+
+    def of_texts(prompt: Prompt, response: str) -> dict[str, float | None]:
+        return {"long": float(len(response)) if response.startswith("t") else None, "both": None}
+
+    mine.of_sums, mine.of_texts = of_sums, of_texts  # type: ignore[attr-defined]
+    functions = (
+        RewardFunction(name="my_rewards:of_sums", weight=0.5),
+        RewardFunction(name="my_rewards:of_texts", weight=10.0),
+    )
+    scores = reward_of(RewardConfig(functions=functions)).score(rollout(["34", "5", "text"], [0, 0, 0], (SORT,)))
+    assert scores.rewards.tolist() == [2.0, 1.0, 40.0]
+    assert scores.parts == {"of_sums": (6.0, 2), "of_texts": (4.0, 1), "of_texts.long": (4.0, 1)}
+
+    mine.of_texts = lambda prompt, response: None  # type: ignore[attr-defined]
+    scores = reward_of(RewardConfig(functions=functions, failed_value=-1.0)).score(
+        rollout(["34", "text"], [0, 0], (SORT,))
+    )
+    assert scores.rewards.tolist() == [2.0, -1.0] and scores.failures == {"no-number": 1}
+    assert scores.first.startswith(
+        "reward 'of_sums + of_texts' returned [None, None], wanted a finite number, on prompt"
+    )
 
 
 def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_time_is_the_samples(
