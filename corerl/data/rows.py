@@ -90,6 +90,10 @@ class Rows(ABC):
         and `more`, if the data have them, and all other fields, but for columns of pictures and vectors: of those that
         are looked at, only whether they hold something."""
 
+    def only_looked_at(self, *used: str) -> frozenset[str]:
+        """The columns of which `scan` says only whether they hold something, where `used` are those it reads."""
+        return frozenset()
+
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
 
@@ -170,9 +174,9 @@ class ArrowRows(Rows):
             return
         index = 0
         # Pictures and vectors are not decoded to see that they are there.
-        used = {column, *more}
-        columns = [each.name for each in self._table.schema if each.name in used or not LARGE.search(str(each.type))]
-        seen = [(name, held) for name, held in _looked_at(self._table.schema) if name not in columns]
+        large = self.only_looked_at(column, *more)
+        columns = [name for name in self._table.column_names if name not in large]
+        seen = [(name, held) for name, held in _looked_at(self._table.schema) if name in large]
         names = [*columns, *(name for name, _ in seen)]
         for batch in self._table.select(names).to_batches(max_chunksize=BATCH):
             rows = self._rows(batch.select(columns))
@@ -183,6 +187,10 @@ class ArrowRows(Rows):
             for row in rows:
                 yield f"{self.name}, row {index}", row
                 index += 1
+
+    def only_looked_at(self, *used: str) -> frozenset[str]:
+        large = {each.name for each in self._table.schema if LARGE.search(str(each.type))}
+        return frozenset(large.difference(used))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -399,7 +407,9 @@ class RowPrompts(PromptSource):
         refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
         known = without_nulls if rows.columnar else _as_is
-        for number, (where, row) in enumerate(rows.scan(prompt_key, answer_key, tools_key, OPTIONS), start=1):
+        used = prompt_key, answer_key, tools_key, OPTIONS
+        large = rows.only_looked_at(*used)
+        for number, (where, row) in enumerate(rows.scan(*used), start=1):
             if number % BATCH == 0:
                 reports.tell(f"reading {rows.name}", number, len(rows))
             try:
@@ -421,7 +431,8 @@ class RowPrompts(PromptSource):
             if not prompt.answer:
                 self.first_unanswered = self.first_unanswered if self.unanswered else len(digests)
                 self.unanswered += 1
-            digests.append(digest(known(row), prompt_key, answer_key, tools_key))
+            held = {name: value for name, value in row.items() if name not in large} if large else row
+            digests.append(digest(known(held), prompt_key, answer_key, tools_key))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"

@@ -75,9 +75,12 @@ def copies_of_held_out(config: Config, prompts: PromptSource) -> list[str]:
 
 def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """One line if the chat template begins the answer with a reasoning tag, of the first prompt."""
-    messages = prompts.prompt(int(prompts.train[0])).messages if config.run.samples and len(prompts.train) else ()
+    if not config.run.samples or not len(prompts.train):
+        return []
+    first = prompts.prompt(int(prompts.train[0]))
+    options = {**config.data.chat_template_options, **first.template_options}
     try:
-        opened = left_open(generation_prompt(tokenizer, messages, options=config.data.chat_template_options))
+        opened = left_open(generation_prompt(tokenizer, first.messages, options=options))
     except Rejected:  # which the check of all prompts tells
         return []
     if not opened:

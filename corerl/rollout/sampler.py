@@ -192,7 +192,8 @@ class Sampler:
         opened = []
         for prompt, tokens in zip(prompts, request.by_row()[:: len(request) // len(prompts)], strict=True):
             written = partial(generation_prompt, self.tokenizer, prompt.messages, tools=prompt.tools)
-            tag = self._openings.of_tokens(tokens, partial(written, options=self.template_options))
+            options = {**self.template_options, **prompt.template_options}
+            tag = self._openings.of_tokens(tokens, partial(written, options=options))
             opened.append(self._openings.seen(tag, special_tokens=self.special_tokens))
         return opened
 

@@ -58,7 +58,7 @@ def test_columns_of_pictures_and_vectors_are_not_read_at_the_start(tmp_path: Pat
     large = {"image": pa.array([{"bytes": b"1", "path": "p"}] * 3, picture), "ids": pa.array([[1.0]] * 3)}
     pq.write_table(pa.table({**table, **large}), tmp_path / "b.parquet")
     pq.write_table(pa.table({**table, "tests": ["x", "y", "other"]}), tmp_path / "c.parquet")
-    one, two, three = (digests_of(load(tmp_path / f"{name}.parquet")) for name in "abc")
+    one, two, three = (digests_of(load(tmp_path / f"{name}.parquet", ignore=("image",))) for name in "abc")
     assert one == two
     assert [left == right for left, right in zip(one, three, strict=True)] == [True, True, False]
 
