@@ -11,7 +11,7 @@ from tokenizers import models, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.data.chat import ChatPrompts
-from corerl.data.prompts import Prompt, PromptSource, SortDigits
+from corerl.data.prompts import Prompt, PromptSource, SortDigits, split
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
@@ -275,7 +275,8 @@ class One(PromptSource):
     chat = True
 
     def __init__(self, prompt: Prompt) -> None:
-        self.train, self.held_out, self._prompt = np.array([prompt.index]), np.zeros(0, np.int64), prompt
+        self._prompt = prompt
+        self.divide([split(np.zeros(1, np.uint64), np.zeros(1, np.int64), held_out=0, name="one")])
 
     def prompt(self, index: int) -> Prompt:
         return self._prompt
