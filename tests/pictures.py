@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
@@ -89,9 +89,23 @@ def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | N
                 if param.dim() == 1:
                     param.add_(0.1 * torch.randn_like(param))
     model.save_pretrained(directory)
+    as_published(family, directory)
     for name, content in PROCESSOR.items():
         (directory / name).write_text(json.dumps(content))
     return directory
+
+
+def as_published(family: str, directory: Path) -> None:
+    """Name weights and settings of the tower as the family's published files do, and not as today's transformers."""
+    if family == "gemma3":
+        tower = "vision_tower."
+        renamed = {name.replace(tower, f"{tower}vision_model."): each for name, each in tensors_in(directory).items()}
+        save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+    if family == "mistral3":
+        file = directory / "config.json"
+        config = json.loads(file.read_text())
+        config["vision_config"]["rope_theta"] = config["vision_config"].pop("rope_parameters")["rope_theta"]
+        file.write_text(json.dumps(config))
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:

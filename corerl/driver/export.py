@@ -119,6 +119,7 @@ def export(
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
         files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
         kept=_kept(model, hf),
+        kept_config=_kept_config(model, hf),
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -236,6 +237,16 @@ def _kept(model: ModelConfig, hf: PreTrainedConfig) -> Iterator[tuple[str, torch
         for name in names:
             shape = files.shape(name) or ()
             yield name, files.read(name, (0,) * len(shape), shape)
+
+
+def _kept_config(model: ModelConfig, hf: PreTrainedConfig) -> dict[str, Any]:
+    """What the model's own config.json says of the parts that the run did not build: an older transformers, as engines
+    have, may not read the words of the one that writes the export."""
+    if not model.path or not reads_pictures(hf):
+        return {}
+    written = read_json_file(Path(model.path) / "config.json")
+    text = hf.get_text_config()
+    return {name: written[name] for name in hf.sub_configs if name in written and getattr(hf, name) is not text}
 
 
 def _of(directory: str, names: Sequence[str] = TOKENIZER_FILES) -> list[Path]:

@@ -46,10 +46,12 @@ def export_directory(
     generation: Mapping[str, Any] | None = None,
     files: Iterable[Path] = (),
     kept: Iterable[tuple[str, Tensor]] = (),
+    kept_config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5 * 2**30,
 ) -> int:
     """Write config, tokenizer, `tensors` (HF name, tensor), then `kept` as they are, the generation_config.json
     `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
+    `kept_config`: fields of config.json to write as given.
 
     transformers 4, on which engines are, reads the directory too. Raises ModelError for a tensor with NaN or infinite
     values.
@@ -63,6 +65,8 @@ def export_directory(
         config = copy.deepcopy(config)
         config.dtype = config.get_text_config().dtype = dtype
         write_config(config, staging)
+        if kept_config:
+            _rewrite(staging / CONFIG, lambda written: {**written, **kept_config})
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
             _rewrite(staging / TOKENIZER_CONFIG, lambda written: _older_tokenizer(written, tokenizer.name_or_path))

@@ -101,7 +101,7 @@ if __name__ == "__main__":
     engine = sglang.Engine(
         model_path=asked["model"], skip_tokenizer_init=True, enable_multimodal=False, mem_fraction_static=0.3,
         disable_cuda_graph=True, sampling_backend="pytorch", grammar_backend="none", log_level="error",
-        attention_backend=asked["attention"],
+        attention_backend=asked["attention"], dtype="bfloat16",
     )
     found = engine.generate(
         input_ids=asked["prompts"], sampling_params={"max_new_tokens": 1, "temperature": 1.0},
