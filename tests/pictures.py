@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3": {
         "text_config": {**TEXT, **WINDOWS},
-        "vision_config": {**TOWER, **LAYERS},
+        "vision_config": {**TOWER, **LAYERS, "vision_use_head": False},
         "mm_tokens_per_image": 4,
         "image_token_index": 5,
         "boi_token_index": 6,
