@@ -528,8 +528,8 @@ class DataSource:
     )
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
-    split: str = option("its split, where it has several; empty uses data.split", default="")
-    subset: str = option("its subset, where it has several; empty uses data.subset", default="")
+    split: str = option("its split, if it is a directory of several; empty uses data.split", default="")
+    subset: str = option("its subset, if it has several; empty uses data.subset", default="")
     system: str | None = option(
         "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,

@@ -25,6 +25,10 @@ def digest(row: Mapping[str, Any], *keys: str) -> int:
     return xxh3_64_intdigest(_canonical([keys, held]).encode())
 
 
+def digest_of_text(text: str) -> int:
+    return xxh3_64_intdigest(text.strip().encode(errors="surrogatepass"))
+
+
 def held_out_order(digests: UIntArray, seed: int) -> IntArray:
     """The order in which rows are held out: it depends on the rows and the seed, not on the rows' places."""
     mask = np.random.default_rng([seed, 0]).integers(2**64, dtype=np.uint64)

@@ -20,7 +20,7 @@ import numpy as np
 
 from corerl.data import media
 from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
-from corerl.data.digests import digest, held_out_order
+from corerl.data.digests import digest, digest_of_text, held_out_order
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.data.reports import NO_REPORTS, Reports
 from corerl.data.splits import Found
@@ -403,7 +403,7 @@ class RowPrompts(PromptSource):
         self._tools_of_texts = chat
         self._ignored = {prompt_key, answer_key, tools_key, *ignore}
         self._options_key = "" if OPTIONS in ignore else OPTIONS
-        digests, left_out = array("Q"), list[int]()  # the latter: numbers of rows
+        digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
         refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
         known = without_nulls if rows.columnar else _as_is
@@ -433,6 +433,7 @@ class RowPrompts(PromptSource):
                 self.unanswered += 1
             held = {name: value for name, value in row.items() if name not in large} if large else row
             digests.append(digest(known(held), prompt_key, answer_key, tools_key))
+            asked.append(digest_of_text(prompt.text))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
@@ -447,7 +448,7 @@ class RowPrompts(PromptSource):
             ]
             if tally.counts
         )
-        seen = np.array(digests, dtype=np.uint64)
+        seen, self.asked = np.array(digests, dtype=np.uint64), np.array(asked, dtype=np.uint64)
         self.divide([split(seen, held_out_order(seen, seed), held_out=held_out, name=rows.name)])
 
     def has(self, key: str) -> bool:
@@ -457,7 +458,7 @@ class RowPrompts(PromptSource):
     def require(self, key: str, *, setting: str) -> None:
         """Raise DataError, naming the setting, if no row has this field, the one of answers or of tools."""
         if not self.has(key):
-            first = self._rows[0]
+            first = self.prompt(0).fields
             raise DataError(
                 f"{self._rows.name}: no row has the field {key!r}; the first row has: {', '.join(first)}"
                 f"{did_you_mean(key, first)}; set {setting}"

@@ -98,7 +98,8 @@ def _checked(
     `data.held_out`, unless evaluation may sample longer answers."""
     options, tokens = config.data.chat_template_options, held_out.params.max_tokens
     if held_out.name:
-        require_encodable(held_out.source, tokenizer, options)
+        require_encodable(held_out.source, tokenizer, options, characters=config.data.refused == "fail")
+        yield from held_out.source.notices
         yield from unanswered(config, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
