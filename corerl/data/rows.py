@@ -31,7 +31,6 @@ from corerl.regular import require_regular
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
-LARGE = re.compile(r"binary|list<[^:]*: (float|double|halffloat|u?int)")  # pictures, vectors: not in digests
 PATHS = "a .jsonl or .parquet file, a directory or a pattern of them, or a data set saved by `save_to_disk`"
 OPTIONS = "chat_template_kwargs"  # the field with a row's own arguments of the chat template
 # Fields that often belong to a prompt and are not shown to the model: the run says so once.
@@ -189,8 +188,7 @@ class ArrowRows(Rows):
                 index += 1
 
     def only_looked_at(self, *used: str) -> frozenset[str]:
-        large = {each.name for each in self._table.schema if LARGE.search(str(each.type))}
-        return frozenset(large.difference(used))
+        return frozenset({each.name for each in self._table.schema if _is_large(each.type)}.difference(used))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -215,12 +213,24 @@ class ArrowRows(Rows):
         return f"{self.name}, row {index}"
 
 
+def _inner(kind: Any) -> Any:
+    """What the lists of a type hold, at any depth; any other type as it is."""
+    return _inner(kind.value_type) if hasattr(kind, "value_type") else kind
+
+
+def _is_large(kind: Any) -> bool:
+    """Whether values of a type are pictures, sound or lists of numbers."""
+    from pyarrow import types
+
+    inner = _inner(kind)
+    numbers = inner is not kind and (types.is_integer(inner) or types.is_floating(inner))
+    return numbers or "binary" in str(kind) or str(inner).startswith("struct<array: ")
+
+
 def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
     """The columns that may hold what the model is not shown, by their names or their types, and what stands for it."""
     for field in schema:
-        inner = field.type
-        while hasattr(inner, "value_type"):  # of a list
-            inner = inner.value_type
+        inner = _inner(field.type)
         if "binary" in str(inner) or str(inner).startswith("struct<array: "):
             yield field.name, PICTURE
         elif _is_needed(field.name) or media.kind_of_field(field.name):
@@ -406,7 +416,6 @@ class RowPrompts(PromptSource):
         digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
         refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
-        known = without_nulls if rows.columnar else _as_is
         used = prompt_key, answer_key, tools_key, OPTIONS
         large = rows.only_looked_at(*used)
         for number, (where, row) in enumerate(rows.scan(*used), start=1):
@@ -432,7 +441,7 @@ class RowPrompts(PromptSource):
                 self.first_unanswered = self.first_unanswered if self.unanswered else len(digests)
                 self.unanswered += 1
             held = {name: value for name, value in row.items() if name not in large} if large else row
-            digests.append(digest(known(held), prompt_key, answer_key, tools_key))
+            digests.append(digest(without_nulls(held), prompt_key, answer_key, tools_key))
             asked.append(digest_of_text(prompt.text))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
