@@ -22,9 +22,10 @@ FILES = (".jsonl", ".parquet")
 GENERATED = {"sort-digits": SortDigits}
 
 
-def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) -> PromptSource:
-    """Load the prompts and check every row, with `reports` of how far that is. Raises ConfigError for bad settings,
-    DataError for bad files."""
+def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS, whole: bool = True) -> PromptSource:
+    """Load the prompts and check every row, with `reports` of how far that is. Unless these are the `whole` data of a
+    run, they may lack chats and tools that `data` has settings for. Raises ConfigError for bad settings, DataError for
+    bad files."""
     read: list[RowPrompts] = []
     alone = DataSource(source=data.source, split=data.split, subset=data.subset)
     source = (
@@ -32,6 +33,8 @@ def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) 
         if data.sources
         else _source(data, alone, seed=seed, reports=reports, read=read)
     )
+    if not whole:
+        return source
     _require_chat(source, "data.system", data.system)
     # A task may do without the default field, but not without one that its config names; a part of a mix may.
     named = data.tools_key not in ("", fields(type(data)).tools_key.default)

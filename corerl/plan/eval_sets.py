@@ -71,7 +71,7 @@ def _load(
     own_reward = None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
-        source = load_prompts(data, seed=config.run.seed, reports=Reports(note))
+        source = load_prompts(data, seed=config.run.seed, reports=Reports(note), whole=False)
         held_out, own_reward = HeldOut(source, source.train), own.reward
     own_scores = reward_of(own_reward, table=f"{table}.reward") if own_reward else None
     if not config.rollout.function:  # which may return parts of its own
