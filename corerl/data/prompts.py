@@ -56,7 +56,7 @@ class Share:
         return self.digests[indices - self.first]
 
     def epoch(self, epoch: int, seed: int) -> IntArray:
-        """All that is drawn in this epoch, in order: what was added in it comes last, in later ones with the others."""
+        """The training indices in the order of an epoch: rows added in it come last, in later ones among the others."""
         rng = np.random.default_rng([seed, 1, epoch])
         end = len(self.train) - sum(k for at, k in self.added if at >= epoch)
         parts = [rng.permutation(self.train[:end])]
@@ -79,7 +79,7 @@ class PromptSource(ABC):
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     unanswered: int = 0  # prompts without an answer
     first_unanswered: int = 0  # index of the first of them, if there is one
-    notices: tuple[str, ...] = ()  # lines that tell a user what is not read, or not shown to the model
+    notices: tuple[str, ...] = ()  # lines for the user: what is not read, or not shown to the model
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
     # Of the longest prompt, if all are ASCII texts and that is known without reading each one.
     characters: int | None = None

@@ -38,10 +38,10 @@ NOT_SHOWN = re.compile(
     r"system(_prompt|_message)?|instructions?|input|contexts?|documents?|passages|history|messages|conversations?|"
     r"few_shot|functions"
 )
-# In the place of a column's value that a scan does not decode: one of an Image, or other.
+# Placeholders of values that a scan does not decode: an Image, or anything else.
 PICTURE, OTHER = {"bytes": b"", "path": ""}, "something"
 T = TypeVar("T")
-PREFIX = 16  # bytes or characters by which a picture is known
+PREFIX = 16  # bytes by which a picture is known
 
 
 @cache
@@ -228,7 +228,7 @@ def _is_large(kind: Any) -> bool:
 
 
 def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The columns that may hold what the model is not shown, by their names or their types, and what stands for it."""
+    """The columns that may hold media or context, by name or type, each with a placeholder for its values."""
     for field in schema:
         inner = _inner(field.type)
         if "binary" in str(inner) or str(inner).startswith("struct<array: "):
@@ -238,12 +238,10 @@ def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _glanced(column: Any, held: Any) -> list[Any]:
-    """[n] of a column's values the beginnings of texts and bytes; for objects and lists that hold something, `held`."""
+    """[n] the first bytes of binary values; `held` for objects and lists that are not empty."""
     from pyarrow import compute, types
 
     kind = column.type
-    if types.is_string(kind) or types.is_large_string(kind):
-        return list(compute.utf8_slice_codeunits(column, 0, PREFIX).to_pylist())
     if types.is_binary(kind) or types.is_large_binary(kind):
         return list(compute.binary_slice(column, 0, PREFIX).to_pylist())
     if types.is_struct(kind):

@@ -62,7 +62,7 @@ def unanswered(config: Config, prompts: PromptSource) -> list[str]:
 
 
 def unapplied_sampling(config: Config) -> list[str]:
-    """One line if the model's authors ask for samples that are drawn otherwise."""
+    """One line if the model's authors recommend other sampling parameters."""
     rollout = config.rollout
     own = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     return [line] if config.run.samples and (line := unapplied(config.model, own)) else []
@@ -92,7 +92,7 @@ def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTraine
     options = {**config.data.chat_template_options, **first.template_options}
     try:
         opened = left_open(generation_prompt(tokenizer, first.messages, options=options))
-    except Rejected:  # which the check of all prompts tells
+    except Rejected:  # reported by the check of all prompts
         return []
     if not opened:
         return []
