@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,11 +41,6 @@ NOT_SHOWN = re.compile(
 PICTURE, OTHER = {"bytes": b"", "path": ""}, "something"
 T = TypeVar("T")
 PREFIX = 16  # bytes by which a picture is known
-
-
-@cache
-def _is_needed(name: str) -> bool:
-    return NOT_SHOWN.fullmatch(name) is not None
 
 
 class Refused(Exception):
@@ -233,7 +227,7 @@ def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
         inner = _inner(field.type)
         if "binary" in str(inner) or str(inner).startswith("struct<array: "):
             yield field.name, PICTURE
-        elif _is_needed(field.name) or media.kind_of_field(field.name):
+        elif NOT_SHOWN.fullmatch(field.name) or media.kind_of_field(field.name):
             yield field.name, OTHER
 
 
@@ -431,7 +425,7 @@ class RowPrompts(PromptSource):
             self._has.update({answer_key, tools_key} & row.keys())
             of_chats = set() if prompt.messages or chat else {tools_key, OPTIONS}.difference(ignore)
             for name in row:
-                if (name in of_chats or (name not in self._ignored and _is_needed(name))) and row[name]:
+                if (name in of_chats or (name not in self._ignored and NOT_SHOWN.fullmatch(name))) and row[name]:
                     not_shown.add(repr(name), where)
             if mark := media.MARK.search(prompt.text):
                 marked.add(f"with {mark[0]}", where)
