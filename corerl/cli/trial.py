@@ -43,15 +43,15 @@ def in_fork(function: Callable[[], T]) -> T | None:
     reader, writer = os.pipe()
     if not (process := os.fork()):
         try:
-            with os.fdopen(writer, "wb") as told:
-                pickle.dump(function(), told)
+            with os.fdopen(writer, "wb") as pipe:
+                pickle.dump(function(), pipe)
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as told:
-        if not select.select([told], [], [], LIMIT)[0]:
+    with os.fdopen(reader, "rb") as pipe:
+        if not select.select([pipe], [], [], LIMIT)[0]:
             os.kill(process, signal.SIGKILL)
-        answer = told.read()
+        answer = pipe.read()
     os.waitpid(process, 0)
     return pickle.loads(answer) if answer else None
 

@@ -528,8 +528,8 @@ class DataSource:
     )
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
-    split: str = option("its split, where it has several; empty uses data.split", default="")
-    subset: str = option("its subset, where it has several; empty uses data.subset", default="")
+    split: str = option("its split, if it is a directory of several; empty uses data.split", default="")
+    subset: str = option("its subset, if it has several; empty uses data.subset", default="")
     system: str | None = option(
         "the system message of its chats that have none; '' gives them none, unset uses data.system",
         default=None,
@@ -579,7 +579,7 @@ class DataConfig:
     )
     restart: bool = option(
         "on resume with other rows than the checkpoint's (not only more): begin these at their first prompt, where "
-        "weights, optimizer and step go on; unset, that is an error",
+        "weights, optimizer and step continue; unset, that is an error",
         default=False,
     )
 
@@ -781,7 +781,7 @@ class WeightsConfig:
     )
 
 
-@frozen(kw_only=True, slots=False)  # a base beside another one
+@frozen(kw_only=True, slots=False)  # EvalSource has two bases
 class EvalSampling:
     """How held-out prompts are sampled, and which answers are right. What a set leaves unset is as in [eval]."""
 
@@ -848,7 +848,7 @@ class EvalConfig(EvalSampling):
 
     @property
     def tables(self) -> dict[str, EvalSampling]:
-        """This one, for `data.held_out`, and those of the sets, by their paths."""
+        """The settings of `data.held_out` and of each set, by path in the config."""
         return {"eval": self, **{f"eval.sets[{number}]": each for number, each in enumerate(self.sets)}}
 
 

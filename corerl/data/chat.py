@@ -152,7 +152,7 @@ class ChatPrompts(PromptSource):
         self._system: Messages = ({"role": "system", "content": system},) if system else ()
         self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
         self.divide(source.shares)
-        self.notices = source.notices
+        self.asked, self.notices = source.asked, source.notices
 
     def where(self, index: int) -> str:
         return self._source.where(index)

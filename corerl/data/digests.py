@@ -19,10 +19,23 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str
 
 
 def digest(row: Mapping[str, Any], *keys: str) -> int:
-    """Of all fields of a row that are not null (a column of a parquet file is null where a JSON object lacks the field)
-    and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it is another row."""
-    held = {key: value for key, value in row.items() if value is not None}
+    """Of a row without nulls (an object of a parquet file has one where a JSON object lacks a field) and without lists
+    of numbers, and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it is another
+    row."""
+    held = {key: value for key, value in row.items() if key in keys or not _is_vector(value)}
     return xxh3_64_intdigest(_canonical([keys, held]).encode())
+
+
+def _is_vector(value: Any) -> bool:
+    """Whether it is a list of numbers, at any depth of lists, or of nothing."""
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(value, list) and (first == [] or isinstance(first, int | float))
+
+
+def digest_of_text(text: str) -> int:
+    return xxh3_64_intdigest(text.strip().encode(errors="surrogatepass"))
 
 
 def held_out_order(digests: UIntArray, seed: int) -> IntArray:

@@ -10,10 +10,11 @@ from corerl.types import IntArray
 
 
 class HeldOut(PromptSource):
-    """These prompts of a source; which of them are left out besides the source's own is another matter."""
+    """These prompts of a source. It leaves out what the source does, and may leave out more."""
 
     def __init__(self, source: PromptSource, indices: IntArray) -> None:
         self._source, self.chat, self.characters = source, source.chat, source.characters
+        self.shares, self.asked, self.notices = source.shares, source.asked, source.notices
         self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
         self.train, self.held_out = np.zeros(0, np.int64), indices
 

@@ -22,15 +22,19 @@ FILES = (".jsonl", ".parquet")
 GENERATED = {"sort-digits": SortDigits}
 
 
-def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS) -> PromptSource:
-    """Load the prompts and check every row, with `reports` of how far that is. Raises ConfigError for bad settings,
-    DataError for bad files."""
+def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS, whole: bool = True) -> PromptSource:
+    """Load the prompts and check every row, with `reports` of how far that is. Unless these are the `whole` data of a
+    run, they may lack chats and tools that `data` has settings for. Raises ConfigError for bad settings, DataError for
+    bad files."""
     read: list[RowPrompts] = []
+    alone = DataSource(source=data.source, split=data.split, subset=data.subset)
     source = (
         _mixed(data, seed, reports, read)
         if data.sources
-        else _source(data, DataSource(source=data.source), seed=seed, reports=reports, read=read)
+        else _source(data, alone, seed=seed, reports=reports, read=read)
     )
+    if not whole:
+        return source
     _require_chat(source, "data.system", data.system)
     # A task may do without the default field, but not without one that its config names; a part of a mix may.
     named = data.tools_key not in ("", fields(type(data)).tools_key.default)
@@ -104,7 +108,8 @@ def _rows(data: DataConfig, source: DataSource, *, setting: str, seed: int, repo
     require_source(source.source, setting=setting)
     answer_key = source.answer_key or data.answer_key
     try:
-        found = find(source.source, split=source.split or data.split, subset=source.subset or data.subset)
+        common = (data.split, data.subset)
+        found = find(source.source, split=source.split, subset=source.subset, common=common)
     except OSError as error:
         raise unreadable(Path(error.filename or source.source), error) from error
     except ImportError as error:

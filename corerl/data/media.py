@@ -1,4 +1,4 @@
-"""Tell pictures, sound and video in rows and messages, which a model of text cannot be shown."""
+"""Detect pictures, sound and video in rows and messages, which a text model cannot be shown."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ class MixedPrompts(PromptSource):
         self._sources = tuple(sources.values())
         (shares,) = zip(*(source.shares for source in self._sources), strict=True)  # each is unmixed
         self._starts = offsets_of([len(share.digests) for share in shares])[:-1]
+        self.asked = np.concatenate([source.asked for source in self._sources])
         self.chat = any(source.chat for source in self._sources)
         self.notices = tuple(notice for source in self._sources for notice in source.notices)
         self.unanswered = sum(source.unanswered for source in self._sources)

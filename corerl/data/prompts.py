@@ -56,7 +56,7 @@ class Share:
         return self.digests[indices - self.first]
 
     def epoch(self, epoch: int, seed: int) -> IntArray:
-        """All that is drawn in this epoch, in order: what was added in it comes last, in later ones with the others."""
+        """The training indices in the order of an epoch: rows added in it come last, in later ones among the others."""
         rng = np.random.default_rng([seed, 1, epoch])
         end = len(self.train) - sum(k for at, k in self.added if at >= epoch)
         parts = [rng.permutation(self.train[:end])]
@@ -73,16 +73,16 @@ class PromptSource(ABC):
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
     shares: tuple[Share, ...]  # the sources that are mixed; an unmixed source is the only share
+    asked: UIntArray  # digests of the prompts' texts, by index: different rows may ask the same
     continues: str = ""  # identity of data whose positions are valid here too
     replaces: str = ""  # identity of data from whose positions these begin at their first prompt
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     unanswered: int = 0  # prompts without an answer
     first_unanswered: int = 0  # index of the first of them, if there is one
-    notices: tuple[str, ...] = ()  # lines that tell a user what is not read, or not shown to the model
+    notices: tuple[str, ...] = ()  # lines for the user: what is not read, or not shown to the model
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
-    characters: int | None = (
-        None  # of the longest prompt, if all are ASCII texts and it is known without a look at each
-    )
+    # Of the longest prompt, if all are ASCII texts and that is known without reading each one.
+    characters: int | None = None
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
@@ -123,11 +123,9 @@ class PromptSource(ABC):
         return {"sources": sources, "identity": xxh3_64_hexdigest(json.dumps(sources).encode())}
 
     @property
-    def copies(self) -> tuple[int, int]:
-        """How many rows are copies of held-out ones: of those that are trained on, and of the others."""
-        held_out = np.concatenate([share.digests_of(share.held_out) for share in self.shares])
-        trained = sum(int(np.isin(share.digests_of(share.train), held_out).sum()) for share in self.shares)
-        return trained, sum(len(share.digests) for share in self.shares) - len(self)
+    def copies(self) -> int:
+        """How many rows are neither trained on nor held out, because they are copies of held-out ones."""
+        return sum(len(share.digests) for share in self.shares) - len(self)
 
     def held_out_prompts(self) -> list[Prompt]:
         """Held-out prompts in an order fixed by the seed, so that the first few are a fair sample."""
@@ -164,7 +162,8 @@ class SortDigits(PromptSource):
 
     def __init__(self, *, held_out: int, seed: int) -> None:
         order = np.random.default_rng([seed, 0]).permutation(10**5)
-        self.divide([split(np.arange(10**5, dtype=np.uint64), order, held_out=held_out, name="sort-digits")])
+        self.asked = np.arange(10**5, dtype=np.uint64)
+        self.divide([split(self.asked, order, held_out=held_out, name="sort-digits")])
 
     def prompt(self, index: int) -> Prompt:
         digits = f"{index:05d}"

@@ -1,4 +1,4 @@
-"""Compare a run's rows with those of the checkpoint that it resumes, and hold out what that held out."""
+"""Compare a run's rows with its checkpoint's on resume, and hold out the same rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) ->
     """Divide the rows of a source as a checkpoint's `state` did.
 
     What was held out stays so, and further rows are held out only as far as the checkpoint did not train on them. If
-    all of its rows are there, in whichever order, its positions remain valid, and rows that were added come at the end
+    all of its rows are there, in any order, its positions remain valid, and rows that were added come at the end
     of the epoch: returns what to say of that. Otherwise the source begins at its first prompt; returns what differs.
     """
     record, position = state["data"], state["source"]["prompts"]
@@ -89,21 +89,21 @@ def _with_added(share: Share, before: Recorded, epoch: int) -> Share | None:
 
 
 def _lines(fresh: Sequence[Share], shares: Sequence[Share], before: Sequence[Recorded]) -> Iterator[str]:
-    """What changed in data with which a run goes on."""
+    """What changed in data that a run can continue with."""
     for unordered, share, old in zip(fresh, shares, before, strict=True):
         new, held_out = len(share.train) - len(old.rows), len(share.held_out) - len(old.held_out)
         if new:
-            yield f"data{_of(share)}: new rows: {new}; they are drawn at the end of this epoch"
+            yield f"data{_of(share)}: new rows: {new}; they come at the end of this epoch"
         if held_out:
             yield f"data{_of(share)}: new rows that are held out: {held_out}"
         if not np.array_equal(unordered.train[: len(old.rows)], share.train[: len(old.rows)]):
-            yield f"data{_of(share)}: the rows have another order than the checkpoint's, in which the run goes on"
+            yield f"data{_of(share)}: the rows are in another order than in the checkpoint, whose order is kept"
 
 
 def _changes(
     shares: Sequence[Share], before: Sequence[Recorded], trained: UIntArray, held_out: UIntArray
 ) -> Iterator[str]:
-    """How data differ with which a run cannot go on."""
+    """How data differ that a run cannot continue with."""
     if (now := _mix(shares)) != (then := _mix(before)):
         yield f"the sources are {now} (were {then})"
     digests, known = np.concatenate([share.digests for share in shares]), np.concatenate([trained, held_out])

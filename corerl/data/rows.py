@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from corerl.data import media
 from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
-from corerl.data.digests import digest, held_out_order
+from corerl.data.digests import digest, digest_of_text, held_out_order
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.data.reports import NO_REPORTS, Reports
 from corerl.data.splits import Found
@@ -31,7 +30,6 @@ from corerl.regular import require_regular
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
-LARGE = re.compile(r"binary|list<[^:]*: (float|double|halffloat|u?int)")  # pictures, vectors: not in digests
 PATHS = "a .jsonl or .parquet file, a directory or a pattern of them, or a data set saved by `save_to_disk`"
 OPTIONS = "chat_template_kwargs"  # the field with a row's own arguments of the chat template
 # Fields that often belong to a prompt and are not shown to the model: the run says so once.
@@ -39,15 +37,10 @@ NOT_SHOWN = re.compile(
     r"system(_prompt|_message)?|instructions?|input|contexts?|documents?|passages|history|messages|conversations?|"
     r"few_shot|functions"
 )
-# In the place of a column's value that a scan does not decode: one of an Image, or other.
+# Placeholders of values that a scan does not decode: an Image, or anything else.
 PICTURE, OTHER = {"bytes": b"", "path": ""}, "something"
 T = TypeVar("T")
-PREFIX = 16  # bytes or characters by which a picture is known
-
-
-@cache
-def _is_needed(name: str) -> bool:
-    return NOT_SHOWN.fullmatch(name) is not None
+PREFIX = 16  # bytes by which a picture is known
 
 
 class Refused(Exception):
@@ -189,8 +182,7 @@ class ArrowRows(Rows):
                 index += 1
 
     def only_looked_at(self, *used: str) -> frozenset[str]:
-        large = {each.name for each in self._table.schema if LARGE.search(str(each.type))}
-        return frozenset(large.difference(used))
+        return frozenset({each.name for each in self._table.schema if _is_large(each.type)}.difference(used))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -215,25 +207,35 @@ class ArrowRows(Rows):
         return f"{self.name}, row {index}"
 
 
+def _inner(kind: Any) -> Any:
+    """What the lists of a type hold, at any depth; any other type as it is."""
+    return _inner(kind.value_type) if hasattr(kind, "value_type") else kind
+
+
+def _is_large(kind: Any) -> bool:
+    """Whether values of a type are pictures, sound or lists of numbers."""
+    from pyarrow import types
+
+    inner = _inner(kind)
+    numbers = inner is not kind and (types.is_integer(inner) or types.is_floating(inner))
+    return numbers or "binary" in str(kind) or str(inner).startswith("struct<array: ")
+
+
 def _looked_at(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The columns that may hold what the model is not shown, by their names or their types, and what stands for it."""
+    """The columns that may hold media or context, by name or type, each with a placeholder for its values."""
     for field in schema:
-        inner = field.type
-        while hasattr(inner, "value_type"):  # of a list
-            inner = inner.value_type
+        inner = _inner(field.type)
         if "binary" in str(inner) or str(inner).startswith("struct<array: "):
             yield field.name, PICTURE
-        elif _is_needed(field.name) or media.kind_of_field(field.name):
+        elif NOT_SHOWN.fullmatch(field.name) or media.kind_of_field(field.name):
             yield field.name, OTHER
 
 
 def _glanced(column: Any, held: Any) -> list[Any]:
-    """[n] of a column's values the beginnings of texts and bytes; for objects and lists that hold something, `held`."""
+    """[n] the first bytes of binary values; `held` for objects and lists that are not empty."""
     from pyarrow import compute, types
 
     kind = column.type
-    if types.is_string(kind) or types.is_large_string(kind):
-        return list(compute.utf8_slice_codeunits(column, 0, PREFIX).to_pylist())
     if types.is_binary(kind) or types.is_large_binary(kind):
         return list(compute.binary_slice(column, 0, PREFIX).to_pylist())
     if types.is_struct(kind):
@@ -403,10 +405,9 @@ class RowPrompts(PromptSource):
         self._tools_of_texts = chat
         self._ignored = {prompt_key, answer_key, tools_key, *ignore}
         self._options_key = "" if OPTIONS in ignore else OPTIONS
-        digests, left_out = array("Q"), list[int]()  # the latter: numbers of rows
+        digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
         refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
-        known = without_nulls if rows.columnar else _as_is
         used = prompt_key, answer_key, tools_key, OPTIONS
         large = rows.only_looked_at(*used)
         for number, (where, row) in enumerate(rows.scan(*used), start=1):
@@ -424,7 +425,7 @@ class RowPrompts(PromptSource):
             self._has.update({answer_key, tools_key} & row.keys())
             of_chats = set() if prompt.messages or chat else {tools_key, OPTIONS}.difference(ignore)
             for name in row:
-                if (name in of_chats or (name not in self._ignored and _is_needed(name))) and row[name]:
+                if (name in of_chats or (name not in self._ignored and NOT_SHOWN.fullmatch(name))) and row[name]:
                     not_shown.add(repr(name), where)
             if mark := media.MARK.search(prompt.text):
                 marked.add(f"with {mark[0]}", where)
@@ -432,7 +433,8 @@ class RowPrompts(PromptSource):
                 self.first_unanswered = self.first_unanswered if self.unanswered else len(digests)
                 self.unanswered += 1
             held = {name: value for name, value in row.items() if name not in large} if large else row
-            digests.append(digest(known(held), prompt_key, answer_key, tools_key))
+            digests.append(digest(without_nulls(held), prompt_key, answer_key, tools_key))
+            asked.append(digest_of_text(prompt.text))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
@@ -447,7 +449,7 @@ class RowPrompts(PromptSource):
             ]
             if tally.counts
         )
-        seen = np.array(digests, dtype=np.uint64)
+        seen, self.asked = np.array(digests, dtype=np.uint64), np.array(asked, dtype=np.uint64)
         self.divide([split(seen, held_out_order(seen, seed), held_out=held_out, name=rows.name)])
 
     def has(self, key: str) -> bool:
@@ -457,7 +459,7 @@ class RowPrompts(PromptSource):
     def require(self, key: str, *, setting: str) -> None:
         """Raise DataError, naming the setting, if no row has this field, the one of answers or of tools."""
         if not self.has(key):
-            first = self._rows[0]
+            first = self.prompt(0).fields
             raise DataError(
                 f"{self._rows.name}: no row has the field {key!r}; the first row has: {', '.join(first)}"
                 f"{did_you_mean(key, first)}; set {setting}"

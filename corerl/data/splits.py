@@ -34,10 +34,10 @@ def is_pattern(source: str) -> bool:
     return glob.has_magic(source) and not os.path.exists(source)
 
 
-def find(source: str, *, split: str = "", subset: str = "") -> Found:
-    """The files of a source; `split` and `subset` choose among those of a directory, '' the ones that `datasets` takes
-    by default, of splits `train`. Raises OSError for pipes, DataError if there are no such files, ConfigError for a
-    choice that the source does not have."""
+def find(source: str, *, split: str = "", subset: str = "", common: tuple[str, str] = ("", "")) -> Found:
+    """The files of a source; `split` and `subset` choose among those of a directory, '' the `common` ones, if it has
+    several, and else those that `datasets` takes by default, of splits `train`. Raises OSError for pipes, DataError if
+    there are no such files, ConfigError for a choice that the source does not have."""
     path = Path(source)
     if not os.path.isdir(path):
         _require_no_choice(source, split=split, subset=subset)
@@ -54,13 +54,13 @@ def find(source: str, *, split: str = "", subset: str = "") -> Found:
         others = []
     else:
         data = _data_in(path)
-        splits = _splits(path, _subset(path, subset))
+        splits = _splits(path, _subset(path, subset, common[1]))
         used = {file for files in splits.values() for file in files}
         others = [file for file in data if file not in used]
-    if (chosen := split or TRAIN) not in splits:
+    if (chosen := split or common[0] or TRAIN) not in splits:
         raise ConfigError(
             f"data.split: {chosen!r}, but {source} has the splits {', '.join(splits) or 'none'}; set it to one of them"
-            f"{did_you_mean(split, splits)}"
+            f"{did_you_mean(chosen, splits)}"
         )
     files = splits.pop(chosen)
     paths = [file for file in files if file.suffix not in OTHER]
@@ -128,8 +128,8 @@ def _splits(root: Path, table: Mapping[str, Any]) -> dict[str, list[Path]]:
     return splits
 
 
-def _subset(root: Path, subset: str) -> Mapping[str, Any]:
-    """What the data set's card says of a subset; nothing if it names none."""
+def _subset(root: Path, subset: str, common: str) -> Mapping[str, Any]:
+    """What the data set's card says of a subset, else of the `common` one; nothing if it names none."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
 
@@ -137,7 +137,7 @@ def _subset(root: Path, subset: str) -> Mapping[str, Any]:
     try:
         said = DatasetCard.load(card).data if card.is_file() else {}
         tables: Mapping[str, Mapping[str, Any]] = MetadataConfigs.from_dataset_card_data(said)
-        chosen = subset or MetadataConfigs(tables).get_default_config_name()
+        chosen = subset or common or MetadataConfigs(tables).get_default_config_name()
     except Exception as error:  # of a parser of YAML, and of what looks into it
         raise DataError(f"data.source: cannot read the header of {card}: {' '.join(str(error).split())}") from error
     if not tables:
@@ -146,8 +146,8 @@ def _subset(root: Path, subset: str) -> Mapping[str, Any]:
     if chosen in tables:
         return tables[chosen]
     raise ConfigError(
-        f"data.subset: {subset!r}, but {root} has the subsets {', '.join(tables)}; set it to one of them"
-        f"{did_you_mean(subset, tables)}"
+        f"data.subset: {chosen or ''!r}, but {root} has the subsets {', '.join(tables)}; set it to one of them"
+        f"{did_you_mean(chosen or '', tables)}"
     )
 
 

@@ -41,7 +41,7 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
-    stand: ScheduleStand | None = None  # from which the schedule goes on
+    stand: ScheduleStand | None = None  # where the schedule continues
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -142,7 +142,7 @@ class Role:
 
 
 def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[str]:
-    """Go on with the schedules of the checkpoint whose `state` this is. One line for each role whose next step has
+    """Continue the schedules of the checkpoint whose `state` this is. One line for each role whose next step has
     another learning rate than by the checkpoint's config."""
     for role in roles:
         if (found := state.get("schedules", {}).get(role.name)) is not None:
@@ -169,5 +169,5 @@ def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[
             table = old.train_table_of(role.name)
             cure = f", because the schedule spans {role.rollout_steps} rollout steps, not {steps}; set "
             cure += f"{table}.schedule.steps={steps} to keep it"
-        lines.append(f"{role.name}: the learning rate goes on at {now:.3g}, not at {was:.3g}{cure}")
+        lines.append(f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}{cure}")
     return lines

@@ -506,8 +506,8 @@ class Run:
                     found.append(self._served(evaluate(self.sampler, held_out, reward)))
                 if first := found[-1].first_failure:
                     failed = sum(found[-1].failures.values())
-                    told = f"{failed} samples failed; the first: {first}" if failed else first
-                    self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {told}")
+                    why = f"{failed} samples failed; the first: {first}" if failed else first
+                    self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {why}")
             shown = found[0].shown
             if due[0] is self.held_out[0]:
                 if _questions(self._before) != _questions(shown):  # the checkpoint's may be of other data

@@ -8,14 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import (
-    KINDS,
-    MOST_SAMPLES,
-    AlgorithmConfig,
-    ClusterConfig,
-    Config,
-    EpisodesConfig,
-)
+from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config, EpisodesConfig
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 

@@ -35,8 +35,8 @@ def load_eval_sets(
     context: int,
     problems: Problems,
 ) -> tuple[list[EvalSet], list[str]]:
-    """The sets, that of `data.held_out` first if there is one, and notices about their prompts. A set that is wrong is
-    left out, and its problems are told."""
+    """The sets, with `data.held_out` first if there is one, and notices about their prompts. What is wrong with a set
+    goes to `problems`."""
     found: list[EvalSet] = []
     notices: list[str] = []
     if not config.run.samples or prompts is None or reward is None or tokenizer is None:
@@ -71,7 +71,7 @@ def _load(
     own_reward = None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
-        source = load_prompts(data, seed=config.run.seed, reports=Reports(note))
+        source = load_prompts(data, seed=config.run.seed, reports=Reports(note), whole=False)
         held_out, own_reward = HeldOut(source, source.train), own.reward
     own_scores = reward_of(own_reward, table=f"{table}.reward") if own_reward else None
     if not config.rollout.function:  # which may return parts of its own
@@ -94,11 +94,12 @@ def _load(
 def _checked(
     config: Config, table: str, held_out: EvalSet, tokenizer: PreTrainedTokenizerBase, context: int
 ) -> Iterator[str]:
-    """Leave out the prompts that cannot be used, and tell how many. The run's own check sees to those of
-    `data.held_out`, unless evaluation may sample longer answers."""
+    """Leave out the prompts that cannot be used; yields notices. The run's own check covers `data.held_out`, unless
+    evaluation may sample longer answers."""
     options, tokens = config.data.chat_template_options, held_out.params.max_tokens
     if held_out.name:
-        require_encodable(held_out.source, tokenizer, options)
+        require_encodable(held_out.source, tokenizer, options, characters=config.data.refused == "fail")
+        yield from held_out.source.notices
         yield from unanswered(config, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return

@@ -40,7 +40,7 @@ from corerl.plan.inputs import (
 )
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.notices import (
-    copies_of_held_out,
+    held_out_and_trained_on,
     kl_gradient,
     opened_reasoning,
     slow_paths,
@@ -117,12 +117,14 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     context = longest_sample(config, models)
     require_positions(config, built, problems)
     require_room_for_prompts(config, context, problems)
-    eval_sets, about_sets = load_eval_sets(config, prompts, reward, tokenizer, context, problems)
+    named = config
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
             transport_named(config.weights.transport)  # raises if unknown
     start = find_start(config, prompts, problems, starting=starting, damaged=damaged)
+    # Only now, because a resumed run holds out what its checkpoint did; with the paths that the user gave, for errors.
+    eval_sets, about_sets = load_eval_sets(named, prompts, reward, tokenizer, context, problems)
     unused = check_weights(config, start.resume, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
@@ -207,7 +209,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *(prompts.notices if config.run.samples else ()),
             *unanswered(config, prompts),
             *about_sets,
-            *copies_of_held_out(config, prompts),
+            *held_out_and_trained_on(config, prompts, eval_sets),
             *opened_reasoning(config, prompts, tokenizer),
             *unused,
             *unread_fields(config, models),

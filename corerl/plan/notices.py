@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from corerl.algorithms.base import REFERENCE
 from corerl.algorithms.kl import DIFFERENTIATED
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from corerl.models.layout import Layout
+    from corerl.rollout.evaluation import EvalSet
 
 
 def title_of(config: Config, processes: ProcessPlan, prompts: PromptSource, layouts: Mapping[str, Layout]) -> str:
@@ -59,18 +62,26 @@ def unanswered(config: Config, prompts: PromptSource) -> list[str]:
 
 
 def unapplied_sampling(config: Config) -> list[str]:
-    """One line if the model's authors ask for samples that are drawn otherwise."""
+    """One line if the model's authors recommend other sampling parameters."""
     rollout = config.rollout
     own = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     return [line] if config.run.samples and (line := unapplied(config.model, own)) else []
 
 
-def copies_of_held_out(config: Config, prompts: PromptSource) -> list[str]:
-    """One line if rows are copies of held-out ones."""
-    trained, left_out = prompts.copies if config.run.samples else (0, 0)
-    counts = [f"{left_out} that are not trained on"] * bool(left_out)
-    counts += [f"{trained} that are trained on, because there are no other rows"] * bool(trained)
-    return [f"data.held_out: copies of held-out rows: {', '.join(counts)}"] if counts else []
+def held_out_and_trained_on(config: Config, prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> list[str]:
+    """One line if copies of held-out rows are left out of training, and one for each set with prompts that training
+    rows have too."""
+    if not config.run.samples:
+        return []
+    lines = []
+    if prompts.copies:
+        lines.append(f"data.held_out: {prompts.copies} copies of held-out rows are not trained on")
+    for each in eval_sets:
+        asked = each.source.asked[each.source.held_out]
+        if both := int(np.isin(asked, prompts.asked[prompts.train]).sum()):
+            where = f"eval.sets: {each.name!r}" if each.name else "data.held_out"
+            lines.append(f"{where}: {both} of {len(asked)} held-out prompts are prompts of training rows too")
+    return lines
 
 
 def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -81,7 +92,7 @@ def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTraine
     options = {**config.data.chat_template_options, **first.template_options}
     try:
         opened = left_open(generation_prompt(tokenizer, first.messages, options=options))
-    except Rejected:  # which the check of all prompts tells
+    except Rejected:  # reported by the check of all prompts
         return []
     if not opened:
         return []

@@ -87,7 +87,7 @@ def find_start(
 
 def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) -> list[str]:
     """Hold out what the checkpoint did; returns notices about other rows than the checkpoint's. Raises CheckpointError
-    if a run would train on other ones, unless it is to begin with them anew."""
+    if a run would train on other ones, unless `data.restart` is set."""
     lines, differs = resume_data(prompts, state, seed=config.run.seed)
     trains = config.run.mode == "train"
     if differs and trains and not config.data.restart:

@@ -142,6 +142,6 @@ def majority_at(k: int, right_PG: BoolArray, votes_PG: Array) -> float:
         for begin in range(0, len(right_G) - k + 1, k):
             right, votes = right_G[begin : begin + k], votes_G[begin : begin + k]
             counts = Counter(vote for vote in votes if vote is not None)
-            won = [counts[vote] == max(counts.values(), default=0) for vote in votes]
-            found.append(right[won].mean() if counts else 0.0)
+            most = max(counts.values(), default=0)
+            found.append(right[[counts[vote] == most for vote in votes]].mean() if counts else 0.0)
     return float(np.mean(found))

@@ -80,7 +80,7 @@ def test_the_same_rows_go_on_without_a_line(first: Drawing, resumed: Any) -> Non
 
 def test_the_same_rows_in_another_order_are_drawn_as_before(first: Drawing, resumed: Any) -> None:
     turned = resumed(OLD[::-1])
-    assert turned.lines == ["data: the rows have another order than the checkpoint's, in which the run goes on"]
+    assert turned.lines == ["data: the rows are in another order than in the checkpoint, whose order is kept"]
     assert turned.held_out == first.held_out
     assert turned.draw(50) == first.draw(50)
 
@@ -90,7 +90,7 @@ def test_added_rows_come_at_the_end_of_the_epoch_and_then_with_all(
     first: Drawing, resumed: Any, texts: list[str]
 ) -> None:
     more = resumed(texts)
-    assert "data: new rows: 8; they are drawn at the end of this epoch" in more.lines and not more.differs
+    assert "data: new rows: 8; they come at the end of this epoch" in more.lines and not more.differs
     assert more.held_out == first.held_out
     assert more.draw(10) == first.draw(10)  # the rest of the epoch
     assert sorted(more.draw(8)) == NEW
@@ -121,9 +121,9 @@ def test_a_run_with_added_rows_is_resumed_where_it_stood(
 def test_an_added_copy_of_a_held_out_row_is_not_trained_on(first: Drawing, resumed: Any) -> None:
     trained = next(text for text in OLD if text not in first.held_out)
     more = resumed([*OLD, *first.held_out, trained])
-    assert more.lines == ["data: new rows: 1; they are drawn at the end of this epoch"]
+    assert more.lines == ["data: new rows: 1; they come at the end of this epoch"]
     assert not {*more.draw(60)} & {*first.held_out}
-    assert more.source.copies == (0, 4)
+    assert more.source.copies == 4
 
 
 def test_further_rows_are_held_out_only_of_those_that_were_not_trained_on(first: Drawing, resumed: Any) -> None:
@@ -191,7 +191,7 @@ def test_copies_of_one_row_go_on_and_grow(tmp_path: Path) -> None:
     again = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 6), held_out=2), one.state)
     assert (again.lines, again.differs) == ([], "")
     more = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 9), held_out=2), one.state)
-    assert more.lines == ["data: new rows: 3; they are drawn at the end of this epoch"]
+    assert more.lines == ["data: new rows: 3; they come at the end of this epoch"]
 
 
 def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
@@ -229,7 +229,7 @@ def test_of_a_mix_the_source_that_grew_has_its_rows_added(tmp_path: Path) -> Non
     one.draw(16)  # of b 4 of 5
     (tmp_path / "now").mkdir()
     more = begun(mixed(tmp_path / "now", a=A, b=[*NEW, *B]), one.state)
-    assert "data of source 'b': new rows: 8; they are drawn at the end of this epoch" in more.lines
+    assert "data of source 'b': new rows: 8; they come at the end of this epoch" in more.lines
     assert more.held_out == one.held_out
     following, expected = more.draw(80), one.draw(80)
     assert [text for text in following if text in A] == [text for text in expected if text in A]

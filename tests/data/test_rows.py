@@ -521,6 +521,12 @@ def test_skipping_leaves_out_every_row_that_cannot_be_used(tmp_path: Path) -> No
         assert f"{sum(each == kind for _, each in refused)} {kind}" in notice
 
 
+def test_a_missing_field_is_named_where_the_first_row_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", "not JSON", '{"prompt": "a", "result": "1"}', '{"prompt": "b"}')
+    with pytest.raises(DataError, match="no row has the field 'solution'; the first row has: prompt, result; set"):
+        load(path, refused="skip", answer_key="solution")
+
+
 def test_skipped_rows_are_left_out_of_a_mix(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", '{"prompt": ""}', '{"prompt": "a"}', '{"prompt": "b"}')
     mix = DataConfig(

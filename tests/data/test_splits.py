@@ -122,6 +122,15 @@ def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:
         load(directory, subset="en", split="test")
 
 
+def test_a_common_choice_is_for_sources_that_have_several(tmp_path: Path) -> None:
+    several, one = put(tmp_path / "several", "train", "test"), put(tmp_path / "one", "file") / "file.parquet"
+    mix = tuple(DataSource(source=str(source)) for source in (several, one))
+    source = load_prompts(DataConfig(sources=mix, split="test", held_out=0), seed=0)
+    assert texts(source) == [*texts(load(several, split="test")), *texts(load(one))]
+    with pytest.raises(ConfigError, match=r"data.split: 'dev', but .*several has the splits train, test"):
+        load_prompts(DataConfig(sources=mix, split="dev", held_out=0), seed=0)
+
+
 def test_splits_that_were_saved_together_are_chosen_by_name(tmp_path: Path) -> None:
     splits = {
         name: datasets.Dataset.from_dict({"prompt": [f"{name} {i}" for i in range(2)]}) for name in ("train", "test")

@@ -60,8 +60,10 @@ def make_model(config: Config, *, seed: int) -> PreTrainedModel:
     return model
 
 
-def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) -> Path:
-    """Rank 0 holds the first half of the tensors, rank 1 the others."""
+def save(
+    run_dir: Path, config: Config, model: PreTrainedModel, *, step: int, state: dict[str, Any] | None = None
+) -> Path:
+    """Rank 0 holds the first half of the tensors, rank 1 the others. `state`: what the run writes beside its roles."""
     partial = begin(run_dir, step)
     params = list(model.named_parameters())
     for rank in range(2):
@@ -70,7 +72,7 @@ def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) ->
             for name, param in params[rank::2]
         ]
         write(stage(dict.fromkeys(KEYS, chunks), {}), partial / "actor", rank)
-    return commit(partial, recorded(config, step))
+    return commit(partial, state or recorded(config, step))
 
 
 def recorded(config: Config, step: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_raising_the_steps_of_a_run_tells_both_learning_rates_and_how_to_keep_th
     # 0.004 falls to 0.001 in steps 0 to 9; of 41 steps, step 9 has done 9 / 40: 0.004 - 0.003 x 9 / 40.
     assert lines_of(9, {"steps": 10}, {"steps": 41}) == [
         (
-            "actor: the learning rate goes on at 0.00333, not at 0.001, because the schedule spans 41 rollout steps, "
+            "actor: the learning rate continues at 0.00333, not at 0.001, because the schedule spans 41 rollout steps, "
             "not 10; set train.schedule.steps=10 to keep it"
         )
     ]
@@ -67,13 +67,13 @@ def test_a_schedule_with_a_length_of_its_own_stays_where_the_run_is_made_longer(
     assert lines_of(12, {"steps": 10}, {"steps": 41, **own}) == []
     assert lines_of(4, {"steps": 10, **own}, {"steps": 41, **own}) == []
     (line,) = lines_of(9, {"steps": 20, **own}, {"steps": 20, "schedule": {"steps": 19}})
-    assert line.startswith("actor: the learning rate goes on at 0.0025, not at 0.001, because ")
+    assert line.startswith("actor: the learning rate continues at 0.0025, not at 0.001, because ")
     assert line.endswith("spans 19 rollout steps, not 10; set train.schedule.steps=10 to keep it")
 
 
 def test_other_changes_of_the_rate_are_told_without_that_cure_and_a_constant_one_is_silent() -> None:
     assert lines_of(9, {"steps": 10}, {"steps": 10, "lr": 0.008}) == [
-        "actor: the learning rate goes on at 0.002, not at 0.001"
+        "actor: the learning rate continues at 0.002, not at 0.001"
     ]
     constant = {"schedule": {"decay": "constant"}}
     assert lines_of(9, {"steps": 10, **constant}, {"steps": 41, **constant}) == []
@@ -152,7 +152,7 @@ def test_other_mini_batches_leave_the_advice_on_the_length_as_it_is() -> None:
     assert later.lr(10) == pytest.approx(1 - 10 / 39)
     assert lines == [
         (
-            "actor: the learning rate goes on at 0.744, not at 0.474, because the schedule spans 40 rollout steps, not "
-            "20; set train.schedule.steps=20 to keep it"
+            "actor: the learning rate continues at 0.744, not at 0.474, because the schedule spans 40 rollout steps, "
+            "not 20; set train.schedule.steps=20 to keep it"
         )
     ]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from corerl.data.load import load_prompts
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
 from corerl.plan.names import wrong_names
 from corerl.plan.plan import Plan
 from corerl.plan.settle import with_absolute_paths
 from corerl.plan.user_code import functions_of
-from tests.driver.saved import DATA, config_in, make_config
+from tests.driver.saved import DATA, config_in, make_config, make_model, recorded, save
 
 MODEL = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
 ROLLOUT = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 10, "temperature": 0.7, "top_k": 4}
@@ -25,10 +26,12 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def planned(tmp_path: Path, *sets: dict[str, Any], held_out: int = 2, **own: Any) -> Plan:
+def planned(
+    tmp_path: Path, *sets: dict[str, Any], held_out: int = 2, data: dict[str, Any] | None = None, **own: Any
+) -> Plan:
     """Of training prompts of 5 digits, but one of 15, and these sets; a tokenizer puts <bos> before them."""
     rows = [{"prompt": f"{n:05d}>"} for n in range(9)] + [{"prompt": "1" * 15}]
-    data = {"source": write(tmp_path / "rows.jsonl", *rows), "held_out": held_out}
+    data = {"source": write(tmp_path / "rows.jsonl", *rows), "held_out": held_out, **(data or {})}
     tables = {"model": MODEL, "data": data, "rollout": ROLLOUT, "eval": {**own, "sets": list(sets)}}
     return make_plan(config_in(tmp_path / "run", **tables))
 
@@ -72,6 +75,49 @@ def test_prompts_that_are_too_long_for_a_set_are_left_out_of_it_alone(tmp_path: 
     assert [prompt.text for prompt in own.source.held_out_prompts()] == kept
     told = "eval.sets[0]: data: 1 of 2 prompts are skipped: they have up to 20 tokens, but at most 10 fit with "
     assert told + "eval.sets[0].max_tokens=20 in a context of 30" in plan.notices
+
+
+def test_what_a_set_skips_and_trains_on_is_among_the_notices(tmp_path: Path) -> None:
+    rows = [{"prompt": "00003>", "level": 7}, {"prompt": "4>", "image": "a.png"}, {"prompt": "5>", "context": "c"}]
+    source = write(tmp_path / "set.jsonl", *rows)
+    plan = planned(tmp_path, {"source": source}, held_out=0, data={"refused": "skip"})
+    assert [prompt.text for prompt in plan.eval_sets[0].source.held_out_prompts()] == ["00003>", "5>"]
+    told = [line for line in plan.notices if line.startswith("eval.sets")]
+    assert [line.partition(source)[0] for line in told[:2]] == [
+        "eval.sets[0]: data: 1 of 3 rows of ",
+        "eval.sets[0]: data: rows of ",
+    ]
+    assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
+
+
+def test_a_set_may_lack_the_tools_that_training_rows_have(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}>", "functions": []} for n in range(5)]
+    data = {"source": write(tmp_path / "tools.jsonl", *rows), "tools_key": "functions"}
+    plan = planned(tmp_path, {"source": write(tmp_path / "set.jsonl", {"prompt": "7>"})}, data=data)
+    assert [each.text for each in plan.eval_sets[1].source.held_out_prompts()] == ["7>"]
+
+
+def test_held_out_prompts_that_other_training_rows_ask_too_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n % 3}>", "level": n} for n in range(12)]
+    plan = planned(tmp_path, held_out=5, data={"source": write(tmp_path / "again.jsonl", *rows)})
+    assert "data.held_out: 5 of 5 held-out prompts are prompts of training rows too" in plan.notices
+
+
+def test_a_resumed_run_is_scored_on_what_its_checkpoint_held_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n:05d}>"} for n in range(40)]
+    tables = {"data": {"source": write(tmp_path / "rows.jsonl", *rows[:20]), "held_out": 4}}
+    config = make_config(**tables)
+    source = load_prompts(config.data, seed=0)
+    held_out = {each.text for each in source.held_out_prompts()}
+    stand = {"epoch": 0, "offset": 8, "prompts": 16, "taken": 8}
+    prompts = {"data": source.record["identity"], "seed": 0, "sources": [stand]}
+    state = {**recorded(config, 1), "data": source.record, "source": {"rollout_step": 1, "prompts": prompts}}
+    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=1, state=state)
+    write(tmp_path / "rows.jsonl", *rows[::-1])
+    plan = make_plan(config_in(tmp_path / "other", str(checkpoint), **tables))
+    (only,) = plan.eval_sets
+    assert only.source.held_out_prompts() == plan.rollout.prompts.held_out_prompts()
+    assert {each.text for each in only.source.held_out_prompts()} == held_out
 
 
 NO_PART = "correct_on: 'right' is no part of the reward; 'position-match' has no parts"

@@ -100,8 +100,8 @@ class OneStepOff(Source):
             write_rollout(checkpoint, in_flight)
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        """A checkpoint of another source holds no batch, and that of other data none to train on; then the checkpoint's
-        own weights sample the first one."""
+        """A checkpoint of another kind of source has no batch, and one of other data none to train on; then its weights
+        sample the first batch."""
         goes_on = self._draws.stream.restore(position["prompts"])
         self._step = position["rollout_step"]
         self._position = self._draws.stream.position
