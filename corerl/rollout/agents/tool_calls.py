@@ -71,8 +71,9 @@ class ToolFormat:
     opening: re.Pattern[str] = field(converter=_compiled)
     closing: re.Pattern[str] = field(converter=_compiled)
     # One argument, with the groups `key` and `value`, which has no beginning of another one, so that an argument that
-    # does not end takes none of the next call; None: the arguments are a JSON object, or where `opening` has no
-    # name, a JSON object with `name` and arguments under this key, or a list of these.
+    # does not end takes none of the next call; a group `string` says "true" or "false" in place of a schema. None: the
+    # arguments are a JSON object, or where `opening` has no name, a JSON object with `name` and arguments under this
+    # key, or a list of these.
     argument: re.Pattern[str] | None = field(default=None, converter=_compiled_if_any)
     key: str = "arguments"
 
@@ -83,8 +84,11 @@ class ToolFormat:
         while malformed < MALFORMED and (found := marks.search(text, at)) is not None:
             at = found.end()
             if found["reasoning"]:
-                close = TAGS[found["reasoning"]]
-                at = end + len(close) if (end := text.find(close, at)) >= 0 else len(text)
+                close, line = TAGS[found["reasoning"]], text[outside[-1] : found.start()].rpartition("\n")[2]
+                if (end := text.find(close, at)) >= 0:
+                    at = end + len(close)
+                elif not line.strip():  # within a line an opening tag without a closing one is only mentioned
+                    at = len(text)
             elif found["end"]:  # of reasoning that nobody opened: what seemed a call was a thought
                 outside, calls = [0], []
             else:
@@ -106,7 +110,8 @@ class ToolFormat:
         if self.argument is not None:
             kinds, given = kinds_of_arguments(tools, name or ""), dict[str, Any]()
             while (one := self.argument.match(text, at)) is not None:
-                given[one["key"]] = typed(one["value"], kinds.get(one["key"], frozenset()))
+                allowed = STRING.get(one.groupdict().get("string"), kinds.get(one["key"], frozenset()))
+                given[one["key"]] = typed(one["value"], allowed)
                 at = one.end()
             found = [(name, given)]
         else:
@@ -136,7 +141,8 @@ def _invoke(tag: str, calls: str) -> dict[str, str]:
     """Calls as elements `invoke` with elements `parameter`, in one element `calls`; `tag` begins all their names."""
     return {
         "opening": rf'(?:<{tag}{calls}>|(?<=</{tag}invoke>))\s*<{tag}invoke name="(?P<name>[^"]+)">\s*',
-        "argument": rf'<{tag}parameter name="(?P<key>[^"]+)"[^>]*>(?P<value>(?:(?!<{tag}parameter ).)*?)'
+        "argument": rf'<{tag}parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?[^>]*>'
+        rf"(?P<value>(?:(?!<{tag}parameter ).)*?)"
         rf"</{tag}parameter>\s*(?=<{tag}parameter |</{tag}invoke>)",
         "closing": rf"</{tag}invoke>(?:\s*</{tag}{calls}>)?",
     }
@@ -183,7 +189,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         families="gpt-oss",
         taught=r"to=functions\.",
         opening=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?\bto=functions\.(?P<name>[\w.-]+)\s*"
-        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*",
+        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*",
         closing=r"\s*(?:<\|call\|>|\Z)",
     ),
     "mistral": ToolFormat(
@@ -240,8 +246,8 @@ class Shipped:
         try:
             parsed = self.tokenizer.parse_response(text, prefix=prompt, tools=[dict(tool) for tool in tools])
             functions = [call["function"] for call in parsed.get("tool_calls") or ()]
-            calls = [_call(each.get("name"), each.get("arguments")) for each in functions]
-        except (ValueError, KeyError, RecursionError):  # as it raises for what does not fit its template
+            calls = [_call(*_named(each, "arguments")) for each in functions]
+        except (ValueError, KeyError, TypeError, RecursionError):  # as it raises for what does not fit its template
             return Answered(content=text)
         if not calls:
             return Answered(content=text)
@@ -316,6 +322,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
+STRING = {"true": frozenset({"string"}), "false": frozenset(KINDS)}  # what DeepSeek's attribute `string` allows
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -351,18 +358,22 @@ def _kinds(schema: Any, root: Any, depth: int = 8) -> Iterator[str]:
     if not isinstance(schema, Mapping) or not depth:
         return
     declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared or ()
+    yield from (each for each in [declared, *_list(declared)] if isinstance(each, str))
     if schema.get("nullable"):
         yield "null"
-    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
+    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
         yield next((kind for kind in reversed(KINDS) if isinstance(value, KINDS[kind])), "string")
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
         found = root
         for part in reference[2:].split("/"):
             found = found.get(part) if isinstance(found, Mapping) else None
         yield from _kinds(found, root, depth - 1)
-    for choice in (each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or ()):
+    for choice in (each for key in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(key))):
         yield from _kinds(choice, root, depth - 1)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []  # a client's schema may be anything
 
 
 # ---- OpenAI's messages ---------------------------------------------------------------------------------------------

@@ -167,6 +167,7 @@ def read(form: str, text: str, opened: str = "") -> tuple[str, list[dict[str, An
         ("kimi", f"I add.{kimi(ADD, GET)}", "I add.", [ADD, GET]),
         ("gpt-oss", harmony(ADD, before=""), "", [ADD]),
         ("gpt-oss", recipient_first(ADD), "", [ADD]),
+        ("gpt-oss", harmony(ADD).replace("<|constrain|>json", "code"), "", [ADD]),
         ("mistral", f"I add.{mistral(ADD, GET)}", "I add.", [ADD, GET]),
         ("mistral", f"[TOOL_CALLS]{json.dumps([ADD, GET])}", "", [ADD, GET]),
         ("mistral", "[TOOL_CALLS]get[CALL_ID]abc123XYZ[ARGS]{}", "", [GET]),
@@ -229,6 +230,8 @@ THOUGHT = f"Like {hermes(GET)}?"
         (f"<think>{THOUGHT}", "", f"<think>{THOUGHT}", []),
         (THOUGHT, "<think>\n", THOUGHT, []),
         (f"<think>{THOUGHT}</think>It is 5.", "", f"<think>{THOUGHT}</think>It is 5.", []),
+        # A tag that is only mentioned.
+        (f"I look for `<think>` in it.\n{hermes(ADD)}", "", "I look for `<think>` in it.", [ADD]),
     ],
 )
 def test_calls_are_searched_behind_the_reasoning(text: str, opened: str, content: str, calls: Any) -> None:
@@ -289,6 +292,24 @@ def test_so_many_malformed_calls_take_no_time() -> None:
 def test_arguments_in_tags_are_typed_by_the_schema(text: str, kinds: str, value: Any) -> None:
     found = typed(text, frozenset(kinds.split()))
     assert (found, type(found)) == (value, type(value))
+
+
+def test_deepseek_says_itself_which_arguments_are_strings() -> None:
+    given = {"id": ("true", "12"), "many": ("false", "[12, true]"), "a": ("true", "2")}
+    parameters = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n'
+        for key, (string, value) in given.items()
+    )
+    text = dsml(GET).replace("</｜DSML｜invoke>", f"{parameters}</｜DSML｜invoke>")
+    assert read("deepseek-dsml", text)[1] == [{"name": "get", "arguments": {"id": "12", "many": [12, True], "a": "2"}}]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": 5}, {"enum": None}, {"type": 5}, {"type": ["integer", {"a": 1}]}, {"anyOf": 7}, True]
+)
+def test_a_schema_that_is_none_breaks_no_answer(schema: Any) -> None:
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
+    assert "a" in kinds_of_arguments(tools, "add")
 
 
 def test_the_schema_may_say_types_in_all_ways_of_json_schema() -> None:
@@ -354,6 +375,24 @@ def test_what_a_tokenizer_ships_is_read_by_transformers_as_our_own_table_does() 
     assert found.calls == own.calls and json.loads(found.calls[0]["arguments"]) == ADD["arguments"]
     nothing = f"I add.\n</think>\n{xml(ADD).replace('<function', '<func')}"
     assert reader.read(nothing, TOOLS, prompt="assistant: <think>\n") == Answered(content=nothing)
+
+
+@pytest.mark.parametrize("written", ["5", "[1]", '{"name": 5}', '"add"', "null"])
+def test_json_that_is_no_call_is_text_with_a_response_template_too(written: str) -> None:
+    ours = byte_tokenizer()
+    calls = {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": "{content}"},
+    }
+    fields = {"tool_calls": calls, "content": {"content": "text"}}
+    ours.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    reader = Shipped(ours)
+    assert reader.read(hermes(ADD), TOOLS, prompt="assistant: ").calls[0]["name"] == "add"
+    text = f"<tool_call>{written}</tool_call>"
+    assert reader.read(text, TOOLS, prompt="assistant: ") == Answered(content=text)
 
 
 def test_the_template_says_which_format_its_model_writes() -> None:
