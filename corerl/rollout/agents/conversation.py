@@ -479,12 +479,13 @@ def _as_is(value: Any) -> Any:
 
 
 def _says(got: Message, had: Message, parts: tuple[str, str]) -> bool:
-    """Whether a message has the texts of an answer, of which `parts` are the reasoning and the rest: clients send the
-    reasoning as they got it, or in a field of its own, or leave out such a field."""
-    reasoning = next((value for key in TEXTS[1:] if isinstance(value := got.get(key), str) and value), None)
-    if reasoning is None:
-        return bool(got.get("content") == had["content"])
-    return (reasoning.strip(), str(got.get("content", "")).strip()) == parts
+    """Whether a message has the texts of an answer whose reasoning and rest are `parts`: clients send the reasoning as
+    they got it, or in a field of its own, or leave out such a field. White space at the ends does not count."""
+    content = str(got.get("content", "")).strip()
+    given = [value.strip() for key in TEXTS[1:] if isinstance(value := got.get(key), str)]
+    if given and (next(filter(None, given), ""), content) == parts:
+        return True
+    return not any(given) and content == had["content"].strip()
 
 
 def _joined(parts: Sequence[Array], dtype: type) -> Any:

@@ -217,23 +217,32 @@ FORMATS: Mapping[str, ToolFormat] = {
 @frozen
 class UserFormat:
     """A user's function `(text, tools) -> (content, calls)`: of an answer behind its reasoning and of a request's
-    tools, the text without calls, and the calls, each a name and arguments, an object."""
+    tools, the text without calls, and the calls, each a name and arguments, an object. A ValueError leaves the answer
+    as it is."""
 
     name: str
     function: Function
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         end = end_of_reasoning(text, opened)
-        found = self.function(text[end:], tools)
         try:
+            found = self.function(text[end:], tools)
+            if not _is_read(found):
+                raise TypeError(
+                    f"rollout.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, calls), "
+                    "each call an object with 'name' and 'arguments', an object"
+                )
             content, calls = found
             made = [_call(call["name"], call["arguments"]) for call in calls]
-        except (TypeError, KeyError, ValueError) as error:
-            raise TypeError(
-                f"rollout.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, calls), "
-                "each call an object with 'name' and 'arguments', an object"
-            ) from error
+        except (ValueError, RecursionError):  # as json.loads raises for a malformed call
+            return Answered(content=text)
         return Answered(content=(text[:end] + content).strip() if made else text, calls=made)
+
+
+def _is_read(found: Any) -> bool:
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[0], str):
+        return False
+    return all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in found[1])
 
 
 @frozen

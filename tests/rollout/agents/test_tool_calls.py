@@ -442,6 +442,9 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
         assert found.calls == [{"name": "add", "arguments": '{"of": 2}'}]
         assert reader.read("5", TOOLS) == Answered(content="5")
     broken = UserFormat("my_calls:read", lambda text, tools: [text])
+    for malformed in ("x", '{"a": NaN}', "[2]", "5"):
+        strict = UserFormat("m:f", lambda text, tools: ("", [{"name": "add", "arguments": json.loads(text)}]))
+        assert strict.read(malformed, TOOLS) == Answered(content=malformed)
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
         broken.read("5", TOOLS)
     assert Kind.TOOL_FORMATS.noun == "tool format" and "mine" in tool_calls.names()
