@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from corerl.models.build import NOISE
 from corerl.models.peft_files import PLAIN
 from corerl.models.tokenizer import SHAPING
+from corerl.plan.experts import FURTHER, TERMS
 from corerl.rollout.agents.chat_requests import FIELDS, REFUSED
 
 
@@ -25,8 +27,14 @@ class Rule(NamedTuple):
 # Fields that only transformers' code of a model type reads, as which every backend builds the model.
 ARCHITECTURE = frozenset((Path(__file__).parent / "model_fields.txt").read_text().split())
 MODEL = (
-    Rule("drop|jitter", "ignored", "is 0: log-probs of one pass would match no other"),
+    Rule(
+        "|".join(NOISE),
+        "noted",
+        "trained without this noise, so that log-probs are the engine's; said of a value that differs from its type's",
+    ),
+    Rule(f"^({'|'.join(TERMS)})$", "noted", "a term of transformers' loss: only `train.aux_loss_coef` adds one"),
     Rule("loss", "ignored", "a run has losses of its own"),
+    Rule(f"^({'|'.join(FURTHER)})$", "noted", "layers that predict further tokens are neither trained nor exported"),
     Rule("initializer|init_std$|init_scheme$|variance_scale$", "used", "for weights that start random"),
     Rule(
         "^(bos_token_id|eos_token_id|eod_token_id|pad_token_id)$",
@@ -34,10 +42,11 @@ MODEL = (
         "an end token ends samples; none is ever sampled as padding",
     ),
     Rule(
-        "^(output_attentions|output_hidden_states|output_router_logits|return_dict|use_cache|chunk_size_feed_forward)$",
+        "^(output_attentions|output_hidden_states|return_dict|use_cache|chunk_size_feed_forward)$",
         "ignored",
         "CoreRL asks for what it needs at each call",
     ),
+    Rule("^output_router_logits$", "used", "asks for the balancing term of transformers' loss, which is noted"),
     Rule("label|classifier|^summary_|^problem_type$", "ignored", "of heads that are not a causal language model's"),
     Rule(
         "^forced_|^decoder_start_|^begin_suppress|^suppress_|^encoder_no_repeat",

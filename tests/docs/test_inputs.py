@@ -13,6 +13,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corerl.models.peft_files import PLAIN
+from corerl.plan.experts import FURTHER, TERMS
 from tests.docs.test_reference import DOCS, module_at
 
 SEVERAL = "musicgen"  # has several text configs
@@ -54,7 +55,9 @@ def test_every_field_of_a_chat_request_has_its_place(inputs: ModuleType) -> None
 @pytest.mark.parametrize(
     ("rules", "name", "becomes"),
     [
-        ("MODEL", "attention_dropout", "ignored"),
+        ("MODEL", "attention_dropout", "noted"),
+        ("MODEL", "router_jitter_noise", "noted"),
+        *(("MODEL", name, "noted") for name in (*TERMS, *FURTHER)),
         ("MODEL", "rope_theta", "used"),
         ("MODEL", "quantization_config", "refused"),
         ("GENERATION", "repetition_penalty", "noted"),
