@@ -20,7 +20,7 @@ from corerl.models.tokenizer import plain
 from corerl.models.tokenizer import special_tokens as special_tokens_of
 from corerl.rollout.agents.tool_calls import Answered, Reader, as_sent, normalized
 from corerl.rollout.encoding import Rejected, TextEncoder, render, wrong_option
-from corerl.rollout.reasoning import Openings, generation_prompt, left_open, split
+from corerl.rollout.reasoning import Openings, left_open, split
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -405,9 +405,7 @@ class Renderer:
         """The reasoning tag that is left open where the answer begins."""
         if messages[-1]["role"] == "assistant":
             return left_open(messages[-1]["content"])
-        return self._openings.of_text(
-            text, lambda: generation_prompt(self._tokenizer, messages, tools=tools, options=options)
-        )
+        return self._openings.of(text, messages, tools=tools, options=options)
 
     def _require_shown(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
         """Raise Refused, or tell the user, if `text` is what the template would write without tools."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
+from attrs.converters import optional
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, PluginError
@@ -54,10 +55,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-def _compiled_if_any(pattern: str | None) -> re.Pattern[str] | None:
-    return None if pattern is None else _compiled(pattern)
-
-
 # ---- formats -------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +71,7 @@ class ToolFormat:
     # does not end takes none of the next call; a group `string` says "true" or "false" in place of a schema. None: the
     # arguments are a JSON object, or where `opening` has no name, a JSON object with `name` and arguments under this
     # key, or a list of these.
-    argument: re.Pattern[str] | None = field(default=None, converter=_compiled_if_any)
+    argument: re.Pattern[str] | None = field(default=None, converter=optional(_compiled))
     key: str = "arguments"
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
@@ -323,7 +320,7 @@ def _taught() -> Iterator[tuple[str, str | re.Pattern[str]]]:
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, tuple[type, ...]] = {
+KINDS: dict[str, tuple[type, ...]] = {  # a bool is no int here
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
@@ -345,10 +342,7 @@ def typed(text: str, kinds: frozenset[str]) -> Any:
         return text
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         return value if "number" in kinds else int(value)
-    fits = any(isinstance(value, KINDS[kind]) for kind in kinds & KINDS.keys() if kind != "boolean")
-    if isinstance(value, bool):  # which is an int to Python
-        fits = "boolean" in kinds
-    return value if fits else text
+    return value if any(type(value) in KINDS[kind] for kind in kinds & KINDS.keys()) else text
 
 
 def kinds_of_arguments(tools: Tools, name: str) -> dict[str, frozenset[str]]:
@@ -371,7 +365,7 @@ def _kinds(schema: Any, root: Any, depth: int = 8) -> Iterator[str]:
     if schema.get("nullable"):
         yield "null"
     for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
-        yield next((kind for kind in reversed(KINDS) if isinstance(value, KINDS[kind])), "string")
+        yield next((kind for kind in KINDS if type(value) in KINDS[kind]), "string")
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
         found = root
         for part in reference[2:].split("/"):

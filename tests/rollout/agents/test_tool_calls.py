@@ -333,7 +333,7 @@ def test_the_schema_may_say_types_in_all_ways_of_json_schema() -> None:
         "several": {"integer", "null"},
         "any": {"string", "null"},
         "nullable": {"number", "null"},
-        "enum": {"number"},
+        "enum": {"integer"},
         "const": {"boolean"},
         "ref": {"object"},
         "loop": {"array"},
