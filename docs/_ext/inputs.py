@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
 from corerl.models.peft_files import PLAIN
 from corerl.models.tokenizer import SHAPING
@@ -79,6 +80,58 @@ REQUEST = (
     Rule(f"^({'|'.join((*FIELDS, 'temperature', 'top_p', 'top_k'))})$", "used", "some with one value alone"),
     Rule(f"^({'|'.join(REFUSED)})$", "refused", "the error says what to do instead"),
 )
+TOKENIZER = (
+    Rule("^chat_template$", "used", "writes prompts; without one, a prompt is its text"),
+    Rule("^response_template$", "used", 'by `rollout.episodes.tool_calls = "auto"`'),
+    Rule(
+        "^response_schema$",
+        "ignored",
+        "transformers drops this older form; calls are read as the chat template has them",
+    ),
+    Rule("^auto_map$", "refused", "unless transformers has a class for it; code of a directory is never run"),
+    Rule(
+        "padding|truncation|^max_len|^model_max_length$|^stride$|^pad_to_multiple_of$|^pad_token_type_id$",
+        "ignored",
+        "`[rollout]` bounds lengths; texts are encoded one by one and whole",
+    ),
+    Rule(
+        "^(processor_class|name_or_path|files_loaded|gguf_file|verbose|model_input_names)$",
+        "ignored",
+        "no text needs it",
+    ),
+    Rule(
+        "_token$|_tokens$|^tokenizer|^merges|^vocab|^add_|^added_tokens|^backend$|^clean_up|^split_special|^model_specific",
+        "used",
+        "by transformers, which builds the tokenizer",
+    ),
+    Rule("^(_spm_precompiled_charsmap|fix_mistral_regex|post_processor|unk_id)$", "used", "by transformers likewise"),
+)
+ROW = (
+    Rule("^(prompt_key|answer_key|tools_key)$", "used", "the field that this setting of `[data]` names"),
+    Rule(f"^({OPTIONS})$", "used", "options of the chat template for this row"),
+    Rule(
+        "^(image|images|video|videos|audio|audios)$",
+        "refused",
+        "as any field that holds pictures, sound or video, unless in `data.ignore`",
+    ),
+    Rule("", "used", "by reward functions and episodes, as `prompt.fields`; the model is not shown them"),
+)
+MESSAGE = (
+    Rule("^(role|content)$", "used", "by the chat template; parts of a content are joined, and are text alone"),
+    Rule("^(tool_calls|tool_call_id|name)$", "used", "by the chat template; arguments as objects"),
+    Rule("^function_call$", "used", "as `tool_calls`, if there are none"),
+    Rule("^refusal$", "used", "as `content`, if there is none"),
+    Rule("^audio$", "refused", "as any field that holds pictures, sound or video"),
+)
+CHECKPOINT = (
+    Rule("^(format|crc32|files|sums)$", "used", "checked before anything is loaded"),
+    Rule("^(boxes|key|name|shape|offsets|sizes|stored)$", "used", "where each part of each tensor is"),
+    Rule("^extra$", "used", "by the backend: steps of the optimizer, and others"),
+    Rule("^(rollout_step|kl_coef|source|schedules)$", "used", "where the run goes on"),
+    Rule("^data$", "used", "compared with the data of now; a change is an error or said at the start"),
+    Rule("^config$", "used", "compared with the config of now; a change is said at the start"),
+    Rule("^before$", "used", "samples of the first evaluation, for the comparison at the end"),
+)
 ADAPTERS = (
     Rule("^(peft_type|r|lora_alpha|target_modules|use_rslora)$", "used", "as `[lora]`"),
     Rule(f"^({'|'.join(PLAIN)})$", "refused", "unless its value changes nothing"),
@@ -98,7 +151,11 @@ def inputs_reference() -> str:
     tables = {
         "A model's config.json, or `[model.config]`": (MODEL, ARCHITECTURE),
         "A model's generation_config.json": (GENERATION, ()),
+        "A tokenizer's tokenizer_config.json": (TOKENIZER, ()),
+        "A row of the data": (ROW, ()),
+        "A message, of a row or a request": (MESSAGE, ()),
         "A chat request of an agent": (REQUEST, ()),
+        "A checkpoint's checkpoint.json, its `state`, and the index of a rank": (CHECKPOINT, ()),
         "PEFT's adapter_config.json": (ADAPTERS, ()),
     }
     lines: list[str] = []
