@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]  # as requests have them
 Function = Callable[[str, Tools], tuple[str, Sequence[Mapping[str, Any]]]]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that response templates have for it
-MALFORMED = 64  # calls of one answer, after which no others are looked for: each may take a look at the whole answer
+MALFORMED = 64  # calls of one answer, after which the search ends: each may scan the whole answer
 DECODER = json.JSONDecoder()
 
 
 @frozen(kw_only=True)
 class Answered:
-    """What an answer says, to whom."""
+    """An answer, read."""
 
     content: str  # without calls; of one with calls, stripped
     # Name, and arguments as JSON; maybe the id that the policy gave it.
@@ -63,7 +63,7 @@ class ToolFormat:
     """How a model family writes calls. `opening` stands before the arguments, with the groups `name`, and `id` if the
     policy gives its calls one; behind them stands `closing`."""
 
-    families: str  # those that write so, for the docs
+    families: str  # for the docs
     taught: re.Pattern[str] = field(converter=_compiled)  # is found in their chat templates
     opening: re.Pattern[str] = field(converter=_compiled)
     closing: re.Pattern[str] = field(converter=_compiled)
@@ -84,7 +84,9 @@ class ToolFormat:
                 close, line = TAGS[found["reasoning"]], text[outside[-1] : found.start()].rpartition("\n")[2]
                 if (end := text.find(close, at)) >= 0:
                     at = end + len(close)
-                elif not line.strip():  # within a line an opening tag without a closing one is only mentioned
+                elif line.strip():  # an opening tag without a closing one is only mentioned there
+                    malformed += 1
+                else:
                     at = len(text)
             elif found["end"]:  # of reasoning that nobody opened: what seemed a call was a thought
                 outside, calls = [0], []

@@ -289,12 +289,12 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
 THINKING = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
 
 
-def thinking(special: bool = False, **told: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
+def thinking(special: bool = False, **options: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
     ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
     ours.chat_template = THINKING
     if special:
         ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    return Renderer(ours, FORMATS["hermes"], **told), ours
+    return Renderer(ours, FORMATS["hermes"], **options), ours
 
 
 @pytest.mark.parametrize(

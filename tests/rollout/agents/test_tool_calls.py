@@ -74,8 +74,8 @@ def llama(call: dict[str, Any]) -> str:
 def tagged(call: dict[str, Any], begin: str, argument: str, end: str) -> str:
     """A call with its arguments in tags, strings as they are and other values as JSON."""
     values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in call["arguments"].items()}
-    told = "".join(argument.format(key=key, value=value) for key, value in values.items())
-    return begin.format(name=call["name"]) + told + end
+    written = "".join(argument.format(key=key, value=value) for key, value in values.items())
+    return begin.format(name=call["name"]) + written + end
 
 
 def xml(call: dict[str, Any], tag: str = "tool_call") -> str:
@@ -98,34 +98,34 @@ def minimax(*calls: dict[str, Any]) -> str:
 
 
 def dsml(*calls: dict[str, Any]) -> str:
-    told = "".join(invoked(call, "｜DSML｜") for call in calls)
-    return f"<｜DSML｜function_calls>\n{told}</｜DSML｜function_calls>"
+    written = "".join(invoked(call, "｜DSML｜") for call in calls)
+    return f"<｜DSML｜function_calls>\n{written}</｜DSML｜function_calls>"
 
 
 def deepseek(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<｜tool▁call▁begin｜>{call['name']}<｜tool▁sep｜>{json.dumps(call['arguments'])}<｜tool▁call▁end｜>"
         for call in calls
     ]
-    return f"<｜tool▁calls▁begin｜>{''.join(told)}<｜tool▁calls▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
 
 
 def deepseek_r1(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```"
         "<｜tool▁call▁end｜>"
         for call in calls
     ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(told) + "<｜tool▁calls▁end｜>"
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
 
 
 def kimi(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<|tool_call_begin|>functions.{call['name']}:{index}<|tool_call_argument_begin|>"
         f"{json.dumps(call['arguments'])}<|tool_call_end|>"
         for index, call in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
 
 
 def harmony(call: dict[str, Any], *, before: str = "<|start|>assistant") -> str:
@@ -260,6 +260,7 @@ def test_a_malformed_call_beside_a_good_one_stays_text() -> None:
 def test_so_many_malformed_calls_take_no_time() -> None:
     many = "<tool_call>\n<function=add>\n<parameter=a>\n" * 20_000
     assert read("qwen-xml", many) == (many, [])
+    assert read("hermes", "a <think> " * 20_000) == ("a <think> " * 20_000, [])
     assert read("gpt-oss", " " * 100_000) == (" " * 100_000, [])
 
 
