@@ -63,7 +63,7 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
 
 
 def _under(prefix: str, name: str) -> str:
-    """A metric's name; those of the actor's experts have a group of their own."""
+    """A metric's name; the actor's expert load has a group of its own."""
     return name if prefix == "train" and name.startswith("moe/") else f"{prefix}/{name}"
 
 

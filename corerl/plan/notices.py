@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,11 +90,9 @@ def opened_reasoning(config: Config, prompts: PromptSource, tokenizer: PreTraine
     if not config.run.samples or not len(prompts.train):
         return []
     first = prompts.prompt(int(prompts.train[0]))
-    options = {**config.data.chat_template_options, **first.template_options}
-    try:
-        opened = left_open(generation_prompt(tokenizer, first.messages, options=options))
-    except Rejected:  # reported by the check of all prompts
-        return []
+    options, opened = {**config.data.chat_template_options, **first.template_options}, ""
+    with contextlib.suppress(Rejected):  # the check of all prompts reports it
+        opened = left_open(generation_prompt(tokenizer, first.messages, tools=first.tools, options=options))
     if not opened:
         return []
     if Openings(tokenizer).seen(opened, special_tokens=config.reward.special_tokens):

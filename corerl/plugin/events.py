@@ -94,7 +94,7 @@ class Evaluated:
     step: int
     metrics: Mapping[str, float]  # eval/reward, eval/exact_match, eval/pass@8, eval/NAME/reward, ...
     shown: Sequence[SampleShown] = field(factory=tuple)  # those of the first held-out prompts
-    samples: Sequence[SampleShown] = field(factory=tuple)  # those of all, the samples of one prompt adjacent
+    samples: Sequence[SampleShown] = field(factory=tuple)  # of all held-out prompts, the samples of one prompt adjacent
 
 
 @frozen(kw_only=True)

@@ -284,8 +284,8 @@ class AlgorithmSpec:
     # Whether the advantages of a prompt's samples depend on these alone: then gradients may begin before a batch is
     # whole (rollout.source = "streamed").
     by_prompt: bool = False
-    # Whether a token is credited with the rewards from there on: then those of an episode's turns are rewards of the
-    # turns' last tokens. Otherwise their sum is the episode's reward.
+    # Whether a token is credited with later rewards: then each turn of an episode has its reward at its last token.
+    # Otherwise their sum is the episode's reward.
     credits_turns: bool = False
     samples: bool = True  # False: it learns from saved batches only
     # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
@@ -296,7 +296,7 @@ class AlgorithmSpec:
 
 @frozen(kw_only=True)
 class NoOptions:
-    """Of a plugin that has no table in the config."""
+    """Config of a plugin without a table."""
 
 
 @frozen(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from corerl.models.tokenizer import plain
@@ -28,7 +28,7 @@ TAGS: Mapping[str, str] = {
 OPENING = re.compile("|".join(map(re.escape, TAGS)))
 # Closing tags that mean nothing else, so that text before one is reasoning even if no tag opened it.
 CLOSING = re.compile("|".join(re.escape(tag) for tag in TAGS.values() if "/" in tag or "END" in tag))
-TAIL = 64  # tokens of a prompt that are decoded to see how it ends; a longer generation prompt is rendered again
+TAIL = 64  # tokens of a prompt decoded to see how it ends; a longer generation prompt is rendered again
 
 
 def left_open(text: str) -> str:
@@ -39,26 +39,26 @@ def left_open(text: str) -> str:
     return text[found[-1].start() :]
 
 
+def _bounds(text: str, opened: str) -> tuple[int, int, int]:
+    """Where the reasoning that begins an answer begins and ends, without its tags, and where the rest begins."""
+    again = OPENING.match(text, len(text) - len(text.lstrip()))
+    if (begins := OPENING.match(opened) or again) is None:
+        return 0, 0, 0
+    begin, close = again.end() if again else 0, TAGS[begins[0]]
+    at = text.find(close, begin)
+    return (begin, len(text), len(text)) if at < 0 else (begin, at, at + len(close))
+
+
 def end_of_reasoning(text: str, opened: str = "") -> int:
     """Where the reasoning that begins an answer ends, with its closing tag: 0 if none begins it, and the whole length
     if it is not closed. `opened`: as `left_open` of what stands before the answer."""
-    begins = OPENING.match(opened) or OPENING.match(text, len(text) - len(text.lstrip()))
-    if begins is None:
-        return 0
-    close = TAGS[begins[0]]
-    at = text.find(close, 0 if opened else begins.end())
-    return len(text) if at < 0 else at + len(close)
+    return _bounds(text, opened)[2]
 
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
     """The reasoning that begins an answer, without its tags, and the rest, both stripped."""
-    end = end_of_reasoning(text, opened)
-    reasoning = text[:end].strip()
-    if begins := OPENING.match(reasoning):
-        reasoning = reasoning[begins.end() :]
-    for close in TAGS.values():
-        reasoning = reasoning.removesuffix(close)
-    return reasoning.strip(), text[end:].strip()
+    begin, end, rest = _bounds(text, opened)
+    return text[begin:end].strip(), text[rest:].strip()
 
 
 def generation_prompt(
@@ -72,33 +72,42 @@ def generation_prompt(
     beginning. Raises Rejected."""
     if not messages or messages[-1]["role"] == "assistant":
         return ""
-    texts = [
+    whole, without = (
         render(tokenizer, messages, tools=tools, options=options, generation_prompt=added) for added in (True, False)
-    ]
-    return texts[0][len(texts[1]) :] if texts[0].startswith(texts[1]) else ""
+    )
+    if whole == without:  # a template that always writes it
+        return whole.rpartition(messages[-1]["content"].strip())[2]
+    return whole[len(without) :] if whole.startswith(without) else ""
 
 
 class Openings:
-    """The reasoning tags that one tokenizer's chat template opens, known again by how a prompt ends."""
+    """The reasoning tags that one tokenizer's chat template opens, recognized by how a prompt ends."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ever = OPENING.search(str(tokenizer.chat_template)) is not None
         self._known: set[str] = set()  # generation prompts that leave a tag open
 
-    def of_text(self, text: str, prompt: Callable[[], str]) -> str:
-        """The tag that is left open where `text`, a prompt or its end, ends with the generation prompt, and what
-        follows the tag; "" if there is none. `prompt` renders the generation prompt, if this is a new one."""
-        if not self._ever or not left_open(text):
+    def of(
+        self,
+        prompt: str | Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The tag that the template leaves open at the end of `prompt`, a text or tokens, and what follows the tag; ""
+        if there is none. `messages`, `tools` and `options` are what was rendered."""
+        if not self._ever:
             return ""
-        found = next((each for each in self._known if text.endswith(each)), "") or prompt()
+        text = prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt[-TAIL:]))
+        if not left_open(text):
+            return ""
+        found = next((each for each in self._known if text.endswith(each)), "")
+        found = found or generation_prompt(self._tokenizer, messages, tools=tools, options=options)
         if opened := left_open(found):
             self._known.add(found)
         return opened
-
-    def of_tokens(self, tokens: Iterable[int], prompt: Callable[[], str]) -> str:
-        """As `of_text`, of the tokens of a prompt."""
-        return self.of_text(str(self._tokenizer.decode(list(tokens)[-TAIL:])), prompt) if self._ever else ""
 
     def seen(self, opened: str, *, special_tokens: bool) -> str:
         """What a text of the answer shows of `opened`; "" if its tag is a special token and these are left out."""

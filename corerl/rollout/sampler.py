@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
-from corerl.rollout.reasoning import Openings, generation_prompt
+from corerl.rollout.reasoning import Openings
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
 
 if TYPE_CHECKING:
@@ -191,9 +190,8 @@ class Sampler:
         """[P] the reasoning tag that the chat template opens at the end of each prompt, as texts show it."""
         opened = []
         for prompt, tokens in zip(prompts, request.by_row()[:: len(request) // len(prompts)], strict=True):
-            written = partial(generation_prompt, self.tokenizer, prompt.messages, tools=prompt.tools)
             options = {**self.template_options, **prompt.template_options}
-            tag = self._openings.of_tokens(tokens, partial(written, options=options))
+            tag = self._openings.of(tokens.tolist(), prompt.messages, tools=prompt.tools, options=options)
             opened.append(self._openings.seen(tag, special_tokens=self.special_tokens))
         return opened
 

@@ -11,8 +11,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from corerl.data.rows import OPTIONS
+from corerl.models.build import NOISE
 from corerl.models.peft_files import PLAIN
 from corerl.models.tokenizer import SHAPING
+from corerl.plan.experts import FURTHER, TERMS
 from corerl.rollout.agents.chat_requests import FIELDS, REFUSED
 
 
@@ -25,8 +28,14 @@ class Rule(NamedTuple):
 # Fields that only transformers' code of a model type reads, as which every backend builds the model.
 ARCHITECTURE = frozenset((Path(__file__).parent / "model_fields.txt").read_text().split())
 MODEL = (
-    Rule("drop|jitter", "ignored", "is 0: log-probs of one pass would match no other"),
+    Rule(
+        "|".join(NOISE),
+        "noted",
+        "trained without this noise, so that log-probs are the engine's; said of a value that differs from its type's",
+    ),
+    Rule(f"^({'|'.join(TERMS)})$", "noted", "a term of transformers' loss: only `train.aux_loss_coef` adds one"),
     Rule("loss", "ignored", "a run has losses of its own"),
+    Rule(f"^({'|'.join(FURTHER)})$", "noted", "layers that predict further tokens are neither trained nor exported"),
     Rule("initializer|init_std$|init_scheme$|variance_scale$", "used", "for weights that start random"),
     Rule(
         "^(bos_token_id|eos_token_id|eod_token_id|pad_token_id)$",
@@ -34,10 +43,11 @@ MODEL = (
         "an end token ends samples; none is ever sampled as padding",
     ),
     Rule(
-        "^(output_attentions|output_hidden_states|output_router_logits|return_dict|use_cache|chunk_size_feed_forward)$",
+        "^(output_attentions|output_hidden_states|return_dict|use_cache|chunk_size_feed_forward)$",
         "ignored",
         "CoreRL asks for what it needs at each call",
     ),
+    Rule("^output_router_logits$", "used", "asks for the balancing term of transformers' loss, which is noted"),
     Rule("label|classifier|^summary_|^problem_type$", "ignored", "of heads that are not a causal language model's"),
     Rule(
         "^forced_|^decoder_start_|^begin_suppress|^suppress_|^encoder_no_repeat",
@@ -70,6 +80,58 @@ REQUEST = (
     Rule(f"^({'|'.join((*FIELDS, 'temperature', 'top_p', 'top_k'))})$", "used", "some with one value alone"),
     Rule(f"^({'|'.join(REFUSED)})$", "refused", "the error says what to do instead"),
 )
+TOKENIZER = (
+    Rule("^chat_template$", "used", "writes prompts; without one, a prompt is its text"),
+    Rule("^response_template$", "used", 'by `rollout.episodes.tool_calls = "auto"`'),
+    Rule(
+        "^response_schema$",
+        "ignored",
+        "transformers drops this older form; calls are read as the chat template has them",
+    ),
+    Rule("^auto_map$", "refused", "unless transformers has a class for it; code of a directory is never run"),
+    Rule(
+        "padding|truncation|^max_len|^model_max_length$|^stride$|^pad_to_multiple_of$|^pad_token_type_id$",
+        "ignored",
+        "`[rollout]` bounds lengths; texts are encoded one by one and whole",
+    ),
+    Rule(
+        "^(processor_class|name_or_path|files_loaded|gguf_file|verbose|model_input_names)$",
+        "ignored",
+        "no text needs it",
+    ),
+    Rule(
+        "_token$|_tokens$|^tokenizer|^merges|^vocab|^add_|^added_tokens|^backend$|^clean_up|^split_special|^model_specific",
+        "used",
+        "by transformers, which builds the tokenizer",
+    ),
+    Rule("^(_spm_precompiled_charsmap|fix_mistral_regex|post_processor|unk_id)$", "used", "by transformers likewise"),
+)
+ROW = (
+    Rule("^(prompt_key|answer_key|tools_key)$", "used", "the field that this setting of `[data]` names"),
+    Rule(f"^({OPTIONS})$", "used", "options of the chat template for this row"),
+    Rule(
+        "^(image|images|video|videos|audio|audios)$",
+        "refused",
+        "as any field that holds pictures, sound or video, unless in `data.ignore`",
+    ),
+    Rule("", "used", "by reward functions and episodes, as `prompt.fields`; the model is not shown them"),
+)
+MESSAGE = (
+    Rule("^(role|content)$", "used", "by the chat template; parts of a content are joined, and are text alone"),
+    Rule("^(tool_calls|tool_call_id|name)$", "used", "by the chat template; arguments as objects"),
+    Rule("^function_call$", "used", "as `tool_calls`, if there are none"),
+    Rule("^refusal$", "used", "as `content`, if there is none"),
+    Rule("^audio$", "refused", "as any field that holds pictures, sound or video"),
+)
+CHECKPOINT = (
+    Rule("^(format|crc32|files|sums)$", "used", "checked before anything is loaded"),
+    Rule("^(boxes|key|name|shape|offsets|sizes|stored)$", "used", "where each part of each tensor is"),
+    Rule("^extra$", "used", "by the backend: steps of the optimizer, and others"),
+    Rule("^(rollout_step|kl_coef|source|schedules)$", "used", "where the run goes on"),
+    Rule("^data$", "used", "compared with the data of now; a change is an error or said at the start"),
+    Rule("^config$", "used", "compared with the config of now; a change is said at the start"),
+    Rule("^before$", "used", "samples of the first evaluation, for the comparison at the end"),
+)
 ADAPTERS = (
     Rule("^(peft_type|r|lora_alpha|target_modules|use_rslora)$", "used", "as `[lora]`"),
     Rule(f"^({'|'.join(PLAIN)})$", "refused", "unless its value changes nothing"),
@@ -89,7 +151,11 @@ def inputs_reference() -> str:
     tables = {
         "A model's config.json, or `[model.config]`": (MODEL, ARCHITECTURE),
         "A model's generation_config.json": (GENERATION, ()),
+        "A tokenizer's tokenizer_config.json": (TOKENIZER, ()),
+        "A row of the data": (ROW, ()),
+        "A message, of a row or a request": (MESSAGE, ()),
         "A chat request of an agent": (REQUEST, ()),
+        "A checkpoint's checkpoint.json, its `state`, and the index of a rank": (CHECKPOINT, ()),
         "PEFT's adapter_config.json": (ADAPTERS, ()),
     }
     lines: list[str] = []

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from types import ModuleType
 
+import attrs
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from openai.types import chat
 from openai.types.chat import completion_create_params
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from corerl.checkpoint import commit
+from corerl.checkpoint.format import RankIndex, SavedBox
+from corerl.config.schema import DataConfig
+from corerl.data import media
+from corerl.data.chat import read_message
+from corerl.driver.run import Run
 from corerl.models.peft_files import PLAIN
+from corerl.plan.experts import FURTHER, TERMS
 from tests.docs.test_reference import DOCS, module_at
 
 SEVERAL = "musicgen"  # has several text configs
@@ -51,10 +62,52 @@ def test_every_field_of_a_chat_request_has_its_place(inputs: ModuleType) -> None
     assert inputs.rule_of("a_new_field", inputs.REQUEST) is None
 
 
+def test_every_field_of_a_tokenizer_config_has_its_place(inputs: ModuleType) -> None:
+    sources = [inspect.getsource(each.__init__) for each in (PreTrainedTokenizerBase, PreTrainedTokenizerFast)]
+    fields = {name for each in sources for name in re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', each)}
+    fields |= {"tokenizer_class", "auto_map", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
+    assert len(fields) > 40
+    assert {name for name in fields if inputs.rule_of(name, inputs.TOKENIZER) is None} == set()
+    assert inputs.rule_of("a_new_field", inputs.TOKENIZER) is None
+
+
+def test_every_setting_of_a_rows_fields_has_its_place(inputs: ModuleType) -> None:
+    keys = {each.name for each in attrs.fields(DataConfig) if each.name.endswith("_key")}
+    assert keys and keys <= {name for rule in inputs.ROW for name in re.findall(r"\w+", rule.names)}
+    for name in re.findall(r"\w+", inputs.ROW[2].names):
+        assert media.held(name, [{"bytes": b"\x89PNG\r\n\x1a\n"}]), name
+
+
+def test_every_field_of_openais_messages_has_its_place(inputs: ModuleType) -> None:
+    fields = {
+        name
+        for kind in vars(chat)
+        if kind.endswith("MessageParam")
+        for name in getattr(getattr(chat, kind), "__annotations__", ())
+    }
+    assert len(fields) > 6
+    assert {name for name in fields if inputs.rule_of(name, inputs.MESSAGE) is None} == set()
+    assert inputs.rule_of("a_new_field", inputs.MESSAGE) is None
+    with pytest.raises(ValueError, match="audio"):
+        read_message({"role": "assistant", "content": "2", "audio": {"id": "audio_1"}})
+
+
+def test_every_field_of_a_checkpoint_has_its_place(inputs: ModuleType) -> None:
+    fields = {each.name for kind in (RankIndex, SavedBox) for each in attrs.fields(kind)}
+    written = inspect.getsource(commit).partition("content = json.loads(json.dumps(")[2].splitlines()[:2]
+    state = inspect.getsource(Run).partition("state = {")[2].partition("\n        }")[0]
+    fields |= set(re.findall(r'"(\w+)":', "\n".join([state, *written]))) - {"state"}
+    assert fields >= {"format", "files", "crc32", "rollout_step", "kl_coef", "before", "boxes"}
+    assert {name for name in fields if inputs.rule_of(name, inputs.CHECKPOINT) is None} == set()
+    assert inputs.rule_of("a_new_field", inputs.CHECKPOINT) is None
+
+
 @pytest.mark.parametrize(
     ("rules", "name", "becomes"),
     [
-        ("MODEL", "attention_dropout", "ignored"),
+        ("MODEL", "attention_dropout", "noted"),
+        ("MODEL", "router_jitter_noise", "noted"),
+        *(("MODEL", name, "noted") for name in (*TERMS, *FURTHER)),
         ("MODEL", "rope_theta", "used"),
         ("MODEL", "quantization_config", "refused"),
         ("GENERATION", "repetition_penalty", "noted"),

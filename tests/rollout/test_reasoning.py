@@ -50,24 +50,21 @@ def user(text: str) -> list[dict[str, Any]]:
         (SWITCH, {}, "End with <think>", ""),  # the user's tag is not the template's
         (PLAIN, {}, "2? <think>\n", ""),
         (R1.replace("<Assistant><think>\n", ""), {}, "2? <think>\n", ""),
+        (CHATML + "<|im_start|>assistant\n<think>", {}, "2?", "<think>"),  # whether it is asked for or not
+        (CHATML, {}, "Write <think>", ""),
     ],
 )
 def test_what_a_generation_prompt_opens_is_known_by_text_and_by_tokens(
     template: str, options: Mapping[str, Any], text: str, opened: str
 ) -> None:
     ours, messages = templated(template), user(text)
-    rendered: list[str] = []
-
-    def prompt() -> str:
-        rendered.append(text)
-        return generation_prompt(ours, messages, options=options)
-
     openings = Openings(ours)
     (tokens,) = encode(ours, [Prompt(index=0, text="", answer="", messages=tuple(messages))], options)
-    for _ in range(2):
-        assert openings.of_text(render(ours, messages, options=options), prompt) == opened
-        assert openings.of_tokens(tokens, prompt) == opened
-    assert len(rendered) <= 1 or not opened  # it is known again
+    for prompt in (render(ours, messages, options=options), tokens):
+        assert openings.of(prompt, messages, options=options) == opened
+    if opened:  # it is recognized
+        ours.chat_template = PLAIN
+        assert openings.of(tokens, messages, options=options) == opened
 
 
 def test_an_answer_that_the_client_begins_opens_nothing_of_the_templates() -> None:
@@ -80,7 +77,7 @@ def test_a_tag_that_is_a_special_token_is_seen_where_these_are() -> None:
     ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     openings = Openings(ours)
     (tokens,) = encode(ours, [Prompt(index=0, text="", answer="", messages=tuple(user("2?")))])
-    assert openings.of_tokens(tokens, lambda: generation_prompt(ours, user("2?"))) == "<think>\n"
+    assert openings.of(tokens, user("2?")) == "<think>\n"
     assert openings.seen("<think>\n", special_tokens=True) == "<think>\n"
     assert openings.seen("<think>\n", special_tokens=False) == ""
 
@@ -95,6 +92,7 @@ def test_a_tag_that_is_a_special_token_is_seen_where_these_are() -> None:
         ("It is 4. <think>really</think>", "", "", "It is 4. <think>really</think>"),
         ("It is </think>", "", "", "It is </think>"),
         ("", "<think>\n", "", ""),
+        ("<think>I add.</think>4", "<think>\n", "I add.", "4"),
     ],
 )
 def test_reasoning_is_split_from_what_follows(text: str, opened: str, reasoning: str, rest: str) -> None:

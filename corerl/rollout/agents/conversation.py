@@ -20,7 +20,7 @@ from corerl.models.tokenizer import plain
 from corerl.models.tokenizer import special_tokens as special_tokens_of
 from corerl.rollout.agents.tool_calls import Answered, Reader, as_sent, normalized
 from corerl.rollout.encoding import Rejected, TextEncoder, render, wrong_option
-from corerl.rollout.reasoning import Openings, generation_prompt, left_open, split
+from corerl.rollout.reasoning import Openings, left_open, split
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -405,9 +405,7 @@ class Renderer:
         """The reasoning tag that is left open where the answer begins."""
         if messages[-1]["role"] == "assistant":
             return left_open(messages[-1]["content"])
-        return self._openings.of_text(
-            text, lambda: generation_prompt(self._tokenizer, messages, tools=tools, options=options)
-        )
+        return self._openings.of(text, messages, tools=tools, options=options)
 
     def _require_shown(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
         """Raise Refused, or tell the user, if `text` is what the template would write without tools."""
@@ -479,12 +477,13 @@ def _as_is(value: Any) -> Any:
 
 
 def _says(got: Message, had: Message, parts: tuple[str, str]) -> bool:
-    """Whether a message has the texts of an answer, of which `parts` are the reasoning and the rest: clients send the
-    reasoning as they got it, or in a field of its own, or leave out such a field."""
-    reasoning = next((value for key in TEXTS[1:] if isinstance(value := got.get(key), str) and value), None)
-    if reasoning is None:
-        return bool(got.get("content") == had["content"])
-    return (reasoning.strip(), str(got.get("content", "")).strip()) == parts
+    """Whether a message has the texts of an answer whose reasoning and rest are `parts`: clients send the reasoning as
+    they got it, or in a field of its own, or leave out such a field. White space at the ends does not count."""
+    content = str(got.get("content", "")).strip()
+    given = [value.strip() for key in TEXTS[1:] if isinstance(value := got.get(key), str)]
+    if given and (next(filter(None, given), ""), content) == parts:
+        return True
+    return not any(given) and content == had["content"].strip()
 
 
 def _joined(parts: Sequence[Array], dtype: type) -> Any:

@@ -54,6 +54,7 @@ class EpisodeState:
     outcome: float | Outcome | None = None
     _rows: list[Row] | None = None  # once it has ended
     answered: int = 0  # requests so far
+    empty: list[tuple[int, History]] = field(factory=list)  # `answered` at each answer without a token, and its history
     refusal: str = ""  # why its last request was refused, until another one is answered
 
     @property
@@ -81,6 +82,7 @@ class EpisodeState:
             turn.answer.cancel()
         self._rows = self.root.rows
         del self.root
+        self.empty.clear()
 
 
 class EpisodeRunner:
@@ -203,13 +205,16 @@ class EpisodeRunner:
         if isinstance(outcome, Judged) and outcome.turns:
             answers = sorted((turn.history for turn in state.turns if turn.history), key=lambda each: each.since)
             what = f"returned {len(outcome.turns)} rewards, one for each turn, "
-            if len(answers) != len(outcome.turns):
+            if len(outcome.turns) not in (len(answers), len(answers) + len(state.empty)):
                 return self._function.failure("no-number", f"{what}but got {len(answers)} answers", state.prompt)
             if len({each.since for each in answers}) < len(answers):
                 what += "but sent requests side by side, whose answers have no order; return their sum"
                 return self._function.failure("no-number", what, state.prompt)
-            for history, reward in zip(answers, outcome.turns, strict=True):
-                history.reward = reward
+            rewarded = [(each.since, each) for each in answers]
+            if len(outcome.turns) > len(answers):  # an answer without a token has no place of its own
+                rewarded = sorted([*state.empty, *rewarded], key=lambda each: each[0])
+            for (_, history), reward in zip(rewarded, outcome.turns, strict=True):
+                history.reward += reward
         return outcome
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ class EpisodeRunner:
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(history, asked, tokens)
+            return self._no_room(state, history, asked, tokens)
         self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, begun, chat)
         name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
@@ -359,7 +364,7 @@ class EpisodeRunner:
             limits=np.array([limit]),
         )
 
-    def _no_room(self, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
+    def _no_room(self, state: EpisodeState, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function goes on after it."""
         if 0 < history.full < len(asked.messages):
             raise Refused(
@@ -368,6 +373,7 @@ class EpisodeRunner:
                 code="context_length_exceeded",
             )
         history.full = len(asked.messages)
+        state.empty.append((state.answered, history))
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
+from attrs.converters import optional
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, PluginError
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]  # as requests have them
 Function = Callable[[str, Tools], tuple[str, Sequence[Mapping[str, Any]]]]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that response templates have for it
-MALFORMED = 64  # calls of one answer, after which no others are looked for: each may take a look at the whole answer
+MALFORMED = 64  # calls of one answer, after which the search ends: each may scan the whole answer
 DECODER = json.JSONDecoder()
 
 
 @frozen(kw_only=True)
 class Answered:
-    """What an answer says, to whom."""
+    """An answer, read."""
 
     content: str  # without calls; of one with calls, stripped
     # Name, and arguments as JSON; maybe the id that the policy gave it.
@@ -54,10 +55,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-def _compiled_if_any(pattern: str | None) -> re.Pattern[str] | None:
-    return None if pattern is None else _compiled(pattern)
-
-
 # ---- formats -------------------------------------------------------------------------------------------------------
 
 
@@ -66,14 +63,15 @@ class ToolFormat:
     """How a model family writes calls. `opening` stands before the arguments, with the groups `name`, and `id` if the
     policy gives its calls one; behind them stands `closing`."""
 
-    families: str  # those that write so, for the docs
+    families: str  # for the docs
     taught: re.Pattern[str] = field(converter=_compiled)  # is found in their chat templates
     opening: re.Pattern[str] = field(converter=_compiled)
     closing: re.Pattern[str] = field(converter=_compiled)
     # One argument, with the groups `key` and `value`, which has no beginning of another one, so that an argument that
-    # does not end takes none of the next call; None: the arguments are a JSON object, or where `opening` has no
-    # name, a JSON object with `name` and arguments under this key, or a list of these.
-    argument: re.Pattern[str] | None = field(default=None, converter=_compiled_if_any)
+    # does not end takes none of the next call; a group `string` says "true" or "false" in place of a schema. None: the
+    # arguments are a JSON object, or where `opening` has no name, a JSON object with `name` and arguments under this
+    # key, or a list of these.
+    argument: re.Pattern[str] | None = field(default=None, converter=optional(_compiled))
     key: str = "arguments"
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
@@ -83,8 +81,13 @@ class ToolFormat:
         while malformed < MALFORMED and (found := marks.search(text, at)) is not None:
             at = found.end()
             if found["reasoning"]:
-                close = TAGS[found["reasoning"]]
-                at = end + len(close) if (end := text.find(close, at)) >= 0 else len(text)
+                close, line = TAGS[found["reasoning"]], text[outside[-1] : found.start()].rpartition("\n")[2]
+                if (end := text.find(close, at)) >= 0:
+                    at = end + len(close)
+                elif line.strip():  # an opening tag without a closing one is only mentioned there
+                    malformed += 1
+                else:
+                    at = len(text)
             elif found["end"]:  # of reasoning that nobody opened: what seemed a call was a thought
                 outside, calls = [0], []
             else:
@@ -106,7 +109,8 @@ class ToolFormat:
         if self.argument is not None:
             kinds, given = kinds_of_arguments(tools, name or ""), dict[str, Any]()
             while (one := self.argument.match(text, at)) is not None:
-                given[one["key"]] = typed(one["value"], kinds.get(one["key"], frozenset()))
+                allowed = STRING.get(one.groupdict().get("string"), kinds.get(one["key"], frozenset()))
+                given[one["key"]] = typed(one["value"], allowed)
                 at = one.end()
             found = [(name, given)]
         else:
@@ -136,7 +140,8 @@ def _invoke(tag: str, calls: str) -> dict[str, str]:
     """Calls as elements `invoke` with elements `parameter`, in one element `calls`; `tag` begins all their names."""
     return {
         "opening": rf'(?:<{tag}{calls}>|(?<=</{tag}invoke>))\s*<{tag}invoke name="(?P<name>[^"]+)">\s*',
-        "argument": rf'<{tag}parameter name="(?P<key>[^"]+)"[^>]*>(?P<value>(?:(?!<{tag}parameter ).)*?)'
+        "argument": rf'<{tag}parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?[^>]*>'
+        rf"(?P<value>(?:(?!<{tag}parameter ).)*?)"
         rf"</{tag}parameter>\s*(?=<{tag}parameter |</{tag}invoke>)",
         "closing": rf"</{tag}invoke>(?:\s*</{tag}{calls}>)?",
     }
@@ -183,7 +188,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         families="gpt-oss",
         taught=r"to=functions\.",
         opening=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?\bto=functions\.(?P<name>[\w.-]+)\s*"
-        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*",
+        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*",
         closing=r"\s*(?:<\|call\|>|\Z)",
     ),
     "mistral": ToolFormat(
@@ -211,23 +216,32 @@ FORMATS: Mapping[str, ToolFormat] = {
 @frozen
 class UserFormat:
     """A user's function `(text, tools) -> (content, calls)`: of an answer behind its reasoning and of a request's
-    tools, the text without calls, and the calls, each a name and arguments, an object."""
+    tools, the text without calls, and the calls, each a name and arguments, an object. A ValueError leaves the answer
+    as it is."""
 
     name: str
     function: Function
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         end = end_of_reasoning(text, opened)
-        found = self.function(text[end:], tools)
         try:
+            found = self.function(text[end:], tools)
+            if not _is_read(found):
+                raise TypeError(
+                    f"rollout.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, calls), "
+                    "each call an object with 'name' and 'arguments', an object"
+                )
             content, calls = found
             made = [_call(call["name"], call["arguments"]) for call in calls]
-        except (TypeError, KeyError, ValueError) as error:
-            raise TypeError(
-                f"rollout.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, calls), "
-                "each call an object with 'name' and 'arguments', an object"
-            ) from error
+        except (ValueError, RecursionError):  # as json.loads raises for a malformed call
+            return Answered(content=text)
         return Answered(content=(text[:end] + content).strip() if made else text, calls=made)
+
+
+def _is_read(found: Any) -> bool:
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[0], str):
+        return False
+    return all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in found[1])
 
 
 @frozen
@@ -240,8 +254,8 @@ class Shipped:
         try:
             parsed = self.tokenizer.parse_response(text, prefix=prompt, tools=[dict(tool) for tool in tools])
             functions = [call["function"] for call in parsed.get("tool_calls") or ()]
-            calls = [_call(each.get("name"), each.get("arguments")) for each in functions]
-        except (ValueError, KeyError, RecursionError):  # as it raises for what does not fit its template
+            calls = [_call(*_named(each, "arguments")) for each in functions]
+        except (ValueError, KeyError, TypeError, RecursionError):  # as it raises for what does not fit its template
             return Answered(content=text)
         if not calls:
             return Answered(content=text)
@@ -308,7 +322,7 @@ def _taught() -> Iterator[tuple[str, str | re.Pattern[str]]]:
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, tuple[type, ...]] = {
+KINDS: dict[str, tuple[type, ...]] = {  # a bool is no int here
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
@@ -316,6 +330,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
+STRING = {"true": frozenset({"string"}), "false": frozenset(KINDS)}  # what DeepSeek's attribute `string` allows
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -329,10 +344,7 @@ def typed(text: str, kinds: frozenset[str]) -> Any:
         return text
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         return value if "number" in kinds else int(value)
-    fits = any(isinstance(value, KINDS[kind]) for kind in kinds & KINDS.keys() if kind != "boolean")
-    if isinstance(value, bool):  # which is an int to Python
-        fits = "boolean" in kinds
-    return value if fits else text
+    return value if any(type(value) in KINDS[kind] for kind in kinds & KINDS.keys()) else text
 
 
 def kinds_of_arguments(tools: Tools, name: str) -> dict[str, frozenset[str]]:
@@ -351,18 +363,22 @@ def _kinds(schema: Any, root: Any, depth: int = 8) -> Iterator[str]:
     if not isinstance(schema, Mapping) or not depth:
         return
     declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared or ()
+    yield from (each for each in [declared, *_list(declared)] if isinstance(each, str))
     if schema.get("nullable"):
         yield "null"
-    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
-        yield next((kind for kind in reversed(KINDS) if isinstance(value, KINDS[kind])), "string")
+    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+        yield next((kind for kind in KINDS if type(value) in KINDS[kind]), "string")
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
         found = root
         for part in reference[2:].split("/"):
             found = found.get(part) if isinstance(found, Mapping) else None
         yield from _kinds(found, root, depth - 1)
-    for choice in (each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or ()):
+    for choice in (each for key in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(key))):
         yield from _kinds(choice, root, depth - 1)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []  # a client's schema may be anything
 
 
 # ---- OpenAI's messages ---------------------------------------------------------------------------------------------

@@ -289,12 +289,12 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
 THINKING = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
 
 
-def thinking(special: bool = False, **told: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
+def thinking(special: bool = False, **options: Any) -> tuple[Renderer, PreTrainedTokenizerBase]:
     ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
     ours.chat_template = THINKING
     if special:
         ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    return Renderer(ours, FORMATS["hermes"], **told), ours
+    return Renderer(ours, FORMATS["hermes"], **options), ours
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,32 @@ def test_reasoning_that_comes_back_in_a_field_of_its_own_goes_on(special: bool, 
         assert difference is not None and difference.changed, wrong
     asked = renderer.ask(conversation, read_messages([USER, apart[0], TOOL]))
     assert ours.decode(asked.tokens) == ";t:45<eos>;a:<think>"
+
+
+def test_an_empty_reasoning_and_white_space_go_on_in_the_row() -> None:
+    renderer, ours = thinking()
+    for text in ("\n\n</think>\n\n2", "\n</think>\n"):
+        said = [*ours.encode(text, add_special_tokens=False), 2]
+        conversation = answered(renderer, Conversation(), [USER], said)
+        content = text.partition("</think>")[2].strip()
+        for back in ({"content": content, "reasoning_content": ""}, {"content": text.strip()}):
+            messages = [USER, {"role": "assistant", **back}, TOOL]
+            assert conversation.difference(read_messages(messages)) is None, back
+        other = [USER, {"role": "assistant", "content": f"{content}3", "reasoning_content": ""}, TOOL]
+        assert conversation.difference(read_messages(other)) is not None
+
+
+def test_a_call_without_content_goes_on_with_its_reasoning_apart() -> None:
+    renderer, ours = thinking()
+    call = '<tool_call>{"name":"t","arguments":{"a": 2}}</tool_call>'
+    said = np.array([*ours.encode(f"1\n</think>\n\n{call}", add_special_tokens=False), 2])
+    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
+    answer = renderer.answer(asked, said, PARAMS)
+    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
+    calls = [{**each, "function": {**each["function"], "arguments": '{"a":2}'}} for each in answer.calls]
+    for content in (None, "", "\n"):
+        back = {"role": "assistant", "content": content, "reasoning_content": "1", "tool_calls": calls}
+        assert conversation.difference(read_messages([USER, back, TOOL])) is None, content
 
 
 def test_reasoning_that_is_not_closed_is_all_that_was_said() -> None:

@@ -703,6 +703,25 @@ def test_rewards_of_turns_are_at_the_last_tokens_of_their_answers(play: Play) ->
     assert turns_of(play(again, samples=1, prompts=PROMPTS[:1])) == [[1.0, 2.0], [3.0]]
 
 
+def test_the_reward_of_an_answer_without_room_goes_to_the_one_before(play: Play) -> None:
+    def filled(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9" * 60}]
+        assert episode.chat(messages)["finish_reason"] == "length"
+        episode.chat([{"role": "user", "content": "77"}])
+        return [1.0, 2.0, 4.0]
+
+    rollout = play(filled, samples=2)
+    assert turns_of(rollout) == [[3.0], [4.0]] * 4
+    assert [each.reward for each in rollout.outcomes] == [7.0] * 8
+
+    def answers_only(episode: Episode) -> list[float]:
+        filled(episode)
+        return [1.0, 4.0]
+
+    assert turns_of(play(answers_only, samples=2)) == [[1.0], [4.0]] * 4
+
+
 def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:
     def miscounted(episode: Episode) -> list[float]:
         two_turns(episode)

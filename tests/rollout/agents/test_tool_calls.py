@@ -74,8 +74,8 @@ def llama(call: dict[str, Any]) -> str:
 def tagged(call: dict[str, Any], begin: str, argument: str, end: str) -> str:
     """A call with its arguments in tags, strings as they are and other values as JSON."""
     values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in call["arguments"].items()}
-    told = "".join(argument.format(key=key, value=value) for key, value in values.items())
-    return begin.format(name=call["name"]) + told + end
+    written = "".join(argument.format(key=key, value=value) for key, value in values.items())
+    return begin.format(name=call["name"]) + written + end
 
 
 def xml(call: dict[str, Any], tag: str = "tool_call") -> str:
@@ -98,34 +98,34 @@ def minimax(*calls: dict[str, Any]) -> str:
 
 
 def dsml(*calls: dict[str, Any]) -> str:
-    told = "".join(invoked(call, "｜DSML｜") for call in calls)
-    return f"<｜DSML｜function_calls>\n{told}</｜DSML｜function_calls>"
+    written = "".join(invoked(call, "｜DSML｜") for call in calls)
+    return f"<｜DSML｜function_calls>\n{written}</｜DSML｜function_calls>"
 
 
 def deepseek(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<｜tool▁call▁begin｜>{call['name']}<｜tool▁sep｜>{json.dumps(call['arguments'])}<｜tool▁call▁end｜>"
         for call in calls
     ]
-    return f"<｜tool▁calls▁begin｜>{''.join(told)}<｜tool▁calls▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
 
 
 def deepseek_r1(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```"
         "<｜tool▁call▁end｜>"
         for call in calls
     ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(told) + "<｜tool▁calls▁end｜>"
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
 
 
 def kimi(*calls: dict[str, Any]) -> str:
-    told = [
+    written = [
         f"<|tool_call_begin|>functions.{call['name']}:{index}<|tool_call_argument_begin|>"
         f"{json.dumps(call['arguments'])}<|tool_call_end|>"
         for index, call in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
 
 
 def harmony(call: dict[str, Any], *, before: str = "<|start|>assistant") -> str:
@@ -167,6 +167,7 @@ def read(form: str, text: str, opened: str = "") -> tuple[str, list[dict[str, An
         ("kimi", f"I add.{kimi(ADD, GET)}", "I add.", [ADD, GET]),
         ("gpt-oss", harmony(ADD, before=""), "", [ADD]),
         ("gpt-oss", recipient_first(ADD), "", [ADD]),
+        ("gpt-oss", harmony(ADD).replace("<|constrain|>json", "code"), "", [ADD]),
         ("mistral", f"I add.{mistral(ADD, GET)}", "I add.", [ADD, GET]),
         ("mistral", f"[TOOL_CALLS]{json.dumps([ADD, GET])}", "", [ADD, GET]),
         ("mistral", "[TOOL_CALLS]get[CALL_ID]abc123XYZ[ARGS]{}", "", [GET]),
@@ -229,6 +230,8 @@ THOUGHT = f"Like {hermes(GET)}?"
         (f"<think>{THOUGHT}", "", f"<think>{THOUGHT}", []),
         (THOUGHT, "<think>\n", THOUGHT, []),
         (f"<think>{THOUGHT}</think>It is 5.", "", f"<think>{THOUGHT}</think>It is 5.", []),
+        # A tag that is only mentioned.
+        (f"I look for `<think>` in it.\n{hermes(ADD)}", "", "I look for `<think>` in it.", [ADD]),
     ],
 )
 def test_calls_are_searched_behind_the_reasoning(text: str, opened: str, content: str, calls: Any) -> None:
@@ -257,6 +260,7 @@ def test_a_malformed_call_beside_a_good_one_stays_text() -> None:
 def test_so_many_malformed_calls_take_no_time() -> None:
     many = "<tool_call>\n<function=add>\n<parameter=a>\n" * 20_000
     assert read("qwen-xml", many) == (many, [])
+    assert read("hermes", "a <think> " * 20_000) == ("a <think> " * 20_000, [])
     assert read("gpt-oss", " " * 100_000) == (" " * 100_000, [])
 
 
@@ -291,6 +295,24 @@ def test_arguments_in_tags_are_typed_by_the_schema(text: str, kinds: str, value:
     assert (found, type(found)) == (value, type(value))
 
 
+def test_deepseek_says_itself_which_arguments_are_strings() -> None:
+    given = {"id": ("true", "12"), "many": ("false", "[12, true]"), "a": ("true", "2")}
+    parameters = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n'
+        for key, (string, value) in given.items()
+    )
+    text = dsml(GET).replace("</｜DSML｜invoke>", f"{parameters}</｜DSML｜invoke>")
+    assert read("deepseek-dsml", text)[1] == [{"name": "get", "arguments": {"id": "12", "many": [12, True], "a": "2"}}]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": 5}, {"enum": None}, {"type": 5}, {"type": ["integer", {"a": 1}]}, {"anyOf": 7}, True]
+)
+def test_a_schema_that_is_none_breaks_no_answer(schema: Any) -> None:
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
+    assert "a" in kinds_of_arguments(tools, "add")
+
+
 def test_the_schema_may_say_types_in_all_ways_of_json_schema() -> None:
     properties = {
         "plain": {"type": "integer"},
@@ -312,7 +334,7 @@ def test_the_schema_may_say_types_in_all_ways_of_json_schema() -> None:
         "several": {"integer", "null"},
         "any": {"string", "null"},
         "nullable": {"number", "null"},
-        "enum": {"number"},
+        "enum": {"integer"},
         "const": {"boolean"},
         "ref": {"object"},
         "loop": {"array"},
@@ -354,6 +376,24 @@ def test_what_a_tokenizer_ships_is_read_by_transformers_as_our_own_table_does() 
     assert found.calls == own.calls and json.loads(found.calls[0]["arguments"]) == ADD["arguments"]
     nothing = f"I add.\n</think>\n{xml(ADD).replace('<function', '<func')}"
     assert reader.read(nothing, TOOLS, prompt="assistant: <think>\n") == Answered(content=nothing)
+
+
+@pytest.mark.parametrize("written", ["5", "[1]", '{"name": 5}', '"add"', "null"])
+def test_json_that_is_no_call_is_text_with_a_response_template_too(written: str) -> None:
+    ours = byte_tokenizer()
+    calls = {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": "{content}"},
+    }
+    fields = {"tool_calls": calls, "content": {"content": "text"}}
+    ours.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    reader = Shipped(ours)
+    assert reader.read(hermes(ADD), TOOLS, prompt="assistant: ").calls[0]["name"] == "add"
+    text = f"<tool_call>{written}</tool_call>"
+    assert reader.read(text, TOOLS, prompt="assistant: ") == Answered(content=text)
 
 
 def test_the_template_says_which_format_its_model_writes() -> None:
@@ -403,6 +443,9 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
         assert found.calls == [{"name": "add", "arguments": '{"of": 2}'}]
         assert reader.read("5", TOOLS) == Answered(content="5")
     broken = UserFormat("my_calls:read", lambda text, tools: [text])
+    for malformed in ("x", '{"a": NaN}', "[2]", "5"):
+        strict = UserFormat("m:f", lambda text, tools: ("", [{"name": "add", "arguments": json.loads(text)}]))
+        assert strict.read(malformed, TOOLS) == Answered(content=malformed)
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
         broken.read("5", TOOLS)
     assert Kind.TOOL_FORMATS.noun == "tool format" and "mine" in tool_calls.names()
