@@ -161,7 +161,7 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     if not found:
         return ""
     listed = ", ".join(f"{name}={short_repr(value)}" for name, value in found.items())
-    return f"model.path: {GENERATION} asks for {listed}, which is not applied: [rollout] says how to sample"
+    return f"model.path: {GENERATION} asks for {listed}, which is not done: samples are drawn as [rollout] says"
 
 
 def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:
