@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import evolve
 
-from corerl.backend.frozen_weights import digest, require_same, require_same_scale
+from corerl.backend.frozen_weights import digest, require_same
 from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
 from corerl.checkpoint.copies import StateCopies
 from corerl.checkpoint.format import BUFFER, require_fields
@@ -579,8 +579,7 @@ class Backend(BackendBase, ABC):
         base = self._load_frozen(self._begins_with)
         if base:
             assert self.config.lora is not None
-            require_same(extra.get("frozen_weights"), self._frozen_digest, where=str(saved))
-            require_same_scale(extra.get("lora_scale"), self.config.lora.scale, where=str(saved))
+            require_same(extra, self._frozen_digest, self.config.lora.scale, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])

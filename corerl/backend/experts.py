@@ -38,8 +38,8 @@ def load_balancing_loss(logits: Sequence[Tensor], counts: Tensor, *, topk: int) 
 
 
 def require_balance(coef: float, *, layers: int, tokens: int) -> None:
-    """Raise what forbids to add the balancing loss to a step of so many tokens, with so many known routers. `coef` 0
-    leaves it out."""
+    """Raise Unsupported or ModelError if the balancing loss cannot be added to a step of `tokens` tokens, 0 if not
+    known, in a model with `layers` known routers. `coef` 0 leaves it out."""
     if not coef:
         return
     if not tokens:
@@ -67,8 +67,8 @@ class ExpertLoad:
     _losses: list[Tensor] = field(factory=list, init=False)  # each [], its part of the step's
 
     def add(self, micro: MicroBatch, routed: Routed | None = None) -> Tensor | None:
-        """Count a micro-batch whose tokens have just passed, or are those of `routed`; returns what it adds to the
-        loss, None if nothing."""
+        """Count the experts of a micro-batch, from `routed` or else from the pass that has just ended; returns what it
+        adds to the loss, None if nothing."""
         routed = routed or self.routers.take(logits=self.coef != 0)
         every = [*routed.logits, *routed.chosen]
         if not every:
@@ -107,7 +107,7 @@ def metrics_of_load(load: Tensor) -> dict[str, Metric]:
     shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
     values = {
         "moe/largest_share": (shares.amax(1), Reduction.MAX),
-        "moe/entropy": (-torch.xlogy(shares, shares).sum(1) / math.log(load.shape[1]), Reduction.MIN),
+        "moe/entropy": (-torch.xlogy(shares, shares).sum(1) / math.log(max(2, load.shape[1])), Reduction.MIN),
         "moe/unused": ((load == 0).sum(1).double(), Reduction.MAX),
     }
     metrics: dict[str, Metric] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -38,20 +39,16 @@ def of_sums(sums: Mapping[str, int]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-def require_same(told: object, own: str, *, where: str) -> None:
-    """Raise CheckpointError if adapters were trained beside other weights than this role's."""
-    if told != own:
+def require_same(extra: Mapping[str, Any], own: str, scale: float, *, where: str) -> None:
+    """Raise CheckpointError if adapters were trained with weights of another digest, or with another scale."""
+    if (digest := extra.get("frozen_weights")) != own:
         raise CheckpointError(
-            f"{where}: its adapters belong to other weights (digest {told or 'none'}) than this model's ({own}); "
+            f"{where}: its adapters belong to other weights (digest {digest or 'none'}) than this model's ({own}); "
             "resume with the model.path, or the run.seed of random weights, that they were trained with, and in "
             "float16 if that was their train.precision"
         )
-
-
-def require_same_scale(told: object, own: float, *, where: str) -> None:
-    """Raise CheckpointError if adapters were trained with another factor before their product."""
-    if told != own:
+    if (before := extra.get("lora_scale")) != scale:
         raise CheckpointError(
-            f"{where}: its adapters were trained with a scale of {told} (alpha / rank, or with rslora alpha / root of "
-            f"rank), this run's is {own}; resume with the lora.alpha and lora.rslora that they were trained with"
+            f"{where}: its adapters were trained with a scale of {before} (alpha / rank, or with rslora alpha / root "
+            f"of rank), this run's is {scale}; resume with the lora.alpha and lora.rslora that they were trained with"
         )

@@ -176,8 +176,8 @@ def _export_adapters(
     held = {names[name]: tensor for name, tensor in tensors}
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
-    # Engines know targets by their last names; where these mean other modules too, as those of a vision tower, the
-    # whole names are told.
+    # Engines know targets by their last names. Where other modules have these too, in a vision tower for example, PEFT
+    # gets whole names.
     try:
         alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules and not reads_pictures(hf)
     except ModelError:  # modules that are no linear layers, too
@@ -231,7 +231,7 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
 
 
 def _kept(model: ModelConfig, hf: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the run did not read, as the model's files have them."""
+    """The tensors that the run did not read, unchanged."""
     if reads_pictures(hf):  # and then from files
         files, names = kept_files(model.path, hf)
         for name in names:
@@ -250,7 +250,7 @@ def _kept_config(model: ModelConfig, hf: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _of(directory: str, names: Sequence[str] = TOKENIZER_FILES) -> list[Path]:
-    """Those of the files that a model's or tokenizer's directory has, if it is one."""
+    """The files of these names that a model's or tokenizer's directory has, if it is one."""
     if not directory or directory.startswith(CHARACTERS):
         return []
     return [file for name in names if (file := Path(directory) / name).is_file()]

@@ -95,7 +95,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _keep_text(model: PreTrainedModel) -> None:
-    """Remove all weights outside of the text decoder and its head, such as a vision tower and what follows it."""
+    """Remove all weights outside of the text decoder and its head: towers and projectors."""
     parts = (model.get_decoder(), model.get_output_embeddings())
     kept = {module for part in parts if part is not None for module in part.modules()}
 

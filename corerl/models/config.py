@@ -43,9 +43,8 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-# Numbers that transformers takes as they are, and then computes NaN with, or nothing: names of fields, also of those in
-# `rope_parameters` and other parts, and the least and the most that they may be, the first row that fits. Where the
-# least is ABOVE_0, 0 itself is not in the range.
+# Numbers that transformers accepts, and then computes NaN with: patterns of field names, at any depth, with the least
+# and the largest value; the first row that matches counts. ABOVE_0 as the least value excludes 0.
 ABOVE_0, MOST = 5e-324, 1.7976931348623157e308
 RANGES = (
     (r"drop(out)?(_p|_prob)?$|layerdrop$", 0.0, 1.0),
@@ -116,8 +115,14 @@ def _known(asked: _Asked) -> PreTrainedConfig:
         )
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [class_name(config)]
-    if not model.path and reads_pictures(config):
-        raise _cannot_be_random(config)
+    if not model.path and reads_pictures(config):  # these parts would be in no checkpoint, and no export would load
+        text = config.get_text_config().model_type
+        known = text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text != config.model_type
+        raise ModelError(
+            f"model_type {config.model_type!r} has parts for pictures ({class_name(config)}), which a run on text does "
+            f"not train, so that they cannot begin at random; {f'use model_type {text!r}, or ' if known else ''}set "
+            "model.path"
+        )
     _forget_pad(config)
     _forget_code(config)
     if model.path:
@@ -144,19 +149,9 @@ def class_name(config: PreTrainedConfig) -> str:
 
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
-    """Whether models of `config` have parts for pictures, of which a run on text needs none."""
+    """Whether models of `config` have parts for pictures, which a run on text does not need."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     return name is not None and name == class_name(config)
-
-
-def _cannot_be_random(config: PreTrainedConfig) -> ModelError:
-    """Its parts for pictures would be in no checkpoint, and no export would load."""
-    text = config.get_text_config().model_type
-    known = text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text != config.model_type
-    return ModelError(
-        f"model_type {config.model_type!r} has parts for pictures ({class_name(config)}), which a run on text does not "
-        f"train, so that they cannot begin at random; {f'use model_type {text!r}, or ' if known else ''}set model.path"
-    )
 
 
 def experts(config: PreTrainedConfig) -> int:

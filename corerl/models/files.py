@@ -53,7 +53,7 @@ class ModelFiles(SafetensorsSource):
         return sorted(name for name in self.names - taken if not any(re.search(copy, name) for copy in copies))
 
     def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
-        """Those of `others` that transformers would tell too."""
+        """The subset of `others` that transformers would warn of too."""
         known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
         return [name for name in self.others(names, model) if not any(re.search(each, name) for each in known)]
 
@@ -87,8 +87,8 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
 
 
 def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
-    """The files of a model that reads pictures, and the names in them of the tensors that a run on text neither reads
-    nor trains, such as a vision tower: an export has them as they are."""
+    """The files of a model that reads pictures, and the names of the tensors in them that a run on text neither reads
+    nor trains, like those of a vision tower. An export copies them."""
     files, model = model_files(directory, config), look_at(config)
     return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
 

@@ -59,8 +59,8 @@ def require_packed_attention(decoder: PreTrainedModel) -> None:
 
 
 def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
-    """Names of the parameters that no pass over text reads, so that they never get a gradient: such as attention to an
-    encoder that is not there. `model` is wholly on meta; empty if its code depends on values."""
+    """Names of the parameters that no pass over text reads, so that they never get a gradient: attention to an encoder
+    that is not there, for example. `model` is wholly on meta; empty if its code depends on values."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     mask = torch.ones_like(tokens, device="cpu")
     passed_over = {id(param) for module in kept_apart(parts.decoder) for param in module.parameters()}  # on meta

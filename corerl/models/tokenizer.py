@@ -152,11 +152,11 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     """A notice of what the model's generation_config.json says of sampling and a run, which samples with these values
     of temperature, top_p and top_k, does not do; "" if there is nothing. `end_tokens` must have read the file."""
     file = Path(model.path) / GENERATION
-    told = read_json_file(file) if model.path and file.is_file() else {}
+    fields = read_json_file(file) if model.path and file.is_file() else {}
     found = {
         name: value
         for name, neutral in SHAPING.items()
-        if (value := told.get(name)) and value not in (neutral, sampling.get(name))
+        if (value := fields.get(name)) and value not in (neutral, sampling.get(name))
     }
     if not found:
         return ""

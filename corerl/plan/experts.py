@@ -51,14 +51,15 @@ def against_aux_loss(config: Config, built: Mapping[str, PreTrainedModel]) -> It
 def unread_fields(config: Config, models: Mapping[str, PreTrainedConfig]) -> list[str]:
     """A line for each field of a trained model's config that changes what transformers trains, and not a run."""
     from corerl.models.build import NOISE, architecture_of  # slow to import: takes seconds
+    from corerl.models.config import reads_pictures
 
     found: dict[str, None] = {}  # once, also if roles share a model
     for role, hf in models.items():
         if is_frozen(config, role) or has_value_head(config, role) or not config.run.trains:
             continue
         lines: list[str] = []
-        text, own = hf.get_text_config(), config.model_of(role)
-        fields = {**hf.to_dict(), **text.to_dict()}
+        text, own = hf.get_text_config().to_dict(), config.model_of(role)
+        fields = {**hf.to_dict(), **text}
         numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and value}
         read, coef = inspect.getsource(architecture_of(hf)), f"{config.train_table_of(role)}.aux_loss_coef"
         for name in (name for name in TERMS if name in numbers and f".{name}" in read):
@@ -68,13 +69,15 @@ def unread_fields(config: Config, models: Mapping[str, PreTrainedConfig]) -> lis
                     continue
                 said = f"; set {coef}={numbers[name]:g} to have it"
             lines.append(f"{name}={numbers[name]:g} changes transformers' loss, not CoreRL's{said}")
-        noise = {name for name in numbers if any(word in name for word in NOISE)} - OTHER_HEADS
+        # Of the text decoder: nothing else runs.
+        noise = {name for name in numbers if name in text and any(word in name for word in NOISE)} - OTHER_HEADS
         # Those who train a type with noise by default seldom know of it.
-        usual = type(text)().to_dict() if noise else {}
+        usual = type(hf.get_text_config())().to_dict() if noise else {}
         if given := [f"{name}={numbers[name]:g}" for name in sorted(noise) if numbers[name] != usual.get(name)]:
             lines.append(f"{', '.join(given)}: trained without this noise here, so that log-probs are the engine's")
-        further = "layers that predict further tokens are neither trained nor exported"
-        lines += [f"{name}={numbers[name]}: {further}" for name in FURTHER if own.path and name in numbers]
+        if own.path and not reads_pictures(hf):  # else an export has them as they are: see `untrained`
+            further = "layers that predict further tokens are neither trained nor exported"
+            lines += [f"{name}={numbers[name]}: {further}" for name in FURTHER if name in numbers]
         where = config.model_table_of(role) + (".path: config.json: " if own.path else ".config: ")
         found |= dict.fromkeys(where + line for line in lines)
     return list(found)

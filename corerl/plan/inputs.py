@@ -17,7 +17,7 @@ from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
-from corerl.models.config import code_not_run, context_length, experts, hf_config, reads_pictures
+from corerl.models.config import code_not_run, context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
@@ -222,9 +222,9 @@ def check_weights(
         if own.path and (code := code_not_run(own.path)):
             notices.append(f"{table}.path: {code}")
         frozen, lora = is_frozen(config, role), config.lora_of(role)
-        if reads_pictures(models[role]) and not frozen and problems.none_in("model", table):
+        if own.path and not frozen and problems.none_in("model", table):
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
-                if kept := untrained(own.path, models[role]):
+                if kept := untrained(own.path, models[role], model):
                     notices.append(f"{table}.path: {kept}")
         if resume and not frozen and problems.none_in(config.lora_table_of(role)):
             with problems.stage("checkpoint.model", path="checkpoint.resume"):

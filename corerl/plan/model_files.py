@@ -5,6 +5,7 @@ Imports transformers' models, which takes seconds: import this module only when 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import reads_pictures
 from corerl.models.files import kept_files, look_at, model_files
 from corerl.models.names import hf_boxes, peft_names, shapes_of
+from corerl.models.packable import unread_parameters
+from corerl.models.parts import parts_of
 from corerl.models.peft_files import PeftFiles
 from corerl.weights.adapters import is_adapter
 
@@ -171,22 +174,28 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def untrained(directory: str, config: PreTrainedConfig) -> str:
-    """A notice of what a run on text does not train of a model that reads pictures; "" if its directory lacks that."""
-    files, kept = kept_files(directory, config)
+def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) -> str:
+    """A notice of the weights in a directory that a run on text does not train: of `model`, a role's on meta, and if it
+    reads pictures those that it leaves out. "" if there are none."""
+    if reads_pictures(config):
+        files, names = kept_files(directory, config)
+        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(look_at(config))
+    else:
+        unread = unread_parameters(model, parts_of(model))
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        kept = {name: shapes.pop(name) for name in unread}
+        trained = shapes
     if not kept:
         return ""
-    own = shapes_of(look_at(config))
-    trained, others = sum(map(math.prod, own.values())), sum(math.prod(files.shape(name) or ()) for name in kept)
-    inside = {start for name in own for start in _prefixes(name)}
+    sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))
+    inside = {start for name in trained for start in _prefixes(name)}
     parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}
     return (
-        f"{len(kept)} tensors ({others / (trained + others):.1%} of the weights) are not trained, as the run reads "
-        f"text alone, and an export has them as they are: {listed(sorted(parts), SHOWN)}"
+        f"{len(kept)} tensors ({others / (sizes + others):.1%} of the weights) are not trained, as the run reads "
+        f"text alone, and an export has them unchanged: {listed(sorted(parts), SHOWN)}"
     )
 
 
 def _prefixes(name: str) -> list[str]:
     """The names of a tensor and of the modules around it, the outermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))

@@ -57,6 +57,11 @@ def test_metrics_of_the_load_are_means_and_extremes_over_layers() -> None:
     }
 
 
+def test_a_single_expert_has_a_load_without_entropy() -> None:
+    found = metrics_of_load(torch.tensor([[4], [4]]))
+    assert (found["moe/entropy"].value, found["moe/largest_share"].value) == (0.0, 1.0)
+
+
 FAMILIES = ["qwen2_moe", "mixtral", "gpt_oss", "ernie4_5_moe", "granitemoe", "phimoe", "qwen3_5_moe_text", "minimax_m2"]
 
 

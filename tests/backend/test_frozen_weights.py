@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from corerl.backend.frozen_weights import digest, of_sums, require_same, require_same_scale, rounded_sum
+from corerl.backend.frozen_weights import digest, of_sums, require_same, rounded_sum
 from corerl.errors import CheckpointError
 from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
@@ -63,11 +63,15 @@ def test_a_replica_is_not_counted() -> None:
     assert digest([*whole(), replica], None) == DIGEST
 
 
-@pytest.mark.parametrize(("told", "shown"), [("00ff", "00ff"), (None, "none")])
-def test_adapters_beside_other_weights_are_refused(told: str | None, shown: str) -> None:
-    require_same(DIGEST, DIGEST, where="step-2/actor")
+def saved(digest: str | None = DIGEST, scale: float = 2.0) -> dict[str, object]:
+    return {"frozen_weights": digest, "lora_scale": scale}
+
+
+@pytest.mark.parametrize(("before", "shown"), [("00ff", "00ff"), (None, "none")])
+def test_adapters_of_other_weights_are_refused(before: str | None, shown: str) -> None:
+    require_same(saved(), DIGEST, 2.0, where="step-2/actor")
     with pytest.raises(CheckpointError) as caught:
-        require_same(told, DIGEST, where="step-2/actor")
+        require_same(saved(before), DIGEST, 2.0, where="step-2/actor")
     assert caught.value.message == (
         f"step-2/actor: its adapters belong to other weights (digest {shown}) than this model's ({DIGEST}); "
         "resume with the model.path, or the run.seed of random weights, that they were trained with, and in float16 if "
@@ -76,8 +80,7 @@ def test_adapters_beside_other_weights_are_refused(told: str | None, shown: str)
 
 
 def test_adapters_that_would_be_scaled_otherwise_are_refused() -> None:
-    require_same_scale(2.0, 2.0, where="here")
     with pytest.raises(
         CheckpointError, match=r"^here: its adapters were trained with a scale of 2.0 .*this run's is 4.0;"
     ):
-        require_same_scale(2.0, 4.0, where="here")
+        require_same(saved(), DIGEST, 4.0, where="here")

@@ -21,6 +21,7 @@ from corerl.plugin.spec import BackendSpec
 from corerl.testing.models import tiny_config, tiny_fields
 from corerl.testing.plain.spec import SPEC
 from tests.driver.saved import config_in
+from tests.pictures import pictures_config
 
 
 @pytest.fixture
@@ -70,6 +71,18 @@ def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
     (line,) = unread_fields(stored, {"actor": hf})
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
+
+
+def test_parts_that_are_not_trained_have_no_line_of_their_own(config: Config) -> None:
+    stored = evolve(config, model=evolve(config.model, path="models/pictures", config={}))
+    hf = pictures_config("qwen3_5")
+    hf.get_text_config().mtp_num_hidden_layers = 1  # an export has these layers, and the tower
+    hf.projector_dropout = 0.125
+    hf.architectures = ["Qwen3_5ForCausalLM"]
+    (line,) = unread_fields(stored, {"actor": hf})
+    assert "mtp_num_hidden_layers=1" in line
+    hf.architectures = ["Qwen3_5ForConditionalGeneration"]
+    assert unread_fields(stored, {"actor": hf}) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
+from corerl.models.files import look_at
 from corerl.models.names import shapes_of
+from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import (
     built,
     require_adapters,
@@ -180,8 +182,20 @@ def test_what_is_not_trained_of_a_model_that_reads_pictures_is_told(tmp_path: Pa
         held = tensors_in(directory)
         kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
         share = sum(kept.values()) / sum(each.numel() for each in held.values())
-        assert untrained(str(directory), hf) == (
+        assert untrained(str(directory), hf, look_at(hf)) == (
             f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
-            f"export has them as they are: {parts}"
+            f"export has them unchanged: {parts}"
         )
         assert require_weights(str(directory), built(hf, value_head=False), hf) == ""
+
+
+def test_weights_that_no_pass_reads_are_said() -> None:
+    hf = smallest_config("bart")
+    model = look_at(hf)
+    unread = {name: param.numel() for name, param in model.named_parameters() if "encoder_attn" in name}
+    share = sum(unread.values()) / sum(param.numel() for param in model.parameters())
+    line = untrained("", hf, model)
+    assert line.startswith(f"{len(unread)} tensors ({share:.1%} of the weights) are not trained, as the run reads text")
+    assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
+    dense = smallest_config("qwen3")
+    assert untrained("", dense, look_at(dense)) == ""

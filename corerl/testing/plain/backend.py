@@ -135,12 +135,8 @@ class PlainBackend(Backend):
             with self.routers.replaying(told_here, keep=routed, record=record is not None):
                 found = self.of_sequences(tokens[rows], temperature)
                 if record is not None:
-                    _put(
-                        self.routers.take(logits=self.config.train.aux_loss_coef != 0),
-                        rows.flatten(),
-                        record,
-                        len(tokens),
-                    )
+                    passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)
+                    _put(passed, rows.flatten(), record, len(tokens))
                 if routed:
                     chosen = self.routers.chosen
                     columns.setdefault(Output.ROUTED_EXPERTS, chosen.new_zeros(len(tokens), *chosen.shape[1:]))
@@ -157,7 +153,8 @@ class PlainBackend(Backend):
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
         known = self.config.model.vocabulary or logits.shape[-1]
-        distribution = torch.log_softmax(logits[..., :known].float(), dim=-1)
+        logits[..., known:] = -1e30  # finite: a prompt may have such tokens
+        distribution = torch.log_softmax(logits.float(), dim=-1)
         return {
             Output.LOGPROBS: distribution.gather(-1, tokens[:, 1:, None])[..., 0],
             Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),
