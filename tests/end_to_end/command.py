@@ -143,6 +143,11 @@ class Command:
     def err(self) -> str:
         return self._paths[1].read_text()
 
+    @property
+    def errors(self) -> list[str]:
+        """The lines of stderr but for the run's notices, which are there where no extension shows them."""
+        return [line for line in self.err.splitlines() if not line.startswith("corerl: note: ")]
+
     def processes(self) -> dict[int, str]:
         """Every process that comes of the command and runs now, itself included, with its command line.
 

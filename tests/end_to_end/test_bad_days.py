@@ -274,7 +274,7 @@ def go_on(earlier: Path, status: int, *arguments: str, before: str = "") -> str:
         command.assert_nothing_is_left()
     assert command.out == ""
     assert content(earlier / "checkpoints") == found
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     return line.removeprefix("corerl: error: ")
 
 
@@ -331,7 +331,7 @@ def test_an_object_store_that_others_have_filled_is_one_line(address: str, tmp_p
     with Command("train", write_small(tmp_path), *PLAIN, *saved, *filled, logs=tmp_path, own_ray=True) as command:
         assert command.finish() == 1, command.err
         command.assert_nothing_is_left()
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith(
         "corerl: error: Ray's object store has no room for 0 MiB: the cluster's stores have 100 MiB in total, and the "
     )

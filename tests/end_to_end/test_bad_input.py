@@ -251,7 +251,7 @@ def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoi
     with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
         assert command.finish() == 2, command.err
         command.assert_nothing_is_left()
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith("corerl: error: reward 'my_rewards:to_nan' returned nan, wanted a finite number, on prompt ")
     assert ">') with the response '" in line
     assert (command.out, steps_done(tmp_path / "run")) == ("", 1)

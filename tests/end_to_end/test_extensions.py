@@ -36,7 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with Command("train", config, f"run.dir={run_dir}", *SHORT, *more, logs=directory) as command:
             assert command.finish() == 0, command.err
             command.assert_nothing_is_left()
-            warnings = [line for line in command.err.splitlines() if not line.startswith("wandb:")]
+            warnings = [line for line in command.errors if not line.startswith("wandb:")]
             assert warnings == []
     return run_dir
 

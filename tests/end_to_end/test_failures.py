@@ -48,14 +48,14 @@ def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_c
 
 def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("optimizer_step", "kill", step=1))
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith("corerl: error: actor rank 1: its process died during train at optimizer step 2 (")
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
 def test_a_rank_that_freezes_in_train_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("optimizer_step", "freeze", step=1), f"cluster.health_timeout={paced(6.0)}")
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith("corerl: error: actor rank 1: its process had not said for ")
     assert "(cluster.health_timeout) where it is in train at optimizer step 2, and was ended: it was frozen" in line
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
@@ -63,7 +63,7 @@ def test_a_rank_that_freezes_in_train_is_named_and_not_those_that_wait_for_it(tm
 
 def test_a_rank_that_raises_in_init_ends_the_run_with_its_error_and_debug_shows_where(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("init", "raise"), "--debug")
-    lines = command.err.splitlines()
+    lines = command.errors
     assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault ({WHERE})"
     assert "ValueError: a fault" in lines[:-1] and "that was asked for" in lines[:-1]
     assert any("faulty_backend.py" in line and "in fail" in line for line in lines)
@@ -71,7 +71,7 @@ def test_a_rank_that_raises_in_init_ends_the_run_with_its_error_and_debug_shows_
 
 def test_a_rank_that_is_killed_in_init_is_named(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("init", "kill"))
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith("corerl: error: actor rank 1: its process died during init (")
 
 
@@ -84,7 +84,7 @@ def test_a_trainer_that_computes_something_else_than_its_engine_ends_the_run_bef
     with Command("train", *arguments, *forgetting("window", tmp_path / "model"), logs=tmp_path) as command:
         assert command.finish() == 1
         command.assert_nothing_is_left()
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert line.startswith("corerl: error: trainer and engines compute different log-probs from the same weights: by ")
     assert f"; find the layer where they part: corerl doctor --config {run_dir}/config.toml --layers; " in line
     assert (steps_done(run_dir), latest(run_dir)) == (0, None)

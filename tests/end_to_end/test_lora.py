@@ -43,7 +43,7 @@ class Trained:
 
 def corerl(config: Path, run_dir: Path, *overrides: str) -> Trained:
     with Command("train", config, f"run.dir={run_dir}", *RUN, *overrides, logs=config.parent) as command:
-        assert (command.finish(), command.err) == (0, "")
+        assert (command.finish(), command.errors) == (0, [])
         command.assert_nothing_is_left()
     return Trained(config=config, run_dir=run_dir)
 
@@ -116,7 +116,7 @@ def test_adapters_are_not_put_beside_other_weights(on_fsdp: Trained, tmp_path: P
     with Command(*arguments, logs=tmp_path) as command:
         assert command.finish() != 0
         command.assert_nothing_is_left()
-    (line,) = command.err.splitlines()
+    (line,) = command.errors
     assert re.search(
         rf"{on_fsdp.checkpoint(2)}/actor: its adapters belong to other weights \(digest [0-9a-f]{{32}}\) than this "
         r"model's \([0-9a-f]{32}\); resume with the model.path, or the run.seed of random weights",

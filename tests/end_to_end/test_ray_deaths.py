@@ -37,7 +37,7 @@ def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_
         (run_dir / "go").touch()
         assert run.finish(within=ENDS_WITHIN) == 1
         run.assert_nothing_is_left()
-    (line,) = run.err.splitlines()
+    (line,) = run.errors
     told = re.fullmatch(
         r"corerl: error: Ray's gcs_server has died; unless someone killed it, see the machine's log \(dmesg: out of "
         r"memory\?\) and its own \((.*/ray/session_\d.*/logs/gcs_server.out)\)",
@@ -71,7 +71,7 @@ def test_a_run_ends_soon_with_the_name_and_log_of_whatever_of_ray_has_died(
         os.kill(service, signal.SIGKILL)
         assert run.finish(within=ENDS_WITHIN) == 1
         run.assert_nothing_is_left()
-    (line,) = run.err.splitlines()
+    (line,) = run.errors
     told = re.fullmatch(
         rf"corerl: error: Ray's {name} has died; unless someone killed it, see the machine's log \(dmesg: out of "
         rf"memory\?\) and its own \((.*/ray/session_\d.*/logs/{log})\)",

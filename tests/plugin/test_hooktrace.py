@@ -53,7 +53,7 @@ def test_what_is_long_deep_or_lazy_is_cut_short() -> None:
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Without the time of day, and with the time taken as N."""
-    err = capsys.readouterr().err.splitlines()
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("corerl: note: ")]
     assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line) for line in err)
     return [re.sub(r" \d+\.\d ms ", " N ms ", line[13:]) for line in err]
 

@@ -245,7 +245,8 @@ def test_importing_the_registry_is_light_and_no_installed_spec_imports_torch() -
         "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert finished.stdout.splitlines() == ["[]", str([kind.value for kind in Kind]), "[]"]
+    here = [kind.value for kind in Kind if kind is not Kind.TOOL_FORMATS]  # of which only others install some
+    assert finished.stdout.splitlines() == ["[]", str(here), "[]"]
 
 
 def test_what_is_installed_anew_in_the_same_place_is_read_again(install: Install, backend_spec: str) -> None:
