@@ -46,7 +46,7 @@ from plugins.megatron.tests.test_contract import arguments_of
 from plugins.megatron.tests.test_families import drawn
 
 STEPS = 4
-OF_ONE = 1e-4  # L2 relative, of one tensor: gradients of several steps may nearly cancel in its first moment
+OF_ONE = 3e-4  # L2 relative, of one tensor: gradients of several steps may nearly cancel in its first moment
 ADAPTERS = LoraConfig(rank=4, alpha=8.0).settled({})
 WHOLE = {"distributed_optimizer": False}
 TP2 = {"tensor_parallel": 2}

@@ -74,6 +74,11 @@ def trained(directory: Path, replay: str, *, backend: str = "megatron") -> list[
     return numbers(run)
 
 
+def of_losses(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the load of experts: what an engine samples last it has no experts of, so that each step's own choose."""
+    return {name: value for name, value in metrics.items() if not name.startswith("moe/")}
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -90,7 +95,9 @@ def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_diff
     none, recompute = (trained(directory, replay) for replay in ("none", "recompute"))
     assert len(recompute) == len(engine) == 1
     for one, other in zip(recompute, engine, strict=True):
-        assert one == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in other.items()}
+        assert of_losses(one) == {
+            name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in of_losses(other).items()
+        }
         assert other["rollout/logprob_diff"] < 1e-5
     # The second mini-batch is of weights that one step has changed.
     assert abs(none[0]["train/grad_norm"] / engine[0]["train/grad_norm"] - 1) > 5e-3
