@@ -100,7 +100,7 @@ class Openings:
         if there is none. `messages`, `tools` and `options` are what was rendered."""
         if not self._ever:
             return ""
-        text = prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt[-TAIL:]))
+        text = prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(prompt[-TAIL:])))
         if not left_open(text):
             return ""
         found = next((each for each in self._known if text.endswith(each)), "")

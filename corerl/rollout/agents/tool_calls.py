@@ -109,7 +109,7 @@ class ToolFormat:
         if self.argument is not None:
             kinds, given = kinds_of_arguments(tools, name or ""), dict[str, Any]()
             while (one := self.argument.match(text, at)) is not None:
-                allowed = STRING.get(one.groupdict().get("string"), kinds.get(one["key"], frozenset()))
+                allowed = STRING.get(one.groupdict().get("string") or "", kinds.get(one["key"], frozenset()))
                 given[one["key"]] = typed(one["value"], allowed)
                 at = one.end()
             found = [(name, given)]
