@@ -19,6 +19,12 @@ from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
 
 
+def test_long_values_that_begin_alike_are_named_by_their_ends() -> None:
+    folder = "/data/of/a/team/with/a/long/name/for/everything"
+    (line,) = changed_settings({"data": {"source": f"{folder}/a.jsonl"}}, {"data": {"source": f"{folder}/b.jsonl"}})
+    assert "b.jsonl (was" in line and line.endswith("a.jsonl)")
+
+
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     config = make_config()
     model = make_model(config, seed=1)

@@ -120,7 +120,7 @@ def test_the_drivers_observers_are_told_of_too(
     monkeypatch.setenv(VARIABLE, "1")
     Observers([("a", Hears())]).emit(Notice(text="hello"))
     assert lines(capsys) == [
-        "driver > observe [extension:a] event=Notice(text='hello')",
+        "driver > observe [extension:a] event=Notice(text='hello', step=0)",
         "driver < observe N ms None",
     ]
 
