@@ -207,8 +207,9 @@ def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_ch
     assert main(["config", "check", sound, *data, "backends.not_installed.x=1"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{sound}: ok\n"
-    table, *counts = err.splitlines()
+    table, *counts, repeated = err.splitlines()
     assert table.startswith("corerl: note: backends.not_installed is ignored: ")
+    assert repeated == "corerl: note: data.held_out: 2 of 2 held-out prompts are prompts of training rows too"
     told = [re.fullmatch(r"corerl: note: ([\d,]+) of 2,000 prompts are checked", line) for line in counts]
     done = [int(each[1].replace(",", "")) for each in told if each is not None]
     assert len(done) == len(counts) >= 2 and done == sorted(set(done)) and done[-1] == 2000
