@@ -131,7 +131,6 @@ DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_ind
 OF_EXPERTS: Mapping[str, Sequence[int]] = {"moe_layers": (1,), "mlp_only_layers": (0,)}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-AXES: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 # What some types need besides: sizes that must agree, and fields whose defaults their own code cannot build.
 OWN: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
@@ -170,10 +169,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     # Rotary positions of three axes, whose sections add up to half of a head.
     **{
-        f"{each}_text": {"rope_parameters": {**AXES, "mrope_section": [4, 2, 2]}}
+        f"{each}_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
         for each in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
     },
-    "glm4v_moe_text": {"rope_parameters": {**AXES, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+    "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "xmod": {"default_language": "en_XX"},
