@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import corerl
+import corerl_testing
 
 CORE = Path(corerl.__file__).parent
 WHOLE = {  # modules and packages all of whose names are public
@@ -14,9 +15,9 @@ WHOLE = {  # modules and packages all of whose names are public
     "corerl.errors",
     "corerl.kinds",
     "corerl.messages",
-    "corerl.testing.plugin",
-    "corerl.testing.suite",
-    "corerl.testing.algorithm_suite",
+    "corerl_testing.plugin",
+    "corerl_testing.suite",
+    "corerl_testing.algorithm_suite",
 }
 
 
@@ -34,6 +35,7 @@ def names_of(init: Path) -> dict[str, str]:
 
 PUBLIC = {f"corerl.{init.parent.name}": names for init in CORE.glob("*/__init__.py") if (names := names_of(init))}
 PUBLIC["corerl"] = names_of(CORE / "__init__.py")
+PUBLIC["corerl_testing"] = names_of(Path(corerl_testing.__file__).parent / "__init__.py")
 
 
 def imports_of(source: str) -> Iterator[tuple[str, str]]:

@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
     from corerl.errors import UserError
 
     if find_spec("pytest") is None:
-        raise UserError("verify needs pytest, which is not installed; pip install 'corerl[test]'")
+        raise UserError("verify needs pytest, which is not installed; pip install 'corerl[testing]'")
     asked = _backend(args) if args.algorithm is None else _algorithm(args)
-    suite = "corerl.testing.suite" if args.algorithm is None else "corerl.testing.algorithm_suite"
-    command = [sys.executable, "-m", "pytest", "--pyargs", suite, "-p", "corerl.testing.plugin"]
+    suite = "corerl_testing.suite" if args.algorithm is None else "corerl_testing.algorithm_suite"
+    command = [sys.executable, "-m", "pytest", "--pyargs", suite, "-p", "corerl_testing.plugin"]
     # Neither the current directory nor other pytest plugins may influence how the suite runs.
     command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
     command += asked

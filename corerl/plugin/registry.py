@@ -63,6 +63,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "deepspeed": "pip install 'corerl[deepspeed]'",
         "fsdp": "pip install 'corerl[fsdp]'",
         "megatron": "pip install 'corerl[megatron]'",
+        "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.EXTENSIONS: {},

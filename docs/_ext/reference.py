@@ -31,6 +31,7 @@ import attrs
 from sphinx.application import Sphinx
 
 import corerl
+import corerl_testing
 from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
@@ -40,11 +41,11 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import Process
-from corerl.testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
-from corerl.testing.marks import check_of
-from corerl.testing.matrix import Status
-from corerl.testing.suite import CHECKS
 from corerl.types import MemoryKind
+from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
+from corerl_testing.marks import check_of
+from corerl_testing.matrix import Status
+from corerl_testing.suite import CHECKS
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
@@ -149,6 +150,7 @@ def faces() -> dict[str, list[str]]:
     """By package, the names that its `__init__` has for others, if it has any."""
     packages: list[Any] = [corerl]
     packages += (importlib.import_module(f"corerl.{path.parent.name}") for path in sorted(CORE.glob("*/__init__.py")))
+    packages.append(corerl_testing)
     return {package.__name__: package.__all__ for package in packages if hasattr(package, "__all__")}
 
 

@@ -142,7 +142,7 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])
 def test_names_of_every_length_pass_ruff_with_our_rules_and_with_their_own(name: str, tmp_path: Path) -> None:
     package = generated(name, tmp_path / "package")
-    modules = f'lint.isort.known-first-party=["corerl", "corerl_{name.replace("-", "_")}"]'
+    modules = f'lint.isort.known-first-party=["corerl", "corerl_{name.replace("-", "_")}", "corerl_testing"]'
     ours = ["--config", str(ROOT / "pyproject.toml"), "--config", modules]
     ruff = [sys.executable, "-m", "ruff"]
     for command in (["check"], ["check", *ours], ["format", "--check"], ["format", "--check", *ours]):
@@ -169,7 +169,7 @@ def test_names_of_every_length_pass_ruff_with_our_rules_and_with_their_own(name:
         ("x" * 25, f"the name '{'x' * 25}' is 25 characters long; use 24 at most"),
         (
             "plain",
-            f"a backend 'plain' already exists, in corerl {corerl.__version__}; choose another name",
+            f"a backend 'plain' already exists, in corerl-testing {corerl.__version__}; choose another name",
         ),
         ("someday", "'someday' is the name of one of CoreRL's own backends, not installed here; choose another name"),
     ],

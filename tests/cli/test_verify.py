@@ -49,8 +49,8 @@ def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_pa
     (tmp_path / "mine.py").write_text(
         "from attrs import evolve, frozen\n"
         "from corerl.config.options import option\n"
-        "from corerl.testing.plain import SPEC as PLAIN\n"
-        "from corerl.testing.plain.backend import PlainBackend\n"
+        "from corerl_testing.plain import SPEC as PLAIN\n"
+        "from corerl_testing.plain.backend import PlainBackend\n"
         "@frozen(kw_only=True)\n"
         "class Config:\n"
         "    fails: bool = option('in a pass', default=False)\n"
@@ -77,7 +77,7 @@ def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fa
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from attrs import evolve\n"
-        "from corerl.testing.plain import SPEC as PLAIN\n"
+        "from corerl_testing.plain import SPEC as PLAIN\n"
         "SPEC = evolve(PLAIN, api=(1, 0))\n"
     )
     done = verify("mine:SPEC", "--level", "0", cwd=tmp_path)
@@ -88,7 +88,7 @@ def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fa
 
 @pytest.mark.usefixtures("forked_python")
 def test_an_algorithm_is_verified_with_the_settings_given_and_its_fault_is_named(tmp_path: Path) -> None:
-    name, report = "tests.testing.broken_algorithms:SUM_OF_MEANS", tmp_path / "report.json"
+    name, report = "plugins.testing.tests.broken_algorithms:SUM_OF_MEANS", tmp_path / "report.json"
     expected = tmp_path / "expected.toml"
     expected.write_text("A01 = 'the spec is in one file with losses'\n")
     files = ["--report", str(report), "--expected-failures", str(expected)]
@@ -152,5 +152,5 @@ def test_without_pytest_it_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["verify", "plain"]) == 2
     assert capsys.readouterr().err == (
-        "corerl: error: verify needs pytest, which is not installed; pip install 'corerl[test]'\n"
+        "corerl: error: verify needs pytest, which is not installed; pip install 'corerl[testing]'\n"
     )

@@ -21,7 +21,7 @@ SPEC = BackendSpec(
     environment=lambda options, cluster: {{"MINE_RANKS": str(cluster.ranks)}},
 )
 """
-PLAIN = "corerl.testing.plain.backend:PlainBackend"
+PLAIN = "corerl_testing.plain.backend:PlainBackend"
 
 
 def spec(*, probe: str = "return ()", code: str = PLAIN) -> str:

@@ -102,7 +102,7 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
     tried = "backend 'tried' (corerl-tried 0.1): "
     assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
         "tried_spec:SPEC loads, written for API 1.0",
-        "corerl.testing.plain.backend:PlainBackend can be imported",
+        "corerl_testing.plain.backend:PlainBackend can be imported",
         "its hooks meet the contract",
         "by default its processes get MINE_RANKS=1",
     ]
@@ -116,7 +116,7 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
         "corerl-tried",
         "tried = tried_spec2:SPEC",
         tried_spec2=spec(probe="raise OSError('no libcudart')", code="tried_code2:Backend"),
-        tried_code2="from corerl.testing.plain.backend import PlainBackend\n"
+        tried_code2="from corerl_testing.plain.backend import PlainBackend\n"
         "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
     )
     hooks, probe = amiss(list(examine("tried")))

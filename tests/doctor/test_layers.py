@@ -20,7 +20,7 @@ from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.plan.make import make_plan
 from corerl.plugin.spec import Finding, Level
-from corerl.testing.models import tiny_config
+from corerl_testing.models import tiny_config
 from tests.driver.forgetful import LEFT_OUT, model_with
 from tests.in_process import small
 

@@ -9,7 +9,7 @@ import pytest
 from corerl.config.load import load_config
 from corerl.data.prompts import SortDigits
 from corerl.plan.make import make_plan
-from corerl.testing.episodes import scripted
+from corerl_testing.episodes import scripted
 from examples.two_turn_tool import fetch
 from tests.end_to_end.command import ROOT, metrics
 from tests.in_process import execute_here, small

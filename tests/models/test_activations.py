@@ -17,8 +17,8 @@ from corerl.models.build import materialize
 from corerl.models.files import look_at
 from corerl.models.layout import make_policy
 from corerl.ops.attention import PackedSequences
-from corerl.testing.models import tiny_fields
 from corerl.types import Output
+from corerl_testing.models import tiny_fields
 
 LOGPROBS = (Output.LOGPROBS,)
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97, "num_hidden_layers": 2}

@@ -13,9 +13,9 @@ from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
-from corerl.testing.plain.backend import PlainBackend
-from corerl.testing.plain.spec import PlainConfig
 from corerl.types import Array, LossSpec, PackedBatch, SampleBatch, Step, StepResult
+from corerl_testing.plain.backend import PlainBackend
+from corerl_testing.plain.spec import PlainConfig
 
 MODEL = ModelConfig(
     config={

@@ -18,8 +18,8 @@ from corerl.plan.group import plan_group
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.check import check_capabilities
 from corerl.plugin.spec import BackendSpec
-from corerl.testing.models import tiny_config, tiny_fields
-from corerl.testing.plain.spec import SPEC
+from corerl_testing.models import tiny_config, tiny_fields
+from corerl_testing.plain.spec import SPEC
 from tests.driver.saved import config_in
 from tests.pictures import pictures_config
 

@@ -21,7 +21,7 @@ from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.testing.models import tiny_fields
+from corerl_testing.models import tiny_fields
 from tests.driver.saved import CRITIC, DATA, TEACHER, chats_of, config_in, make_config
 
 # ---- models ----------------------------------------------------------------------------------------------------------

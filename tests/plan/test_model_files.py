@@ -27,8 +27,8 @@ from corerl.plan.model_files import (
     untrained,
     with_adapters,
 )
-from corerl.testing.models import tiny_config
 from corerl.weights.adapters import is_adapter
+from corerl_testing.models import tiny_config
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save
 from tests.pictures import of_pictures, tensors_in, write_pictures

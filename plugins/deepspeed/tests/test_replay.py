@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing import Runs, assert_replays
-from corerl.testing.routing import assert_balances
-from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS
+from corerl_testing import Runs, assert_replays
+from corerl_testing.routing import assert_balances
+from corerl_testing.scenarios import training
+from corerl_testing.subject import PACKINGS
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -19,11 +19,11 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.kinds import InPieces
 from corerl.ops import attention, flash
-from corerl.testing import Setup, forward, running, tiny_fields, train
 from corerl.types import ModelSize
 from corerl_fsdp import build, compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
+from corerl_testing import Setup, forward, running, tiny_fields, train
 from plugins.fsdp.tests.ragged import samples_of
 
 # Of torch, which asks for it while it traces.

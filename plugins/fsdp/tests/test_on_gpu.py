@@ -14,7 +14,9 @@ from attrs import evolve, frozen
 from torch._dynamo.utils import counters
 
 from corerl.memory import resident_bytes
-from corerl.testing import (
+from corerl.trainer.worker import Worker
+from corerl.types import MemoryKind, TrainResult
+from corerl_testing import (
     Setup,
     different,
     forward,
@@ -26,10 +28,8 @@ from corerl.testing import (
     weights_apart,
     whole,
 )
-from corerl.testing.compare import Tensors
-from corerl.testing.inprocess import InProcessSender
-from corerl.trainer.worker import Worker
-from corerl.types import MemoryKind, TrainResult
+from corerl_testing.compare import Tensors
+from corerl_testing.inprocess import InProcessSender
 from plugins.fsdp.tests.ragged import samples_of
 
 pytestmark = [

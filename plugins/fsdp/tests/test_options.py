@@ -12,7 +12,9 @@ from attrs import evolve
 from corerl.checkpoint import begin
 from corerl.config import ClusterInfo
 from corerl.plugin import Problem
-from corerl.testing import (
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import check
+from corerl_testing import (
     BFLOAT16_GRAD_NORM,
     BFLOAT16_LOSS,
     GRAD_NORM,
@@ -28,9 +30,7 @@ from corerl.testing import (
     mean_apart,
     weights_apart,
 )
-from corerl.testing.subject import PACKINGS
-from corerl_fsdp.config import FsdpConfig
-from corerl_fsdp.spec import check
+from corerl_testing.subject import PACKINGS
 from plugins.fsdp.tests import ranks
 
 STEPS = range(4)

@@ -33,7 +33,15 @@ from corerl.backend import base
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
-from corerl.testing import (
+from corerl.trainer.worker import Worker
+from corerl.types import ForwardResult, LossSpec, MemoryKind, SampleBatch, TrainResult, offsets_of
+from corerl.weights import is_adapter
+from corerl_megatron import build, model, native
+from corerl_megatron.adam import fused_adam
+from corerl_megatron.backend import MegatronBackend
+from corerl_megatron.layers import TorchAttention, TorchRMSNorm, engine_layers
+from corerl_megatron.on_host import calling_megatron
+from corerl_testing import (
     Setup,
     State,
     error_of,
@@ -46,16 +54,8 @@ from corerl.testing import (
     step_at,
     train,
 )
-from corerl.testing.scenarios import halves
-from corerl.testing.scenarios.training import Trained
-from corerl.trainer.worker import Worker
-from corerl.types import ForwardResult, LossSpec, MemoryKind, SampleBatch, TrainResult, offsets_of
-from corerl.weights import is_adapter
-from corerl_megatron import build, model, native
-from corerl_megatron.adam import fused_adam
-from corerl_megatron.backend import MegatronBackend
-from corerl_megatron.layers import TorchAttention, TorchRMSNorm, engine_layers
-from corerl_megatron.on_host import calling_megatron
+from corerl_testing.scenarios import halves
+from corerl_testing.scenarios.training import Trained
 from plugins.megatron.tests.bridge import bridge_installed
 
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")

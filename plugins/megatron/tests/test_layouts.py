@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing import (
+from corerl.types import LossSpec, merge_metrics
+from corerl_megatron.spec import BESIDE, SPEC
+from corerl_testing import (
     GRAD_NORM,
     LOSS,
     RankPool,
@@ -23,11 +25,9 @@ from corerl.testing import (
     smallest_config,
     tiny_fields,
 )
-from corerl.testing.compare import assert_same_metrics, together
-from corerl.testing.models import DEEP
-from corerl.testing.suite import CHECKS
-from corerl.types import LossSpec, merge_metrics
-from corerl_megatron.spec import BESIDE, SPEC
+from corerl_testing.compare import assert_same_metrics, together
+from corerl_testing.models import DEEP
+from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 
 STEPS = 4

@@ -13,7 +13,8 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.testing import (
+from corerl.types import Array
+from corerl_testing import (
     RankPool,
     Runs,
     Setup,
@@ -25,12 +26,11 @@ from corerl.testing import (
     running,
     tiny_fields,
 )
-from corerl.testing.models import DEEP
-from corerl.testing.routing import through_experts, token_mean
-from corerl.testing.scenarios import training
-from corerl.testing.scenarios.training import EXPERTS
-from corerl.testing.subject import PACKINGS
-from corerl.types import Array
+from corerl_testing.models import DEEP
+from corerl_testing.routing import through_experts, token_mean
+from corerl_testing.scenarios import training
+from corerl_testing.scenarios.training import EXPERTS
+from corerl_testing.subject import PACKINGS
 
 PP2 = {"pipeline_parallel": 2}
 SPLIT_EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}

@@ -39,9 +39,9 @@ from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored, exact_share
 from corerl.rollout.sources.recorded import read_rollout, write_rollout
-from corerl.testing.episodes import scripted
-from corerl.testing.trial import Trial
 from corerl.types import ParallelLayout
+from corerl_testing.episodes import scripted
+from corerl_testing.trial import Trial
 from tests.end_to_end.command import metrics
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small

@@ -11,7 +11,7 @@ import pytest
 
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout import Episode
-from corerl.testing.episodes import byte_tokenizer
+from corerl_testing.episodes import byte_tokenizer
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.rollout.agents.scripted_engine import NAME

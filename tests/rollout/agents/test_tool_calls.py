@@ -26,7 +26,7 @@ from corerl.rollout.agents.tool_calls import (
     typed,
     unread,
 )
-from corerl.testing.episodes import byte_tokenizer
+from corerl_testing.episodes import byte_tokenizer
 
 ADD = {"name": "add", "arguments": {"a": 2, "b": [3, "x; {"]}}
 GET = {"name": "get", "arguments": {}}

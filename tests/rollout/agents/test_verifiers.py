@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corerl.data.prompts import Prompt
-from corerl.testing.episodes import scripted
+from corerl_testing.episodes import scripted
 from tests.machine import paced
 
 pytestmark = [

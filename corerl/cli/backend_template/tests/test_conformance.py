@@ -2,7 +2,7 @@
 
 import pytest
 
-from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else
+from corerl_testing.suite import *  # noqa: F403  -- the checks and nothing else
 
 
 @pytest.fixture(scope="session")

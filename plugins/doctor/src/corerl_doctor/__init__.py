@@ -1,0 +1,1 @@
+"""CoreRL's doctor: what is installed, what a config would meet here, and which models it can train."""
