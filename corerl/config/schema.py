@@ -378,7 +378,7 @@ class AlgorithmConfig:
     says; `settled` fills it in."""
 
     name: str = option(
-        "an installed algorithm (`corerl algorithms` lists them), 'distribution:name', or 'package.module:SPEC'",
+        "an installed algorithm (`corerl plugins` lists them), 'distribution:name', or 'package.module:SPEC'",
         default="grpo",
         validator=filled,
     )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from corerl.engines.transformers import TransformersEngine as TransformersEngine
     from corerl.models.build import named_weights as named_weights
     from corerl.models.lora import LoraLinear as LoraLinear
-    from corerl.models.smallest import smallest_config as smallest_config
     from corerl.models.tokenizer import character_tokenizer as character_tokenizer
     from corerl.ops.flash import FULL as FULL
     from corerl.ops.flash import flash_attention as flash_attention
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import to_blocks as to_blocks
     from corerl.weights.transports import open_sender as open_sender
     from corerl.weights.verify import difference as difference
+    from corerl_doctor.smallest import drawn_model as drawn_model
+    from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations
     from corerl_testing.compare import Tensors as Tensors
     from corerl_testing.compare import Trajectory as Trajectory
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from corerl_testing.marks import with_variants as with_variants
     from corerl_testing.models import DEEP as DEEP
     from corerl_testing.models import MODELS as MODELS
-    from corerl_testing.models import drawn_model as drawn_model
     from corerl_testing.models import tiny_config as tiny_config
     from corerl_testing.models import tiny_fields as tiny_fields
     from corerl_testing.pool import RankFailed as RankFailed
