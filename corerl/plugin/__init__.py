@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from corerl.plugin.slow import slow_attention as slow_attention
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
+    from corerl.plugin.spec import Display as Display
+    from corerl.plugin.spec import DisplaySpec as DisplaySpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec

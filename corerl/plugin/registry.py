@@ -22,7 +22,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncom
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
+from corerl.plugin.spec import AlgorithmSpec, BackendSpec, DisplaySpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -34,6 +34,7 @@ class Kind(Enum):
     BACKENDS = "backends"
     ENGINES = "engines"
     EXTENSIONS = "extensions"
+    DISPLAYS = "displays"
     ALGORITHMS = "algorithms"
     TOOL_FORMATS = "tool_formats"
 
@@ -53,12 +54,13 @@ class Kind(Enum):
             Kind.BACKENDS: BackendSpec,
             Kind.ENGINES: EngineSpec,
             Kind.EXTENSIONS: ExtensionSpec,
+            Kind.DISPLAYS: DisplaySpec,
             Kind.ALGORITHMS: AlgorithmSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
         }[self]
 
 
-# How to install a first-party plugin that is missing; the only place in core that knows backends by name.
+# How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.BACKENDS: {
         "deepspeed": "pip install 'corerl[deepspeed]'",
@@ -67,7 +69,14 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
-    Kind.EXTENSIONS: {},
+    Kind.EXTENSIONS: {
+        **dict.fromkeys(
+            ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
+        ),
+        "mlflow": "pip install 'corerl[mlflow]'",
+        "wandb": "pip install 'corerl[wandb]'",
+    },
+    Kind.DISPLAYS: {"live": "pip install 'corerl[observe]'"},
     Kind.ALGORITHMS: {},
     Kind.TOOL_FORMATS: {},
 }
@@ -271,7 +280,7 @@ def scan(kind: Kind) -> Sequence[Entry]:
     return _scanned(kind, importable())
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.

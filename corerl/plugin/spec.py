@@ -4,8 +4,8 @@ without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, and
-formats of tool calls under `corerl.tool_formats`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, displays under `corerl.displays`, algorithms
+under `corerl.algorithms`, and formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
@@ -249,6 +249,35 @@ class ExtensionSpec:
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
 
 
+class Display(Protocol):
+    """What shows a run on a terminal."""
+
+    def update(self, event: Any) -> None:
+        """Take the next event, a `corerl.plugin.Event`."""
+        ...
+
+    def close(self) -> None:
+        """The run is over. May be called twice."""
+        ...
+
+
+@frozen(kw_only=True)
+class NoOptions:
+    """Config of a plugin without a table."""
+
+
+@frozen(kw_only=True)
+class DisplaySpec:
+    """What the extension `console` shows on a terminal in place of its lines; its module imports no torch."""
+
+    # "package.module:function", called without arguments if standard output is a terminal: returns a `Display`, or None
+    # if it cannot use that terminal.
+    implementation: str
+    api: tuple[int, int]
+    summary: str
+    config: type = NoOptions
+
+
 ACTOR = "actor"  # the role whose policy samples
 
 
@@ -301,11 +330,6 @@ class AlgorithmSpec:
 
 
 @frozen(kw_only=True)
-class NoOptions:
-    """Config of a plugin without a table."""
-
-
-@frozen(kw_only=True)
 class ToolFormatSpec:
     """How a model family writes calls of tools, for `rollout.episodes.tool_calls`."""
 
@@ -318,7 +342,7 @@ class ToolFormatSpec:
     config: type = NoOptions
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | DisplaySpec | AlgorithmSpec | ToolFormatSpec
 
 
 explain(__name__)
