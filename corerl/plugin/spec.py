@@ -4,15 +4,15 @@ importable without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, commands
-under `corerl.commands`, and formats of tool calls under `corerl.tool_formats`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, displays under `corerl.displays`, algorithms
+under `corerl.algorithms`, commands under `corerl.commands`, and formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
@@ -239,8 +239,43 @@ class ExtensionSpec:
     summary: str
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # In which runs it takes part: "listed", where the config lists it; "default", also where the config lists no
+    # extensions at all; "always", in every run where it is installed, and a listing only sets its options.
+    joins: Literal["listed", "default", "always"] = field(
+        default="listed", validator=in_(("listed", "default", "always"))
+    )
+    place: int = 100  # among those that join by themselves: lower comes first, and is outermost
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
+
+
+class Display(Protocol):
+    """What shows a run on a terminal."""
+
+    def update(self, event: Any) -> None:
+        """Take the next event, a `corerl.plugin.Event`."""
+        ...
+
+    def close(self) -> None:
+        """The run is over. May be called twice."""
+        ...
+
+
+@frozen(kw_only=True)
+class NoOptions:
+    """Config of a plugin without a table."""
+
+
+@frozen(kw_only=True)
+class DisplaySpec:
+    """What the extension `console` shows on a terminal in place of its lines; its module imports no torch."""
+
+    # "package.module:function", called without arguments if standard output is a terminal: returns a `Display`, or None
+    # if it cannot use that terminal.
+    implementation: str
+    api: tuple[int, int]
+    summary: str
+    config: type = NoOptions
 
 
 ACTOR = "actor"  # the role whose policy samples
@@ -295,11 +330,6 @@ class AlgorithmSpec:
 
 
 @frozen(kw_only=True)
-class NoOptions:
-    """Config of a plugin without a table."""
-
-
-@frozen(kw_only=True)
 class ToolFormatSpec:
     """How a model family writes calls of tools, for `rollout.episodes.tool_calls`."""
 
@@ -325,7 +355,7 @@ class CommandSpec:
     config: type = NoOptions
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec | CommandSpec
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | DisplaySpec | AlgorithmSpec | ToolFormatSpec | CommandSpec
 
 
 explain(__name__)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from corerl import hookimpl
 from corerl.messages import printable
-from corerl.observability.files import keep
-from corerl.observability.specs import TraceOptions
-from corerl.plugin.events import (
+from corerl.observability import keep
+from corerl.plugin import (
     CallFinished,
     Evaluated,
     Event,
@@ -27,7 +27,7 @@ from corerl.plugin.events import (
     Span,
     StepFinished,
 )
-from corerl.plugin.hookspecs import hookimpl
+from corerl_observe.specs import TraceOptions
 
 TRACE_FILE = "trace.json"
 DRIVER = "driver"

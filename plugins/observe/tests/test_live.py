@@ -6,10 +6,32 @@ import pytest
 from attrs import evolve
 from rich.console import Console
 
-from corerl.observability.live import LiveView, summary
-from corerl.observability.run_state import RunState
-from corerl.plugin.events import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
+from corerl.observability import RunState
+from corerl.plugin import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
+from corerl_observe.live import LiveView, live_view, summary
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
+
+
+class Tty(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "shown"),
+    [
+        (Tty(), {"TERM": "xterm"}, LiveView),
+        (Tty(), {"TERM": "dumb"}, type(None)),
+        (io.StringIO(), {"TERM": "xterm"}, type(None)),
+        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, type(None)),
+    ],
+)
+def test_only_an_able_terminal_gets_the_live_display(
+    file: io.StringIO, environment: dict[str, str], shown: type
+) -> None:
+    assert type(live_view(Console(file=file, _environ=environment))) is shown
 
 
 def terminal(width: int) -> Console:

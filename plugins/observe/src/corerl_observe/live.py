@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from threading import Lock
 
@@ -16,11 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from corerl.messages import printable
-from corerl.observability.braille import Line, draw
-from corerl.observability.history import phases
-from corerl.observability.run_state import RunState
-from corerl.observability.text import duration, number
-from corerl.plugin.events import Event, Notice, RunFinished, SampleShown
+from corerl.observability import RunState, duration, number, phases
+from corerl.plugin import Event, Notice, RunFinished, SampleShown
+from corerl_observe.braille import Line, draw
 
 REWARD, EXACT = "cyan", "magenta"
 
@@ -39,6 +38,14 @@ PANEL = (
 PLOT_HEIGHT = 6
 NARROWEST = 20  # minimum columns for a plot and its scale
 RECENT = 20  # steps that the phases' bars are averaged over
+
+
+def live_view(terminal: Console | None = None) -> LiveView | None:
+    """The display of a run on standard output; None if that is no terminal that can show one."""
+    terminal = terminal or Console()
+    able = terminal.is_terminal and not terminal.is_dumb_terminal and terminal.encoding.startswith("utf")
+    # FORCE_COLOR makes rich take a pipe for a terminal, but cursor movements are useless in a file.
+    return LiveView(RunState(time.monotonic), terminal) if able and terminal.file.isatty() else None
 
 
 class LiveView:

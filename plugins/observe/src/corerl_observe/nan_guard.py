@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from corerl.config.schema import RoleConfig
+from corerl import hookimpl
+from corerl.config import RoleConfig
 from corerl.errors import HookFailed
-from corerl.observability.files import beside
-from corerl.observability.specs import NanGuardOptions
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin import Context
 from corerl.types import (
     Array,
     ForwardResult,
@@ -31,6 +29,8 @@ from corerl.types import (
     Step,
     StepResult,
 )
+from corerl_observe.errors import beside
+from corerl_observe.specs import NanGuardOptions
 
 FINDINGS_DIR = "nan-guard"
 FOUND = "nonfinite"  # the metric: number of findings on all ranks

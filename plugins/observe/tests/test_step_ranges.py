@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.observability.step_ranges import step_ranges
+from corerl_observe.step_ranges import step_ranges
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from corerl.config.load import CONFIG_FILE
-from corerl.observability.specs import MlflowOptions
-from corerl.observability.tensorboard import markdown
-from corerl.observability.tracking import Identity, Tracker, flat, read_config
-from corerl.plugin.events import RunStarted, SampleShown
+from corerl.config import CONFIG_FILE
+from corerl.plugin import RunStarted, SampleShown
+from corerl_observe.specs import MlflowOptions
+from corerl_observe.tensorboard import markdown
+from corerl_observe.tracking import Identity, Tracker, flat, read_config
 
 IDENTITY_FILE = "mlflow.json"
 STORE = "mlruns"

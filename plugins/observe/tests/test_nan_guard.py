@@ -14,12 +14,12 @@ from attrs import evolve
 
 from corerl import hookimpl
 from corerl.errors import CorerlError
-from corerl.observability.nan_guard import NanGuard, in_columns, in_metrics, in_norm
-from corerl.observability.specs import NanGuardOptions
-from corerl.plugin.host import PluginHost
 from corerl.trainer.worker import TimedMicroBatches
 from corerl.types import Metric, Output, StepResult
-from tests.observability.hosts import LOSS, batch, host, step, train
+from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
+from corerl_observe.specs import NanGuardOptions
+from corerl_testing import PluginHost
+from plugins.observe.tests.hosts import LOSS, batch, host, step, train
 
 NAN, INF = math.nan, math.inf
 

@@ -8,9 +8,9 @@ import pytest
 
 from corerl import hookimpl
 from corerl.errors import HookFailed
-from corerl.observability.profiler import Profiler
-from corerl.observability.specs import ProfilerOptions
-from tests.observability.hosts import LOSS, batch, host, step, train
+from corerl_observe.profiler import Profiler
+from corerl_observe.specs import ProfilerOptions
+from plugins.observe.tests.hosts import LOSS, batch, host, step, train
 
 
 def test_the_chosen_steps_leave_a_trace_of_their_operations_and_a_table(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from corerl import hookimpl
 from corerl.errors import CorerlError
-from corerl.observability.memory_recorder import MemoryRecorder, ResidentMeter
-from corerl.observability.specs import MemoryOptions
 from corerl.types import MemoryKind, Output
-from tests.observability.hosts import LOSS, batch, host, step, train
+from corerl_observe.memory_recorder import MemoryRecorder, ResidentMeter
+from corerl_observe.specs import MemoryOptions
+from plugins.observe.tests.hosts import LOSS, batch, host, step, train
 
 MIB = 2**20
 

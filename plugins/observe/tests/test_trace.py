@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from corerl.observability.specs import TraceOptions
-from corerl.observability.trace import Trace
-from corerl.plugin.events import CallFinished, Idle, Notice, PhaseStarted, RunFinished, Span, StepFinished
+from corerl.plugin import CallFinished, Idle, Notice, PhaseStarted, RunFinished, Span, StepFinished
+from corerl_observe.specs import TraceOptions
+from corerl_observe.trace import Trace
+from plugins.observe.tests.traces import Slice, arrows, check, names, read, slices
 from tests.observability.run import Clock, started, whole
-from tests.observability.traces import Slice, arrows, check, names, read, slices
 
 ASKED = 1_800_000_000.0  # a time.time() of these years
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corerl.config.load import CONFIG_FILE
+from corerl import hookimpl
+from corerl.config import CONFIG_FILE
 from corerl.errors import DataError
-from corerl.plain_json import read_json_file
-from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, SampleShown, StepFinished
-from corerl.plugin.hookspecs import hookimpl
+from corerl.observability import read_json_file
+from corerl.plugin import Evaluated, Event, RunFinished, RunStarted, SampleShown, StepFinished
 
 
 class Tracker(ABC):

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corerl.observability.specs import WandbOptions
-from corerl.observability.tracking import Identity, Tracker, read_config
-from corerl.plugin.events import RunStarted, SampleShown
+from corerl.plugin import RunStarted, SampleShown
+from corerl_observe.specs import WandbOptions
+from corerl_observe.tracking import Identity, Tracker, read_config
 
 IDENTITY_FILE = "wandb.json"
 STEP = "rollout_step"  # the x axis of every curve: W&B's own step cannot go back, as a resumed run's does

@@ -12,10 +12,10 @@ import torch
 
 from corerl import hookimpl
 from corerl.errors import HookFailed
-from corerl.observability.memory_recorder import MemoryRecorder
-from corerl.observability.profiler import Profiler
-from corerl.observability.specs import MemoryOptions, ProfilerOptions
-from tests.observability.hosts import batch, host, step, train
+from corerl_observe.memory_recorder import MemoryRecorder
+from corerl_observe.profiler import Profiler
+from corerl_observe.specs import MemoryOptions, ProfilerOptions
+from plugins.observe.tests.hosts import batch, host, step, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

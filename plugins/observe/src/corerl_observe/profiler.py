@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from corerl.config.schema import RoleConfig
-from corerl.observability.specs import ProfilerOptions
-from corerl.observability.step_ranges import step_ranges
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl import hookimpl
+from corerl.config import RoleConfig
+from corerl.plugin import Context
 from corerl.types import GradientResult, InitResult, Step, StepResult
+from corerl_observe.specs import ProfilerOptions
+from corerl_observe.step_ranges import step_ranges
 
 PROFILE_DIR = "profile"
 

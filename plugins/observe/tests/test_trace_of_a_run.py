@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from plugins.observe.tests.traces import Events, Slice, arrows, check, read, slices
 from tests.end_to_end.command import Command, write_small
-from tests.observability.traces import Events, Slice, arrows, check, read, slices
+
+pytestmark = pytest.mark.processes
 
 STEPS = 3
 MINI_BATCHES = 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from corerl.observability.curves import Curves, draw, moving_average
-from corerl.observability.history import History
-from corerl.observability.jsonl import Jsonl
-from corerl.observability.specs import CurvesOptions, JsonlOptions
+from corerl.observability import History
+from corerl.plugin import Evaluated, Event, StepFinished
+from corerl_observe.curves import Curves, draw, moving_average
+from corerl_observe.specs import CurvesOptions
 from tests.observability.run import evaluated, metrics, started, steps, whole
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -19,6 +20,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def extension(run_dir: Path, *, every: int = 0) -> Curves:
     return Curves(options=CurvesOptions(every=every), run_dir=str(run_dir))
+
+
+def record(run_dir: Path, *events: Event) -> None:
+    """Append to metrics.jsonl what an earlier run has left there."""
+    run_dir.mkdir(exist_ok=True)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for event in events:
+            if isinstance(event, StepFinished | Evaluated):
+                file.write(json.dumps({"step": event.step, **event.metrics}) + "\n")
 
 
 def panel(figure: Figure, heading: str) -> Axes:
@@ -78,10 +88,7 @@ def test_a_resumed_run_draws_the_picture_of_one_that_never_stopped(tmp_path: Pat
         curves.observe(event)
     curves.shutdown("finished")
 
-    jsonl = Jsonl(options=JsonlOptions(), run_dir=str(broken))
-    for event in [started(str(broken)), *steps(0, 3)]:
-        jsonl.observe(event)
-    jsonl.shutdown("killed")
+    record(broken, *steps(0, 3))
     curves = extension(broken)
     for event in [started(str(broken), first_step=2), *steps(2, 4)]:
         curves.observe(event)
@@ -93,11 +100,9 @@ def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_pa
     drawn = []
     for step in (4, 2):
         curves = extension(tmp_path)
-        jsonl = Jsonl(options=JsonlOptions(), run_dir=str(tmp_path))
         for event in (started(str(tmp_path), first_step=step, mode="eval"), evaluated(step)):
-            jsonl.observe(event)
             curves.observe(event)
-        jsonl.shutdown("finished")
+        record(tmp_path, evaluated(step))
         drawn = line(panel(draw(curves._history, title=""), "reward"), "held-out exact match")
     assert drawn == ([2, 4], [0.25, 0.5])
 

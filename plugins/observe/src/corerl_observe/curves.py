@@ -12,11 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from corerl.observability.history import History, phases
-from corerl.observability.run_state import scores
-from corerl.observability.specs import CurvesOptions
-from corerl.plugin.events import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
-from corerl.plugin.hookspecs import hookimpl
+from corerl import hookimpl
+from corerl.observability import History, phases, scores
+from corerl.plugin import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
+from corerl_observe.specs import CurvesOptions
 
 CURVES_FILE = "curves.png"
 COLORS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285", "#e67700", "#5c677d")

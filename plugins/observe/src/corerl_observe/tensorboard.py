@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from corerl import hookimpl
 from corerl.messages import printable
-from corerl.observability.specs import TensorboardOptions
-from corerl.observability.text import number
-from corerl.observability.tracking import Tracker
-from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunRewound, RunStarted, SampleShown
-from corerl.plugin.hookspecs import hookimpl
+from corerl.observability import number
+from corerl.plugin import CheckpointSaved, Event, RunFinished, RunRewound, RunStarted, SampleShown
+from corerl_observe.specs import TensorboardOptions
+from corerl_observe.tracking import Tracker
 
 EVENTS_DIR = "tensorboard"
 

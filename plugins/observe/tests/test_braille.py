@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from corerl.observability.braille import Line, draw
+from corerl_observe.braille import Line, draw
 
 
 def characters(lines: list[Line], *, width: int, height: int) -> list[str]:

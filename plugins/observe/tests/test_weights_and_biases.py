@@ -16,9 +16,8 @@ pytestmark = pytest.mark.processes
 
 PROGRAM = """
 import sys
-from corerl.observability.specs import WandbOptions
-from corerl.observability.weights_and_biases import WeightsAndBiases
-from corerl.plugin.events import RunFinished
+from corerl_observe.specs import WandbOptions
+from corerl_observe.weights_and_biases import WeightsAndBiases
 from tests.observability.run import started, steps, whole
 
 run_dir, first = sys.argv[1], int(sys.argv[2])
@@ -29,7 +28,7 @@ for event in events:
     extension.observe(event)
 extension.shutdown("finished")
 """
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def track(run_dir: Path, first_step: int = 0) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import DataError
-from corerl.observability.tracking import Identity, flat, read_config
+from corerl_observe.tracking import Identity, flat, read_config
 
 
 def test_a_config_is_flat_names_and_numbers(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from attrs import evolve
 from mlflow import MlflowClient
 
-from corerl.observability.mlflow_tracking import Mlflow
-from corerl.observability.specs import MlflowOptions
-from corerl.plugin.events import Event, RunFinished, StepFinished
+from corerl.plugin import Event, RunFinished, StepFinished
+from corerl_observe.mlflow_tracking import Mlflow
+from corerl_observe.specs import MlflowOptions
 from tests.observability.run import evaluated, metrics, started, steps, whole
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from corerl.observability.specs import TensorboardOptions
-from corerl.observability.tensorboard import Tensorboard, markdown
-from corerl.plugin.events import Event, RunRewound, SampleShown
+from corerl.plugin import Event, RunRewound, SampleShown
+from corerl_observe.specs import TensorboardOptions
+from corerl_observe.tensorboard import Tensorboard, markdown
 from tests.observability.run import evaluated, metrics, started, steps, whole
 
 

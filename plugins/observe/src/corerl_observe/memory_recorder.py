@@ -11,13 +11,13 @@ from typing import IO, Any
 import torch
 from attrs import evolve
 
-from corerl.config.schema import RoleConfig
-from corerl.observability.files import beside
-from corerl.observability.specs import MemoryOptions
-from corerl.observability.step_ranges import step_ranges
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl import hookimpl
+from corerl.config import RoleConfig
+from corerl.plugin import Context
 from corerl.types import GradientResult, InitResult, Metric, Reduction, Step, StepResult
+from corerl_observe.errors import beside
+from corerl_observe.specs import MemoryOptions
+from corerl_observe.step_ranges import step_ranges
 
 MEMORY_DIR = "memory"
 PEAK = "peak_memory_gib"  # the metric: the maximum over ranks
