@@ -58,7 +58,7 @@ def decide(plan: PlanReady, before: Decisions, *, run_dir: str) -> Decisions:
     error, ContractError for what is no answer, and ConfigError for answers that contradict each other."""
     settings, by = dict(before.settings), dict(before.by)
     notices, problems = list(before.notices), []
-    for name, answer in ask_each(load_planners(plan.config.extensions, run_dir), "plan_ready", plan=plan):
+    for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
         if answer is None:
             continue
         if not isinstance(answer, PlanAnswer):

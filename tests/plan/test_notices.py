@@ -17,6 +17,8 @@ from corerl.plan.plan import Plan
 from corerl_testing.episodes import byte_tokenizer
 from tests.driver.saved import DATA, config_in, make_config, make_model
 
+pytestmark = pytest.mark.usefixtures("only_listed")
+
 
 def told(plan: Plan) -> list[str]:
     """Without what was settled."""

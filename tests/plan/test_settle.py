@@ -17,6 +17,8 @@ from corerl.plan.resolve import settle_algorithm
 from corerl.plan.settle import with_trains
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
 
+pytestmark = pytest.mark.usefixtures("only_listed")
+
 
 def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Plan:
     """A run on the GPUs of a cluster, which is not asked anything."""

@@ -11,5 +11,6 @@ SPEC = ExtensionSpec(
     api=(1, 0),
     summary="memory predicted before the first step, recomputation chosen by it, slow paths told",
     process=Process.DRIVER,
+    joins="always",
     plans=True,
 )
