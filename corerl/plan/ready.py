@@ -57,7 +57,8 @@ def decide(plan: PlanReady, before: Decisions, *, run_dir: str) -> Decisions:
     """Ask each extension that plans, in the config's order. Raises a UserError of theirs, HookFailed for any other
     error, ContractError for what is no answer, and ConfigError for answers that contradict each other."""
     settings, by = dict(before.settings), dict(before.by)
-    notices, problems = list(before.notices), []
+    notices: list[str] = list(before.notices)
+    problems: list[str] = []
     for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
         if answer is None:
             continue
