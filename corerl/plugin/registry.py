@@ -67,7 +67,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
-    Kind.EXTENSIONS: {},
+    Kind.EXTENSIONS: {"forecast": "pip install 'corerl[forecast]'"},
     Kind.ALGORITHMS: {},
     Kind.TOOL_FORMATS: {},
 }
