@@ -229,7 +229,8 @@ class TrainConfig:
     )
     recompute: Literal["auto", "none", "full"] = option(
         "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer; "
-        "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
+        "auto: full if corerl-forecast is installed and predicts that training does not fit on this machine's GPUs "
+        "without, else none",
         default="auto",
     )
     aux_loss_coef: float = option(

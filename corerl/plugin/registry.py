@@ -87,6 +87,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         **dict.fromkeys(
             ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
         ),
+        "forecast": "pip install 'corerl[forecast]'",
         "mlflow": "pip install 'corerl[mlflow]'",
         "wandb": "pip install 'corerl[wandb]'",
     },

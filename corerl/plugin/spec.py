@@ -45,7 +45,7 @@ UNMEASURED = "how much longer a step takes has not been measured"
 
 @frozen(kw_only=True)
 class SlowPath:
-    """What takes longer than it could, though nothing is wrong. A run says it before its first step."""
+    """What takes longer than it could, though nothing is wrong. `corerl-forecast` says it before the first step."""
 
     path: str = field(validator=PATH)  # the setting that decides it, as `Problem.path`
     text: str  # what is slow, and why
@@ -189,7 +189,7 @@ class BackendSpec:
     # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
     # The slow paths that a role takes; called only on GPUs, and if `check` finds no problem. `slow_attention` tells
-    # those of `corerl.ops.packed_attention`, and CoreRL itself what float32 costs.
+    # those of `corerl.ops.packed_attention`, and `corerl-forecast`, which calls this, what float32 costs.
     slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = no_slow_paths
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
@@ -247,6 +247,20 @@ class ExtensionSpec:
     place: int = 100  # among those that join by themselves: lower comes first, and is outermost
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
+    plans: bool = False  # on the driver: has the hook `plan_ready`, for which it is constructed when a run is planned
+
+
+@frozen(kw_only=True)
+class PlanAnswer:
+    """What an extension's `plan_ready` has to say of a plan."""
+
+    # Values of settings to plan again with, by their dotted keys in the config, such as {"train.recompute": "full"}. A
+    # table is replaced as a whole. Extensions that set one differently end the planning, and so do settings with which
+    # the run cannot be planned.
+    settings: Mapping[str, Any] = field(factory=dict)
+    notices: Sequence[str] = ()  # a line each, among a run's first and those of `corerl config check`
+    # A line each, which begins with the setting to change. They end the planning, unless it begins again.
+    problems: Sequence[str] = ()
 
 
 class Display(Protocol):
