@@ -30,8 +30,8 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
-    load_functions,
     load_models,
+    load_postprocess,
     load_sampled,
     longest_sample,
     prompt_check,
@@ -54,6 +54,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
 from corerl.plan.run_dir import changed_settings
+from corerl.plan.sampler import MakeSampler, plan_sampler
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
@@ -106,7 +107,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     for line in against_aux_loss(config, built):
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
-    function, postprocess = load_functions(config.rollout, problems)
+    postprocess = load_postprocess(config.rollout, problems)
     scaler: Callable[..., Any] | None = None
     if config.cluster.scaler:
         with problems.stage("cluster.scaler"):
@@ -133,6 +134,10 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         for line in against_taking_turns(config, device):
             problems.add(line)
     config = load_plugins(config, problems)
+    sampler: MakeSampler | None = None
+    if problems.none_in("plugins.samplers"):
+        with problems.stage("samplers"):
+            sampler = plan_sampler(config)
     algorithm: AlgorithmPlan | None = None
     require_functions(config, problems)
     if problems.none_in("plugins.algorithms"):
@@ -163,7 +168,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
 
     # No problems, so nothing is missing.
     assert processes is not None and tokenizer is not None and algorithm is not None
-    assert prompts is not None and reward is not None and params is not None
+    assert prompts is not None and reward is not None and params is not None and sampler is not None
     config, processes, memory = _fitted(config, asked, algorithm, processes, planned, problems, models, built)
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
@@ -188,7 +193,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             params=params,
             attempts=config.algorithm.dynamic_sampling or 0,
             spread_on=config.algorithm.dynamic_sampling_on,
-            function=function,
+            sampler=sampler,
             postprocess=postprocess,
             vocab_size=config.model.vocabulary or models[ACTOR].get_text_config().vocab_size,
         ),

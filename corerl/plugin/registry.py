@@ -21,7 +21,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, Plug
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
+from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, SamplerSpec, Spec, ToolFormatSpec
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -32,6 +32,7 @@ class Kind(Enum):
 
     BACKENDS = "backends"
     ENGINES = "engines"
+    SAMPLERS = "samplers"
     EXTENSIONS = "extensions"
     ALGORITHMS = "algorithms"
     TOOL_FORMATS = "tool_formats"
@@ -51,6 +52,7 @@ class Kind(Enum):
         return {
             Kind.BACKENDS: BackendSpec,
             Kind.ENGINES: EngineSpec,
+            Kind.SAMPLERS: SamplerSpec,
             Kind.EXTENSIONS: ExtensionSpec,
             Kind.ALGORITHMS: AlgorithmSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
@@ -66,6 +68,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
+    Kind.SAMPLERS: {"episodes": "pip install 'corerl[agents]'"},
     Kind.EXTENSIONS: {},
     Kind.ALGORITHMS: {},
     Kind.TOOL_FORMATS: {},

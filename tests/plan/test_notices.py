@@ -22,7 +22,7 @@ from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.slow import FLOAT32, IN_PIECES, slow_attention
-from corerl_testing.episodes import byte_tokenizer
+from corerl_agents.script import byte_tokenizer
 from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model
 from tests.plan.test_forecast import LARGE
 from tests.plan.test_settle import planned_on
