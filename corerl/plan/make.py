@@ -29,8 +29,8 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
-    load_functions,
     load_models,
+    load_postprocess,
     load_sampled,
     longest_sample,
     prompt_check,
@@ -60,6 +60,7 @@ from corerl.plan.resolve import (
     with_extensions,
 )
 from corerl.plan.run_dir import changed_settings
+from corerl.plan.sampler import MakeSampler, plan_sampler
 from corerl.plan.settle import BY_MEMORY, settled, with_absolute_paths, with_choices, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
@@ -128,7 +129,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
     for line in against_aux_loss(config, built):
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
-    function, postprocess = load_functions(config.rollout, problems)
+    postprocess = load_postprocess(config.rollout, problems)
     scaler: Callable[..., Any] | None = None
     if config.cluster.scaler:
         with problems.stage("cluster.scaler"):
@@ -155,6 +156,10 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         for line in against_taking_turns(config, device):
             problems.add(line)
     config = load_plugins(config, problems)
+    sampler: MakeSampler | None = None
+    if problems.none_in("plugins.samplers"):
+        with problems.stage("samplers"):
+            sampler = plan_sampler(config)
     algorithm: AlgorithmPlan | None = None
     require_functions(config, problems)
     if problems.none_in("plugins.algorithms"):
@@ -185,7 +190,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
 
     # No problems, so nothing is missing.
     assert processes is not None and tokenizer is not None and algorithm is not None
-    assert prompts is not None and reward is not None and params is not None
+    assert prompts is not None and reward is not None and params is not None and sampler is not None
     ready = PlanReady(
         config=config,
         asked=asked,
@@ -225,7 +230,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
             params=params,
             attempts=config.algorithm.dynamic_sampling or 0,
             spread_on=config.algorithm.dynamic_sampling_on,
-            function=function,
+            sampler=sampler,
             postprocess=postprocess,
             vocab_size=config.model.vocabulary or models[ACTOR].get_text_config().vocab_size,
         ),

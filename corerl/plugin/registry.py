@@ -29,6 +29,7 @@ from corerl.plugin.spec import (
     DisplaySpec,
     EngineSpec,
     ExtensionSpec,
+    SamplerSpec,
     Spec,
     ToolFormatSpec,
 )
@@ -42,6 +43,7 @@ class Kind(Enum):
 
     BACKENDS = "backends"
     ENGINES = "engines"
+    SAMPLERS = "samplers"
     EXTENSIONS = "extensions"
     DISPLAYS = "displays"
     ALGORITHMS = "algorithms"
@@ -63,6 +65,7 @@ class Kind(Enum):
         return {
             Kind.BACKENDS: BackendSpec,
             Kind.ENGINES: EngineSpec,
+            Kind.SAMPLERS: SamplerSpec,
             Kind.EXTENSIONS: ExtensionSpec,
             Kind.DISPLAYS: DisplaySpec,
             Kind.ALGORITHMS: AlgorithmSpec,
@@ -83,6 +86,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
+    Kind.SAMPLERS: {"episodes": "pip install 'corerl[agents]'"},
     Kind.EXTENSIONS: {
         **dict.fromkeys(
             ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"

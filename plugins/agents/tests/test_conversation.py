@@ -11,9 +11,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corerl.engines.base import Generation, SamplingParams
-from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.conversation import (
+from corerl.engines import Generation, SamplingParams
+from corerl.models import load_tokenizer
+from corerl.rollout import TextEncoder
+from corerl_agents.conversation import (
     Answer,
     Asked,
     Conversation,
@@ -22,8 +23,7 @@ from corerl.rollout.agents.conversation import (
     Renderer,
     read_messages,
 )
-from corerl.rollout.agents.tool_calls import FORMATS
-from corerl.rollout.encoding import TextEncoder
+from corerl_agents.tool_calls import FORMATS
 
 STOP = "<eos>"
 PARAMS = SamplingParams(stop_tokens=(2,))

@@ -7,20 +7,18 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from attrs import field, frozen
 
-from corerl.config.schema import EpisodesConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.conversation import Row
-from corerl.rollout.agents.episodes import EpisodeFunction
-from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
-from corerl.rollout.sampler import Rollout, Sampler, rows_of
+from corerl.data import Prompt
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
 from corerl.types import TURN_REWARDS, Array, Output, SampleBatch, offsets_of
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Row
+from corerl_agents.episodes import EpisodeFunction, resolve_function
+from corerl_agents.runner import EpisodeRunner, EpisodeState
 
 
-@frozen(kw_only=True, eq=False)
 class EpisodeSampler(Sampler):
     """A sampler whose samples are conversations, each played by a user's function.
 
@@ -30,13 +28,27 @@ class EpisodeSampler(Sampler):
     continues no conversation whole begins another row of its sample.
     """
 
-    function: EpisodeFunction
-    server: ChatServer
-    config: EpisodesConfig
-    # Engines answer so many calls at once: with more than one, no request waits for others to be drawn beside it.
-    calls: int = 1
-    context_length: int = 0  # maximum tokens of a row; 0: unlimited
-    _runners: dict[SamplingParams, EpisodeRunner] = field(init=False, factory=dict)
+    options: EpisodesConfig
+
+    def __init__(
+        self,
+        options: EpisodesConfig,
+        context: SamplerContext,
+        *,
+        function: EpisodeFunction | None = None,
+        server: ChatServer | None = None,
+    ) -> None:
+        """`function` and `server` in place of those that the options and the run's sampling name."""
+        super().__init__(options, context)
+        params = context.params
+        self._function = function or resolve_function(options.function, options.options)
+        self._server = server or ChatServer(
+            context.loop, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+        )
+        self._runners: dict[SamplingParams, EpisodeRunner] = {}
+
+    def close(self) -> None:
+        self._server.close()
 
     async def draw(
         self,
@@ -48,12 +60,13 @@ class EpisodeSampler(Sampler):
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
-        states, told = states_of(prompts, request), None if ahead else self.told
+        states, told = states_of(prompts, request), None if ahead else self.context.on_progress
         await self._runner(request.params).play(
             states,
-            functools.partial(self.generate, urgent=not ahead, drew=drew),
+            functools.partial(self.context.generate, urgent=not ahead, drew=drew),
             # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
-            gathers=self.calls == 1 and drew is None,
+            # Engines that answer several calls at once wait for no request that could be drawn beside another.
+            gathers=self.context.calls == 1 and drew is None,
             told=lambda ended: None if told is None else told(ended, len(states)),
         )
         return played(prompts, request, states)
@@ -61,15 +74,16 @@ class EpisodeSampler(Sampler):
     def _runner(self, params: SamplingParams) -> EpisodeRunner:
         """One for all groups that are played ahead: it limits how many."""
         if params not in self._runners:
+            context = self.context
             self._runners[params] = EpisodeRunner(
-                server=self.server,
-                tokenizer=self.tokenizer,
+                server=self._server,
+                tokenizer=context.tokenizer,
                 params=params,
-                function=self.function,
-                config=self.config,
-                longest_prompt=self.context_length - params.max_tokens if self.context_length else UNLIMITED,
-                template_options=self.template_options,
-                special_tokens=self.special_tokens,
+                function=self._function,
+                config=self.options,
+                longest_prompt=context.context_length - params.max_tokens if context.context_length else UNLIMITED,
+                template_options=context.template_options,
+                special_tokens=context.special_tokens,
             )
         return self._runners[params]
 

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.event_loop import EventLoop
-from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.conversation import Conversation, Renderer
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction
-from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.sampler import Sampler
-from corerl_testing.episodes import _drawn, byte_tokenizer, scripted
+from corerl.config import ModelConfig, RolloutConfig
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.models import end_tokens, load_tokenizer
+from corerl.rollout import EventLoop
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.script import _drawn, byte_tokenizer, scripted
 from corerl_testing.models import tiny_fields
+from plugins.agents.tests.samplers import episode_sampler
+from tests.rollout.samplers import prompt_sampler
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
@@ -35,8 +36,8 @@ def test_a_script_answers_one_request_after_the_other_and_records_them() -> None
 
 
 def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
-    rollout = RolloutConfig(max_tokens=99, episodes=EpisodesConfig(max_rows=1))
-    with scripted(PROMPT, ["one", "two"], rollout=rollout) as script:
+    rollout, options = RolloutConfig(max_tokens=99), EpisodesConfig(max_rows=1)
+    with scripted(PROMPT, ["one", "two"], rollout=rollout, options=options) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
         with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer; this"):
@@ -103,8 +104,8 @@ def talk(episode: Episode) -> list[Any]:
 
 def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_says_the_same() -> None:
     answers = [CALL, "It is five", "It is 5", "x" * 99]
-    rollout = RolloutConfig(max_tokens=150, episodes=EpisodesConfig(max_rows=1))
-    with scripted(PROMPT, answers, rollout=rollout) as script:
+    rollout, options = RolloutConfig(max_tokens=150), EpisodesConfig(max_rows=1)
+    with scripted(PROMPT, answers, rollout=rollout, options=options) as script:
         heard = talk(script.episode)
 
     tokenizer, left = byte_tokenizer(), iter(answers)
@@ -115,13 +116,13 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
 
     loop = EventLoop("tested")
     front = ChatServer(loop, temperature=1.0, top_p=1.0)
-    sampler = EpisodeSampler(
+    sampler = episode_sampler(
         tokenizer=tokenizer,
         generate=generate,
         seed=0,
         function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
         server=front,
-        config=rollout.episodes,
+        config=options,
     )
     params = SamplingParams(max_tokens=150, stop_tokens=(256,))
     batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
@@ -194,7 +195,7 @@ def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
         return _drawn("<think>2+3=<think>5", request, tokenizer)
 
-    sampler = Sampler(
+    sampler = prompt_sampler(
         tokenizer=tokenizer,
         generate=generate,
         seed=0,

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.event_loop import in_thread
-from corerl.models.tokenizer import load_tokenizer
-from corerl.ops.noise import hash_key
-from corerl.rollout.sampler import Generate, Rollout
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.models import load_tokenizer
+from corerl.ops import hash_key
+from corerl.rollout import Rollout, in_thread
+from corerl.rollout.sampler import Generate
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
 PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))

@@ -21,32 +21,33 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.algorithms.losses import LossInputs, clipped
-from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
+from corerl.config import ModelConfig, RolloutConfig
+from corerl.data import Prompt
 from corerl.data.packing import pack
 from corerl.data.plan import plan_steps
-from corerl.data.prompts import Prompt
 from corerl.driver.advantages import compute_advantages
-from corerl.engines.base import GenerateRequest, Generation
+from corerl.engines import GenerateRequest, Generation
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
-from corerl.event_loop import EventLoop
-from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.agents.sampler import EpisodeSampler
+from corerl.models import load_tokenizer
+from corerl.rollout import EventLoop, Rollout
 from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.sampler import Rollout
+from corerl.rollout.rewards.outcomes import OutcomeScorer
 from corerl.rollout.sources.base import Scored, exact_share
 from corerl.rollout.sources.recorded import read_rollout, write_rollout
 from corerl.types import ParallelLayout
-from corerl_testing.episodes import scripted
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.script import scripted
 from corerl_testing.trial import Trial
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small
 from tests.machine import paced
-from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 
@@ -335,7 +336,7 @@ def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play
                 told.append(str(error))
 
     rollout = play(many, samples=1, prompts=ONE, max_rows=1)
-    begins = "; this would begin one more row than rollout.episodes.max_rows=1; append messages to those of an answer "
+    begins = "; this would begin one more row than samplers.episodes.max_rows=1; append messages to those of an answer "
     assert all(begins in each for each in told)
     reasons = [each.split(begins)[0] for each in told]
     assert reasons[:2] == [
@@ -522,7 +523,7 @@ def test_an_episode_is_scored_once_by_its_last_answer(play: Play) -> None:
         seen.append((response, list(tokens)))
         return float(len(seen))
 
-    scores = EpisodeScorer(Reward(name="r", function=reward), failed_value=0.0).score(rollout)
+    scores = OutcomeScorer(Reward(name="r", function=reward), failed_value=0.0).score(rollout)
     assert scores.rewards.tolist() == [1, 1, 2, 2, 3, 3, 4, 4] and not scores.failed.any()
     final = rollout.batch.rows["final"]
     assert [text for text, _ in seen] == [text for text, last in zip(rollout.texts, final, strict=True) if last]
@@ -574,7 +575,7 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
         async def sample(self, *_: Any, **__: Any) -> Rollout:
             return rollout
 
-    reward = at_once(EpisodeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
+    reward = at_once(OutcomeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
     given: Any = Given()
     found = asyncio.run(evaluate(given, EvalSet(source=Listed(prompts), params=PARAMS), reward, show=2))
     told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]
@@ -590,7 +591,7 @@ def test_an_evaluation_counts_right_episodes_of_several_samples(loop: EventLoop,
         answers = [asking(episode, [], begin)[-1]["content"] for begin in ("21>", "5>")]  # two rows
         return None if "1" in answers[1] else 0.0
 
-    sampler = EpisodeSampler(
+    sampler = episode_sampler(
         tokenizer=TOKENIZER,
         generate=engines(Oracle()),
         seed=7,
@@ -598,7 +599,7 @@ def test_an_evaluation_counts_right_episodes_of_several_samples(loop: EventLoop,
         server=front,
         config=EpisodesConfig(),
     )
-    reward = at_once(EpisodeScorer(Reward(name="one", function=lambda prompt, text: 1.0), failed_value=0.0))
+    reward = at_once(OutcomeScorer(Reward(name="one", function=lambda prompt, text: 1.0), failed_value=0.0))
     prompts = [evolve(PROMPTS[0], index=index) for index in range(8)]
     held_out = EvalSet(source=Listed(prompts), params=PARAMS, samples=4)
     found = loop.run(evaluate(sampler, held_out, reward))
@@ -634,7 +635,7 @@ def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_
     engine.close()
     assert_trained_once(rollout, recorded)
     assert np.bincount(rollout.batch.rows["episode"]).tolist() == [1, 3, 3]
-    rewards = EpisodeScorer(Reward(name="r", function=len), failed_value=0.0).score(rollout).rewards
+    rewards = OutcomeScorer(Reward(name="r", function=len), failed_value=0.0).score(rollout).rewards
     assert rewards.tolist() == [1.0, *[-0.5] * 3, *[0.25] * 3]
 
     samples = rollout.batch.with_columns(old_logprobs=rollout.batch.columns["rollout_logprobs"])
@@ -684,15 +685,14 @@ def branches(episode: Episode) -> float:
 @pytest.mark.parametrize("source", ["synchronous", "asynchronous"])
 def test_a_run_trains_on_all_rows_of_its_episodes(source: str, tmp_path: Path) -> None:
     tiny = ["model.tokenizer=characters:0123456789>s", "model.config.vocab_size=16", "rollout.max_tokens=16"]
-    function = f"rollout.function={__name__}:branches"
+    function = ["rollout.sampler=episodes", f"samplers.episodes.function={__name__}:branches"]
     steps = ["run.steps=2", "eval.every=2", "checkpoint.every=0", "train.mini_batches=2"]
-    summary = execute_here(small(tmp_path, *tiny, function, f"rollout.source={source}", *steps))
+    summary = execute_here(small(tmp_path, *tiny, *function, f"rollout.source={source}", *steps))
     assert summary.steps_done == 2 and set(summary.evaluation) >= {"eval/reward", "eval/exact_match"}
     told = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert len(told) == 2 and any(line["rollout/rows"] > 1 for line in told)
     for line in told:
-        assert (line["rollout/rows"] - 1) * 1.5 == pytest.approx(
-            line["rollout/turns"] - 1
-        )  # one and one, or three and four
+        # One row of one turn, or three of four.
+        assert (line["rollout/rows"] - 1) * 1.5 == pytest.approx(line["rollout/turns"] - 1)
         # The trainer reads whole rows at once, the engine drew them turn by turn.
         assert 0 < line["rollout/logprob_diff"] < 1e-4 or source != "synchronous"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
-from corerl.rollout.agents import gathering
-from corerl.rollout.agents.gathering import Gathering
+from corerl_agents import gathering
+from corerl_agents.gathering import Gathering
 
 LONG = 3600.0  # seconds
 

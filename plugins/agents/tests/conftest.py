@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from corerl.config.schema import EpisodesConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import SamplingParams
-from corerl.event_loop import EventLoop
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.episodes import EpisodeFunction
-from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.sampler import Rollout
-from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, engines
+from corerl.data import Prompt
+from corerl.engines import SamplingParams
+from corerl.rollout import EventLoop, Rollout
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import EpisodeFunction
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, engines
+from plugins.agents.tests.samplers import episode_sampler
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         told: Callable[[int, int], None] | None = None,
         **config: Any,
     ) -> Rollout:
-        sampler = EpisodeSampler(
+        sampler = episode_sampler(
             tokenizer=tokenizer,
             generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
             seed=7,
@@ -58,7 +57,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
             config=EpisodesConfig(**config),
             calls=calls,
             context_length=context_length,
-            told=told,
+            on_progress=told,
         )
         return loop.run(sampler.sample(prompts, rollout_step=5, samples=samples, params=params))
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from attrs import define, evolve, field
 
-from corerl.config.schema import EpisodesConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
-from corerl.engines.stops import stops_of
+from corerl.data import Prompt
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, stops_of
 from corerl.messages import note
-from corerl.rollout.agents.chat_requests import ChatRequest
-from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
-from corerl.rollout.agents.conversation import (
+from corerl.rollout import Failure, Judged, Outcome
+from corerl.types import IntArray
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import (
     Answer,
     Asked,
     Difference,
@@ -28,12 +29,10 @@ from corerl.rollout.agents.conversation import (
     Row,
     read_messages,
 )
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction
-from corerl.rollout.agents.gathering import Gathering
-from corerl.rollout.agents.histories import History, Turn
-from corerl.rollout.agents.tool_calls import format_of, unread
-from corerl.rollout.rewards.base import Failure, Judged, Outcome
-from corerl.types import IntArray
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.gathering import Gathering
+from corerl_agents.histories import History, Turn
+from corerl_agents.tool_calls import format_of, unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -305,7 +304,7 @@ class EpisodeRunner:
         if root.begun >= self._most_rows:
             why = difference.text if difference else "messages: another request goes on from the same ones"
             raise Refused(
-                f"{why}; this would begin one more row than rollout.episodes.max_rows={self._most_rows}; append "
+                f"{why}; this would begin one more row than samplers.episodes.max_rows={self._most_rows}; append "
                 "messages to those of an answer and change none, or raise it",
                 code="too_many_rows",
             )

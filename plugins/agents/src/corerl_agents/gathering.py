@@ -9,9 +9,7 @@ from functools import partial
 
 from attrs import frozen
 
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.batching import settle
-from corerl.engines.continuation import split
+from corerl.engines import GenerateRequest, Generation, SamplingParams, settle, split
 
 QUIET = 0.05  # seconds without a new request after which the waiting ones are sent
 GATHER = 0.5  # maximum seconds that a request waits for others

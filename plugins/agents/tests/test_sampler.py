@@ -16,23 +16,25 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import EpisodesConfig, ModelConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.config import ModelConfig
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
 from corerl.engines.specs import TransformersConfig
-from corerl.engines.stops import Stops, until_stop
+from corerl.engines.stops import until_stop
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
-from corerl.event_loop import EventLoop, in_thread
-from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.agents.sampler import EpisodeSampler
-from corerl.rollout.rewards.base import Failure, Judged, Reward
-from corerl.rollout.sampler import Rollout, Sampler
+from corerl.models import load_tokenizer
+from corerl.rollout import EventLoop, Failure, Judged, Rollout, Sampler, in_thread
+from corerl.rollout.rewards.base import Reward
+from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode, EpisodeFunction
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.samplers import episode_sampler
 from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 from tests.machine import paced
-from tests.rollout.agents.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from tests.rollout.samplers import prompt_sampler
 
 
 def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
@@ -55,7 +57,7 @@ def two_turns(episode: Episode) -> float:
 
 def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play, loop: EventLoop) -> None:
     played = play(single)
-    assert_equal(played, drawn(loop, Sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
+    assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
     assert played.batch.rows["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
@@ -71,7 +73,7 @@ def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loo
     assert_equal(
         played,
         loop.run(
-            Sampler(tokenizer=ours, generate=engines(Oracle()), seed=7).sample(
+            prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7).sample(
                 prompts, rollout_step=5, samples=4, params=PARAMS
             )
         ),
@@ -98,7 +100,7 @@ def test_episodes_begin_in_the_order_in_which_they_are_asked_for(loop: EventLoop
         begun.append(episode.prompt.index)
         single(episode)
 
-    sampler = EpisodeSampler(
+    sampler = episode_sampler(
         tokenizer=TOKENIZER,
         generate=engines(Oracle()),
         seed=7,
@@ -151,7 +153,7 @@ def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play:
 
 def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play, loop: EventLoop) -> None:
     plain, oracle = Oracle(), Oracle()
-    drawn(loop, Sampler(tokenizer=TOKENIZER, generate=engines(plain), seed=7))
+    drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(plain), seed=7))
 
     def last_first(episode: Episode) -> None:
         time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
@@ -166,7 +168,7 @@ def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play
 
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
-    plain = Sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
+    plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
     keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
     for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
         group = row // 4
@@ -244,12 +246,15 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
     told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
     on = "on prompt 40 ('21>')"
-    assert told[0] == f"rollout.function 'mine:play' returned 'five', {WANTED} {on}"
+    assert told[0] == f"samplers.episodes.function 'mine:play' returned 'five', {WANTED} {on}"
     assert told[1].startswith(
-        "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/agents/test_sampler.py:"
+        "samplers.episodes.function 'mine:play' raised KeyError: 'no such drawer' "
+        "(plugins/agents/tests/test_sampler.py:"
     )
-    assert told[2] == f"rollout.function 'mine:play' sent no request to the policy {on}"
-    assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
+    assert told[2] == f"samplers.episodes.function 'mine:play' sent no request to the policy {on}"
+    assert told[3].startswith(
+        "samplers.episodes.function 'mine:play' took longer than samplers.episodes.timeout=0.5 seconds on "
+    )
     assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
     plain = play(single, samples=3)
     drawn = [np.flatnonzero(rollout.batch.rows["turns"] == turns).tolist() for turns in (0, 1)]
@@ -549,7 +554,7 @@ def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: Ev
         turns.extend([choice, episode.chat(messages, tools=tools)])
         return 1.0
 
-    sampler = EpisodeSampler(
+    sampler = episode_sampler(
         tokenizer=tokenizer,
         generate=engines(generate),
         seed=7,
@@ -752,7 +757,7 @@ def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(
             raise ValueError("no")
         return 4.0
 
-    scorer = EpisodeScorer(Reward(name="r", function=reward, failed_value=-1.0), failed_value=-1.0)
+    scorer = OutcomeScorer(Reward(name="r", function=reward, failed_value=-1.0), failed_value=-1.0)
     scores = scorer.score(rollout)
     assert scores.rewards.tolist() == [1.5, 4.0, -1.0, -1.0]
     assert scores.failed.tolist() == [False, False, True, True]
@@ -763,7 +768,7 @@ def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(
     assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
     judged = [Judged(reward=3.0, parts={"right": 1.0, "short": 2.0}), None, Judged(reward=1.0, turns=(0.5, 0.5)), None]
     parts = Reward(name="r", function=lambda prompt, response: {"right": 0.0, "long": 4.0})
-    scores = EpisodeScorer(parts, failed_value=0.0).score(evolve(rollout, outcomes=judged))
+    scores = OutcomeScorer(parts, failed_value=0.0).score(evolve(rollout, outcomes=judged))
     assert scores.rewards.tolist() == [3.0, 4.0, 1.0, 4.0]
     assert scores.parts == {"right": (1.0, 3), "short": (2.0, 1), "long": (8.0, 2)}
     all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)

@@ -15,25 +15,21 @@ from attrs import field, frozen
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corerl.config.schema import ModelConfig, RolloutConfig
-from corerl.data.prompts import Prompt
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation
-from corerl.engines.stops import Stops
+from corerl.config import ModelConfig, RolloutConfig
+from corerl.data import Prompt
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, Stops
 from corerl.errors import ModelError
-from corerl.event_loop import EventLoop
-from corerl.models.config import context_length, hf_config
-from corerl.models.export import CONFIG
-from corerl.models.tokenizer import end_tokens, load_tokenizer
-from corerl.rollout.agents.chat_requests import ChatRequest
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.conversation import Refused
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction
-from corerl.rollout.agents.runner import EpisodeRunner, EpisodeState
-from corerl.rollout.encoding import TextEncoder
-from corerl.rollout.sampler import sampling_params
+from corerl.models import context_length, end_tokens, hf_config, load_tokenizer
+from corerl.rollout import EventLoop, TextEncoder, sampling_params
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Refused
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.runner import EpisodeRunner, EpisodeState
 
 END = "<|end|>"
-# Teaches the format that `rollout.episodes.tool_calls = "auto"` finds in it.
+# Teaches the format that `samplers.episodes.tool_calls = "auto"` finds in it.
 TEMPLATE = (
     '{% if tools %}tools: {{ tools | tojson }}, called by <tool_call>{"name": ..., "arguments": {...}}</tool_call>\n'
     "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -81,15 +77,18 @@ def scripted(
     *,
     model: ModelConfig | None = None,
     rollout: RolloutConfig = LONG,
+    options: EpisodesConfig | None = None,
     template_options: Mapping[str, Any] | None = None,
     special_tokens: bool = False,
 ) -> Iterator[Scripted]:
     """Give `answers` one after the other, as a policy that is certain of them: every log-prob is 0. All else is as in
     a run, whose code this is: what is refused, where answers end or are cut, tool calls, tokens and usage.
 
-    `model` has the tokenizer and the end tokens; without it there is one token per byte. `rollout` has the limits, the
-    sampling and the format of tool calls; its default limits nothing. `template_options` are those of `data`,
-    `special_tokens` is `reward`'s. Raises ModelError and ConfigError as a run does.
+    `model` has the tokenizer and the end tokens; without it there is one token per byte. `rollout` has the limits and
+    the sampling; its default limits nothing. `options` are those of `[samplers.episodes]`, such as
+    `tool_calls`; `template_options` are those of `data`, `special_tokens` is `reward`'s.
+
+    Raises ModelError and ConfigError as a run does.
     """
     tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path) if model else byte_tokenizer()
     params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, model or ModelConfig()))
@@ -120,7 +119,7 @@ def scripted(
             tokenizer=tokenizer,
             params=params,
             function=EpisodeFunction(name="the script", function=play),
-            config=rollout.episodes,
+            config=options or EpisodesConfig(),
             longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
             template_options=template_options,
             special_tokens=special_tokens,
@@ -139,7 +138,7 @@ def scripted(
 
 def _positions(model: ModelConfig | None) -> int:
     """Maximum tokens of a sequence by the model's own config; 0 if it is not known."""
-    if model is None or not (model.config or (Path(model.path) / CONFIG).is_file()):
+    if model is None or not (model.config or (Path(model.path) / "config.json").is_file()):
         return 0
     return context_length(hf_config(model)) or 0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from corerl.data.prompts import Prompt
-from corerl_testing.episodes import scripted
+from corerl.data import Prompt
+from corerl_agents.script import scripted
 from tests.machine import paced
 
 pytestmark = [

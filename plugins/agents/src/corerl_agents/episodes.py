@@ -6,34 +6,19 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-from corerl.config.functions import imported, signature_of
-from corerl.data.prompts import Prompt
-from corerl.errors import ConfigError, RewardError
-from corerl.event_loop import in_coroutine, in_thread
+from corerl.config import imported, signature_of
+from corerl.data import Prompt
+from corerl.errors import ConfigError
 from corerl.messages import short_repr
-from corerl.rollout import loop
-from corerl.rollout.agents.chat_server import API_KEY, MODEL, ChatServer
-from corerl.rollout.rewards.base import (
-    Failure,
-    Judged,
-    Outcome,
-    Scorer,
-    Scores,
-    added,
-    described,
-    gathered,
-    number,
-    short,
-)
-from corerl.rollout.sampler import Rollout
+from corerl.rollout import Failure, Judged, Outcome, begin, described, in_coroutine, in_thread, number, short
+from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
 
 
 @frozen(kw_only=True)
@@ -92,7 +77,7 @@ class EpisodeFunction:
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(factory=dict)
 
-    async def play(self, episode: Episode, *, name: str = "rollout function") -> float | Outcome | None:
+    async def play(self, episode: Episode, *, name: str = "episode function") -> float | Outcome | None:
         """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
         coroutines, and are cancelled with this one; other functions run in threads of this `name`, which nothing
         ends."""
@@ -101,7 +86,7 @@ class EpisodeFunction:
         else:
             value = await in_thread(functools.partial(self._called, episode), name=name)
         if inspect.isawaitable(value):
-            value = await asyncio.wrap_future(loop.begin(self._awaited(value, episode.prompt), name=name))
+            value = await asyncio.wrap_future(begin(self._awaited(value, episode.prompt), name=name))
         if value is None or isinstance(value, Failure):
             return value
         try:
@@ -125,10 +110,10 @@ class EpisodeFunction:
             return self.failure("raised", f"raised {described(error)}", prompt)
 
     def late(self, timeout: float, prompt: Prompt) -> Failure:
-        return self.failure("timeout", f"took longer than rollout.episodes.timeout={timeout:g} seconds", prompt)
+        return self.failure("timeout", f"took longer than samplers.episodes.timeout={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
-        message = f"rollout.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
+        message = f"samplers.episodes.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
         return Failure(kind=kind, message=" ".join(message.split()))
 
 
@@ -150,54 +135,14 @@ def _reward(value: Any) -> float | Judged | None:
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
     """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
-    function = imported(name, setting="rollout.function")
+    function = imported(name, setting="samplers.episodes.function")
     signature = signature_of(function)
     try:
         if signature is not None:
             signature.bind(None, **options)
     except TypeError as error:
         raise ConfigError(
-            f"rollout.function={name!r} takes {signature}, but is called as function(episode, "
-            f"**options) with rollout.episodes.options={dict(options)}: {error}"
+            f"samplers.episodes.function: {name!r} takes {signature}, but is called as function(episode, "
+            f"**options) with samplers.episodes.options={dict(options)}: {error}"
         ) from error
     return EpisodeFunction(name=name, function=function, options=options)
-
-
-class EpisodeScorer:
-    """Takes the rewards that episode functions returned, and scores the remaining episodes with another scorer."""
-
-    def __init__(self, scorer: Scorer, *, failed_value: float) -> None:
-        self._scorer = scorer
-        self._failed_value = failed_value
-
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Each episode is scored once, by its last answer, and all its samples get that reward. Raises RewardError if
-        every episode fails, unless they are only a `part` of a batch."""
-        episodes, episode_of = rollout.batch.episodes
-        if len(episodes) == len(episode_of):
-            return self._score(rollout, part)
-        scores = self._score(rollout.at(episodes), part)
-        values = {name: each[episode_of] for name, each in scores.values.items()}
-        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of], values=values)
-
-    def _score(self, rollout: Rollout, part: bool) -> Scores:
-        outcomes = rollout.outcomes
-        unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
-        if not len(outcomes) or len(unknown) == len(outcomes):
-            return self._scorer.score(rollout, part=part)
-        returned = [each if isinstance(each, Failure | Judged) else Judged(reward=each or 0.0) for each in outcomes]
-        known = gathered(returned, self._failed_value, part=True)
-        rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
-        failures, parts, values = Counter(known.failures), known.parts, {**known.values}
-        if len(unknown):
-            scores = self._scorer.score(rollout.at(unknown), part=True)
-            rewards[unknown], failed[unknown] = scores.rewards, scores.failed
-            failures.update(scores.failures)
-            parts = added(parts, scores.parts)
-            for name, each in scores.values.items():
-                values.setdefault(name, np.full(len(rewards), np.nan, np.float32))[unknown] = each
-            if scores.first and failed.argmax() in unknown:
-                first = scores.first
-        if failed.all() and not part:
-            raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
-        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts, values=values)

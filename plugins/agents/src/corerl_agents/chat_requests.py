@@ -7,9 +7,9 @@ from typing import Any
 
 from attrs import field, frozen
 
+from corerl.data import parse_json
 from corerl.messages import did_you_mean, short_repr, shorten
-from corerl.plain_json import parse_json
-from corerl.rollout.agents.conversation import SHOWN, Message, Refused
+from corerl_agents.conversation import SHOWN, Message, Refused
 
 
 @frozen(kw_only=True)

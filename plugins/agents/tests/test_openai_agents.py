@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout import Episode
-from corerl_testing.episodes import byte_tokenizer
+from corerl.models import load_tokenizer
+from corerl_agents import Episode
+from corerl_agents.script import byte_tokenizer
+from plugins.agents.tests.scripted_engine import NAME
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
-from tests.rollout.agents.scripted_engine import NAME
 
 agents = pytest.importorskip("agents", reason="wants openai-agents")
 pytestmark = pytest.mark.processes  # OpenAI's client asks the system for its name
@@ -91,8 +91,9 @@ def test_an_agent_with_tools_in_xml_is_trained_on_what_was_sampled(reasoning: st
             "data.chat=true",
             "data.held_out=0",
             f"rollout.engine={NAME}",
-            f"rollout.function={__name__}:play",
-            f"rollout.episodes.reasoning={reasoning}",
+            "rollout.sampler=episodes",
+            f"samplers.episodes.function={__name__}:play",
+            f"samplers.episodes.reasoning={reasoning}",
             "rollout.max_tokens=512",
             "rollout.prompts=2",
             "rollout.samples=4",

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from attrs import define, field
 
-from corerl.engines.base import GenerateRequest, Generation
-from corerl.ops.noise import hash_key
-from corerl.rollout.agents.chat_requests import ChatRequest
-from corerl.rollout.agents.conversation import Answer, Asked, Conversation, Difference, Message, Row
+from corerl.engines import GenerateRequest, Generation
+from corerl.ops import hash_key
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.conversation import Answer, Asked, Conversation, Difference, Message, Row
 
 
 class Place(NamedTuple):

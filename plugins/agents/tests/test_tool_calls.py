@@ -11,10 +11,10 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corerl.errors import ConfigError
-from corerl.plugin import ToolFormatSpec
-from corerl.plugin.registry import Kind
-from corerl.rollout.agents import tool_calls
-from corerl.rollout.agents.tool_calls import (
+from corerl.plugin import Kind, ToolFormatSpec
+from corerl_agents import tool_calls
+from corerl_agents.script import byte_tokenizer
+from corerl_agents.tool_calls import (
     FORMATS,
     Answered,
     Shipped,
@@ -26,7 +26,6 @@ from corerl.rollout.agents.tool_calls import (
     typed,
     unread,
 )
-from corerl_testing.episodes import byte_tokenizer
 
 ADD = {"name": "add", "arguments": {"a": 2, "b": [3, "x; {"]}}
 GET = {"name": "get", "arguments": {}}

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, Told
+from corerl.config import ModelConfig
+from corerl.engines import EngineContext, GenerateRequest, Generation, Told
 from corerl.engines.specs import TRANSFORMERS
 from corerl.engines.transformers import TransformersEngine
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models import load_tokenizer
 from corerl.types import offsets_of
 
-NAME = "tests.rollout.agents.scripted_engine:SPEC"
+NAME = "plugins.agents.tests.scripted_engine:SPEC"
 CALL = (
     "I add.\n</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=b>\n{b}\n"
     "</parameter>\n</function>\n</tool_call>"
@@ -63,4 +63,4 @@ class ScriptedEngine(TransformersEngine):
         )
 
 
-SPEC = evolve(TRANSFORMERS, implementation="tests.rollout.agents.scripted_engine:ScriptedEngine")
+SPEC = evolve(TRANSFORMERS, implementation="plugins.agents.tests.scripted_engine:ScriptedEngine")

@@ -17,10 +17,10 @@ import numpy as np
 import openai
 import pytest
 
-from corerl.event_loop import EventLoop, in_thread
-from corerl.rollout.agents.chat_requests import ChatRequest
-from corerl.rollout.agents.chat_server import ChatAnswer, ChatServer
-from corerl.rollout.agents.conversation import Refused
+from corerl.rollout import EventLoop, in_thread
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.conversation import Refused
 from tests.machine import paced
 
 platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import field, frozen
 
-from corerl.event_loop import EventLoop
 from corerl.messages import one_line
-from corerl.rollout.agents.chat_requests import ChatRequest, read_request
-from corerl.rollout.agents.conversation import Refused
+from corerl.rollout import EventLoop
 from corerl.types import IntArray
+from corerl_agents.chat_requests import ChatRequest, read_request
+from corerl_agents.conversation import Refused
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -12,19 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.data.prompts import Prompt
+from corerl.data import Prompt
 from corerl.errors import ConfigError
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction, resolve_function
-from corerl.rollout.rewards.base import Failure, Judged
+from corerl.rollout import Failure, Judged
+from corerl_agents.episodes import Episode, EpisodeFunction, resolve_function
 from tests.machine import paced
 
 
 def test_the_function_is_found_and_tried_before_anything_starts() -> None:
     found = resolve_function("examples.two_turn_tool:fetch", {"tool": False})
     assert (found.name, found.options) == ("examples.two_turn_tool:fetch", {"tool": False})
-    with pytest.raises(ConfigError, match="^rollout.function: 'examples.two_turn_tool:fetsh': .* did you mean"):
+    with pytest.raises(
+        ConfigError, match="^samplers.episodes.function: 'examples.two_turn_tool:fetsh': .* did you mean"
+    ):
         resolve_function("examples.two_turn_tool:fetsh", {})
-    with pytest.raises(ConfigError, match=r"^rollout.function=.* with rollout.episodes.options=\{'tol': 1\}: .*'tol'"):
+    with pytest.raises(
+        ConfigError, match=r"^samplers.episodes.function: .* with samplers.episodes.options=\{'tol': 1\}: .*'tol'"
+    ):
         resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
 
 
@@ -65,14 +69,14 @@ async def impatient(episode: Episode) -> float:
         ),
         (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
         (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number, numbers by name, one for "),
-        (impatient, "raised", "raised TimeoutError: the tool did not answer (tests/rollout/agents/test_episodes.py:"),
+        (impatient, "raised", "raised TimeoutError: the tool did not answer (plugins/agents/tests/test_episodes.py:"),
     ],
 )
 def test_what_is_no_reward_fails_the_episode(function: Callable[[Episode], Any], kind: str, told: str) -> None:
     episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
     failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode))
     assert isinstance(failure, Failure) and failure.kind == kind
-    assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
+    assert failure.message.startswith(f"samplers.episodes.function 'mine:play' {told}")
 
 
 @pytest.mark.parametrize("value", [np.bool_(True), torch.tensor(1.0).bfloat16(), np.float32(1), 1])
@@ -132,9 +136,9 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
 
     outcomes = asyncio.run(all_of_them())
     said = {index: each.message if isinstance(each, Failure) else each for index, each in outcomes.items()}
-    raised = "rollout.function 'mine:play' raised"
+    raised = "samplers.episodes.function 'mine:play' raised"
     assert {index: each for index, each in said.items() if index in (0, 4)} == {0: 1.0, 4: 1.0}
-    exit_at = f"{raised} SystemExit: bad argument (tests/rollout/agents/test_episodes.py:"
+    exit_at = f"{raised} SystemExit: bad argument (plugins/agents/tests/test_episodes.py:"
     assert all(str(said[index]).startswith(exit_at) for index in (1, 2))
     assert str(said[3]).startswith(f"{raised} KeyboardInterrupt")
     assert len(loops) == 1

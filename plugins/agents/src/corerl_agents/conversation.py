@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import field, frozen
 
-from corerl.data.chat import read_message
-from corerl.engines.base import Generation, SamplingParams
-from corerl.engines.stops import Stops
+from corerl.data import read_message
+from corerl.engines import Generation, SamplingParams, Stops
 from corerl.messages import note, short_repr, shorten
-from corerl.models.tokenizer import plain
-from corerl.models.tokenizer import special_tokens as special_tokens_of
-from corerl.rollout.agents.tool_calls import Answered, Reader, as_sent, normalized
-from corerl.rollout.encoding import Rejected, TextEncoder, render, wrong_option
-from corerl.rollout.reasoning import Openings, left_open, split
+from corerl.models import plain
+from corerl.models import special_tokens as special_tokens_of
+from corerl.rollout import Openings, Rejected, TextEncoder, left_open, render, split, wrong_option
 from corerl.types import Array, BoolArray, FloatArray, IntArray
+from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -416,7 +414,7 @@ class Renderer:
         if not self._unshown_tools:
             raise Refused(
                 f"tools: {what}; use a tokenizer (model.tokenizer) whose template does, or describe them in a message "
-                "and set rollout.episodes.tool_calls to how the model writes calls, or to 'none'"
+                "and set samplers.episodes.tool_calls to how the model writes calls, or to 'none'"
             )
         _note_once(f"tools of a request: {what}, so it knows only what messages say of them")
 

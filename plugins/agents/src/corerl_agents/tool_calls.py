@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 from attrs.converters import optional
 
-from corerl.config.functions import imported
+from corerl.config import imported
+from corerl.data import parse_json
 from corerl.errors import ConfigError, PluginError
 from corerl.messages import did_you_mean, short_repr
-from corerl.plain_json import parse_json
-from corerl.plugin.registry import Kind, installed_names, load, load_implementation, scan
-from corerl.rollout.reasoning import CLOSING, OPENING, TAGS, end_of_reasoning
+from corerl.plugin import Kind, installed_names, load, load_implementation
+from corerl.rollout import CLOSING, OPENING, TAGS, end_of_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,8 +228,8 @@ class UserFormat:
             found = self.function(text[end:], tools)
             if not _is_read(found):
                 raise TypeError(
-                    f"rollout.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, calls), "
-                    "each call an object with 'name' and 'arguments', an object"
+                    f"samplers.episodes.tool_calls={self.name!r} returned {short_repr(found)}, wanted (content, "
+                    "calls), each call an object with 'name' and 'arguments', an object"
                 )
             content, calls = found
             made = [_call(call["name"], call["arguments"]) for call in calls]
@@ -264,12 +264,12 @@ class Shipped:
 
 
 def names() -> list[str]:
-    """All that `rollout.episodes.tool_calls` may be, besides 'module:function'."""
+    """All that `samplers.episodes.tool_calls` may be, besides 'module:function'."""
     return ["auto", "none", *FORMATS, *installed_names(Kind.TOOL_FORMATS)]
 
 
 def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | None:
-    """The format that `rollout.episodes.tool_calls` names; None for "none", and for "auto" if none fits the tokenizer.
+    """The format that `samplers.episodes.tool_calls` names; None for "none", and for "auto" if none fits the tokenizer.
     Raises ConfigError for an unknown name."""
     if name == "none":
         return None
@@ -280,13 +280,13 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | 
         return format_of(taught, tokenizer) if taught else None
     if name in FORMATS:
         return FORMATS[name]
-    if any(entry.name == name for entry in scan(Kind.TOOL_FORMATS)):
+    if name in installed_names(Kind.TOOL_FORMATS):
         return UserFormat(name, load_implementation(Kind.TOOL_FORMATS, load(Kind.TOOL_FORMATS, name)))
     if ":" in name:
-        return UserFormat(name, imported(name, setting="rollout.episodes.tool_calls"))
+        return UserFormat(name, imported(name, setting="samplers.episodes.tool_calls"))
     known = names()
     raise ConfigError(
-        f"rollout.episodes.tool_calls: unknown format {name!r}; known: {', '.join(known)}, or 'module:function'"
+        f"samplers.episodes.tool_calls: unknown format {name!r}; known: {', '.join(known)}, or 'module:function'"
         + did_you_mean(name, known)
     )
 
@@ -302,12 +302,12 @@ def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase) 
     if name == "auto" and calls is None:
         return (
             "tools of a request: the chat template teaches no format of tool calls that is known, so calls stay text; "
-            f"set rollout.episodes.tool_calls to one of {', '.join(names()[1:])}, or to 'module:function'"
+            f"set samplers.episodes.tool_calls to one of {', '.join(names()[1:])}, or to 'module:function'"
         )
     if name in FORMATS and taught not in ("", name):
         return (
-            f"rollout.episodes.tool_calls={name!r}: the chat template teaches {taught!r}, so calls that are written so "
-            "stay text; set it to 'auto'"
+            f"samplers.episodes.tool_calls={name!r}: the chat template teaches {taught!r}, so calls that are written "
+            "so stay text; set it to 'auto'"
         )
     return ""
 
