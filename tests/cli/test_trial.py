@@ -43,7 +43,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("argv", "what"),
     [
         (["config", "check", "FILE", "reward.name=MODULE:f"], "importing MODULE "),
-        (["train", "FILE", "rollout.function=MODULE:f"], "importing MODULE "),
+        (
+            ["train", "FILE", "rollout.sampler=episodes", "samplers.episodes.function=MODULE:f"],
+            "importing MODULE ",
+        ),
         (["options", "MODULE:SPEC"], "importing MODULE:SPEC, the spec of backend 'MODULE:SPEC', "),
     ],
 )
