@@ -37,11 +37,9 @@ class StepNotices:
     ) -> Iterator[str]:
         """`batch` is None if the step was not for training; `results` are by role."""
         yield from self._of_unseen(scored.rollout.batch)
-        for lines in (self._of_parts(scored), self._of_turns(scored.rollout.batch, trains=batch is not None)):
-            for name, line in lines:
-                if name not in self._said:
-                    self._said.add(name)
-                    yield f"step {scored.step}: {line}"
+        once = self._of_parts(scored) | self._of_turns(scored.rollout.batch, trains=batch is not None)
+        yield from (f"step {scored.step}: {once[name]}" for name in once if name not in self._said)
+        self._said |= once.keys()
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
@@ -64,48 +62,47 @@ class StepNotices:
                     f"{each.why}"
                 )
 
-    def _of_parts(self, scored: Scored) -> Iterator[tuple[str, str]]:
-        """What dynamic sampling goes by, as far as a config does not tell: each line with its name."""
-        settings, parts = self.algorithm.settings, scored.parts
-        part = settings.dynamic_sampling_on
+    def _of_parts(self, scored: Scored) -> dict[str, str]:
+        """What dynamic sampling goes by, as far as a config does not tell: lines by names."""
+        settings, parts, lines = self.algorithm.settings, scored.parts, dict[str, str]()
+        part, missing = settings.dynamic_sampling_on, scored.counts.get("groups_missing", 0)
         if not settings.dynamic_sampling or not self.samples:
-            return
+            return lines
         if not part and len(parts) > 1 and not has_several_parts(self.rewarding):
-            yield "parts", f"the reward has the parts {', '.join(map(repr, parts))}; {BY_ALL_PARTS}"
+            lines["parts"] = f"the reward has the parts {', '.join(map(repr, parts))}; {BY_ALL_PARTS}"
         if part and parts and part not in parts:
-            yield (
-                "part",
+            lines["part"] = (
                 f"no sample has the part {part!r} of the reward (algorithm.dynamic_sampling_on), only "
-                f"{', '.join(map(repr, parts))}: groups are equal where their whole rewards are",
+                f"{', '.join(map(repr, parts))}: groups are equal where their whole rewards are"
             )
-        elif part and self.algorithm.compares and (missing := scored.counts.get("groups_missing", 0)):
-            yield (
-                "missing",
+        elif part and missing and self.algorithm.compares:
+            lines["missing"] = (
                 f"{missing} of {len(scored.rollout.prompts)} groups are equal in {part!r}, and too few others were "
                 f"found (algorithm.dynamic_sampling={settings.dynamic_sampling}): the policy learns from them what "
-                "else differs in their rewards; rollout/groups_missing counts such groups",
+                "else differs in their rewards; rollout/groups_missing counts such groups"
             )
+        return lines
 
-    def _of_turns(self, batch: SampleBatch, *, trains: bool) -> Iterator[tuple[str, str]]:
-        """What becomes of the turns of episodes: each line with its name."""
-        settings, rows = self.algorithm.settings, batch.rows
-        if trains and not self.algorithm.credits_turns and not settings.advantages and TURN_REWARDS in batch.columns:
-            if batch.columns[TURN_REWARDS].any() and (rows["turns"] > 1).any():
-                yield (
-                    "turns",
-                    f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
-                    "tokens of an episode get one advantage; to credit each turn, use an algorithm that does, such as "
-                    "ppo or reinforce++, or algorithm.advantages",
-                )
+    def _of_turns(self, batch: SampleBatch, *, trains: bool) -> dict[str, str]:
+        """What becomes of the turns of episodes: lines by names."""
+        settings, rows, lines = self.algorithm.settings, batch.rows, dict[str, str]()
+        adds_up = trains and not self.algorithm.credits_turns and not settings.advantages
+        rewards = batch.columns.get(TURN_REWARDS)
+        if adds_up and rewards is not None and rewards.any() and (rows["turns"] > 1).any():
+            lines["turns"] = (
+                f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
+                "tokens of an episode get one advantage; to credit each turn, use an algorithm that does, such as ppo "
+                "or reinforce++, or algorithm.advantages"
+            )
         if self.max_tokens and "span" in rows:
             full = rows["truncated"] & (rows["span"] < self.max_tokens)  # else its last answer was cut
             if full.any():
-                yield (
-                    "full",
+                lines["full"] = (
                     f"{full.sum()} of {len(full)} rows ended since what came behind an answer, such as a tool's "
                     f"result, left no room in rollout.max_tokens={self.max_tokens}; they count as truncated, also for "
-                    "algorithm.overlong",
+                    "algorithm.overlong"
                 )
+        return lines
 
     def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
         """That the reward misses tokens that the policy samples."""

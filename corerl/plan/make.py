@@ -30,6 +30,7 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
+    kept_digests,
     load_functions,
     load_models,
     load_sampled,
@@ -38,7 +39,7 @@ from corerl.plan.inputs import (
     require_positions,
     require_room_for_prompts,
 )
-from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
+from corerl.plan.lora import against_adapters, against_sending, check_adapters, named_for, settle_adapters
 from corerl.plan.notices import (
     held_out_and_trained_on,
     kl_gradient,
@@ -202,6 +203,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         scaler=scaler,
         record=record,
         memory=memory,
+        kept=kept_digests(config, models),
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
@@ -214,6 +216,7 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *unused,
             *unread_fields(config, models),
             *without_adapters(config, models),
+            *named_for(config, models),
             *told_sampling(config),
             *(kl_gradient(config.algorithm) if config.run.trains else ()),
             *unapplied_sampling(config),

@@ -33,7 +33,11 @@ def notices(*, compares: bool = True, credits_turns: bool = False, algorithm: An
 
 
 def said(of: StepNotices, *steps: Scored, trained: bool = True) -> list[str]:
-    return [line for each in steps for line in of.of(each, TrainBatch(samples=each.rollout.batch, metrics={}) if trained else None, {})]
+    lines = list[str]()
+    for each in steps:
+        batch = TrainBatch(samples=each.rollout.batch, metrics={}) if trained else None
+        lines += of.of(each, batch, {})
+    return lines
 
 
 def with_parts(**parts: tuple[float, int]) -> Scored:
@@ -53,20 +57,22 @@ def test_parts_that_only_the_samples_show_are_said_once() -> None:
 def test_a_step_without_the_part_that_decides_is_said_once() -> None:
     of = notices(algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"})
     lacking = with_parts(length=(0.5, 4))
-    assert said(of, with_parts(**BOTH), lacking, lacking) == [
+    line = (
         "step 0: no sample has the part 'right' of the reward (algorithm.dynamic_sampling_on), only 'length': groups "
         "are equal where their whole rewards are"
-    ]
+    )
+    assert said(of, with_parts(**BOTH), lacking, lacking) == [line]
 
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_groups_equal_in_the_part_that_decides_are_said_to_teach_the_rest(compares: bool) -> None:
     of = notices(compares=compares, algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"})
     full, short = (evolve(with_parts(**BOTH), counts={"groups_missing": missing}) for missing in (0, 1))
-    assert said(of, full, short, short) == [
+    line = (
         "step 0: 1 of 2 groups are equal in 'right', and too few others were found (algorithm.dynamic_sampling=2): "
         "the policy learns from them what else differs in their rewards; rollout/groups_missing counts such groups"
-    ][: int(compares)]
+    )
+    assert said(of, full, short, short) == [line] * compares
 
 
 def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int = 3) -> Scored:
@@ -91,8 +97,9 @@ def test_rewards_of_turns_that_an_algorithm_only_adds_up_are_said_once() -> None
 
 def test_rows_that_something_else_than_answers_filled_are_said_once() -> None:
     filled, cut = of_turns(0.0, 2, truncated=True), of_turns(0.0, 2, truncated=True, span=8)
-    assert said(notices(max_tokens=8), of_turns(0.0, 2), cut, filled, filled) == [
+    line = (
         "step 0: 1 of 4 rows ended since what came behind an answer, such as a tool's result, left no room in "
         "rollout.max_tokens=8; they count as truncated, also for algorithm.overlong"
-    ]
+    )
+    assert said(notices(max_tokens=8), of_turns(0.0, 2), cut, filled, filled) == [line]
     assert said(notices(), filled) == []
