@@ -91,8 +91,8 @@ class StepNotices:
         if adds_up and rewards is not None and rewards.any() and (rows["turns"] > 1).any():
             lines["turns"] = (
                 f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
-                "tokens of an episode get one advantage; to credit each turn, use an algorithm that does, such as ppo "
-                "or reinforce++, or algorithm.advantages"
+                "tokens of an episode get one advantage; to credit each turn with its own, use an algorithm whose spec "
+                "says credits_turns, or algorithm.advantages"
             )
         if self.max_tokens and "span" in rows:
             full = rows["truncated"] & (rows["span"] < self.max_tokens)  # else its last answer was cut

@@ -86,8 +86,8 @@ def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int =
 def test_rewards_of_turns_that_an_algorithm_only_adds_up_are_said_once() -> None:
     line = (
         "step 0: the rewards of an episode's turns are only added up by algorithm.name='grpo', and all tokens of an "
-        "episode get one advantage; to credit each turn, use an algorithm that does, such as ppo or reinforce++, or "
-        "algorithm.advantages"
+        "episode get one advantage; to credit each turn with its own, use an algorithm whose spec says "
+        "credits_turns, or algorithm.advantages"
     )
     assert said(notices(), of_turns(0.0, 2), of_turns(0.5, 1), of_turns(0.5, 2), of_turns(0.5, 2)) == [line]
     assert said(notices(credits_turns=True), of_turns(0.5, 2)) == []
