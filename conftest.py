@@ -20,13 +20,13 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 from corerl.cli import trial
 from corerl.rollout import templates
-from corerl.testing import pool
-from corerl.testing.marks import MARK
+from corerl_testing import pool
+from corerl_testing.marks import MARK
 from tests import machine
 from tests.forks import server
 from tests.room import with_room
 
-pytest_plugins = ["corerl.testing.plugin"]
+pytest_plugins = ["corerl_testing.plugin"]
 server.fork_fork_servers()
 
 pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
@@ -35,7 +35,7 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
-    "tests/testing/test_broken.py",
+    "plugins/testing/tests/test_broken.py",
     "plugins/fsdp/tests/test_conformance.py",
     "tests/end_to_end/test_bad_days.py",
     "plugins/deepspeed/tests/test_conformance.py",
@@ -45,7 +45,7 @@ LONGEST = [
     "plugins/deepspeed/tests/test_options.py",
     "plugins/megatron/tests/test_layouts.py",
     "plugins/megatron/tests/test_conformance.py",
-    "tests/doctor/test_nodes.py",
+    "plugins/doctor/tests/test_nodes.py",
 ]
 
 
@@ -173,6 +173,7 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+            own.setattr(trial, "in_fork", lambda function: function())
             own.setattr(
                 templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
             )
@@ -191,7 +192,7 @@ def shared_ray() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def slots(shared_ray: None) -> Iterator[Mapping[str, Any]]:
     """Of the conformance suite's checks under Ray."""
-    from corerl.testing import groups
+    from corerl_testing import groups
 
     with groups.slots() as slots:
         yield slots

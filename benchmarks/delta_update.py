@@ -10,11 +10,11 @@ import torch.distributed as dist
 from attrs import frozen
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
-from corerl.testing.pool import RankPool
 from corerl.weights.manifest import Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.protocol import Receiver
+from corerl_testing.pool import RankPool
 
 SHARES = (0.01, 0.1, 1.0)  # of the elements that an update changes
 SIDE = 1024  # of each square tensor

@@ -30,9 +30,9 @@ from corerl.models.build import build_on_meta, materialize
 from corerl.models.packed import PackedPolicy
 from corerl.models.random import RandomSource
 from corerl.ops.attention import PackedSequences
-from corerl.testing.harness import Setup, start
-from corerl.testing.pool import RankPool
 from corerl.types import LossSpec, MicroBatch, Output, SampleBatch, Step
+from corerl_testing.harness import Setup, start
+from corerl_testing.pool import RankPool
 
 RANKS = 2
 CLIP, ENTROPY = 0.2, 0.04

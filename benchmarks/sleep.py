@@ -29,10 +29,10 @@ from benchmarks.steps import GIB, QWEN3_8B, TINY, QuickWeights
 from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig
 from corerl.memory.storage import resident_bytes
-from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, SleepResult
 from corerl.weights.chunks import Chunk
+from corerl_testing.harness import Setup, make_worker
 
 LOOP = 0.97  # of the bare loop's speed
 TO_HOST, BACK = 0.9, 0.85  # of the bandwidth of one large copy

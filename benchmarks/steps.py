@@ -35,9 +35,9 @@ from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, Train
 from corerl.data.packing import pack
 from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.registry import Kind, load
-from corerl.testing.harness import Setup, make_worker
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
 from corerl.weights.chunks import Chunk
+from corerl_testing.harness import Setup, make_worker
 
 PEAK = 989e12  # FLOP/s
 GIB = 2**30

@@ -16,7 +16,7 @@ from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run
 from corerl.plan.make import make_plan
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 
 RANKS = 2
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corerl.testing.compare import Tensors, weights_apart
-from corerl.testing.harness import samples_at, step_at
-from corerl.testing.subject import PACKINGS, Runs, steps_of
-from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
+from corerl_testing.compare import Tensors, weights_apart
+from corerl_testing.harness import samples_at, step_at
+from corerl_testing.subject import PACKINGS, Runs, steps_of
+from corerl_testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
 from tests import reference
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import corerl
+import corerl_testing
 
 CORE = Path(corerl.__file__).parent
 WHOLE = {  # modules and packages all of whose names are public
@@ -14,9 +15,10 @@ WHOLE = {  # modules and packages all of whose names are public
     "corerl.errors",
     "corerl.kinds",
     "corerl.messages",
-    "corerl.testing.plugin",
-    "corerl.testing.suite",
-    "corerl.testing.algorithm_suite",
+    "corerl_testing.plugin",
+    "corerl_testing.scenarios",
+    "corerl_testing.suite",
+    "corerl_testing.algorithm_suite",
 }
 
 
@@ -34,6 +36,7 @@ def names_of(init: Path) -> dict[str, str]:
 
 PUBLIC = {f"corerl.{init.parent.name}": names for init in CORE.glob("*/__init__.py") if (names := names_of(init))}
 PUBLIC["corerl"] = names_of(CORE / "__init__.py")
+PUBLIC["corerl_testing"] = names_of(Path(corerl_testing.__file__).parent / "__init__.py")
 
 
 def imports_of(source: str) -> Iterator[tuple[str, str]]:
@@ -46,8 +49,8 @@ def imports_of(source: str) -> Iterator[tuple[str, str]]:
 
 
 def is_core(module: str) -> bool:
-    return module == "corerl" or module.startswith("corerl.")
+    return module.partition(".")[0] in ("corerl", "corerl_testing")
 
 
 def is_public(module: str, name: str) -> bool:
-    return module in WHOLE or name in PUBLIC.get(module, ()) or (module == "corerl" and name in ("", "__version__"))
+    return module in WHOLE or name in PUBLIC.get(module, ()) or (module in PUBLIC and name in ("", "__version__"))

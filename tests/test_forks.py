@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models import layout
 from corerl.models.files import look_at
-from corerl.testing.models import tiny_config, tiny_fields
+from corerl_testing.models import tiny_config, tiny_fields
 from tests.forks.asking import RAYS, SOCKET, WORKERS
 from tests.forks.client import Forked, connect, forked_for, processes_of
 from tests.forks.once import look_once

@@ -17,11 +17,11 @@ from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.export import write_adapters
 from corerl.models.peft_files import peft_config
-from corerl.testing.harness import Setup, forward, running, samples_at, train
-from corerl.testing.tolerances import LOGPROBS
 from corerl.trainer.worker import Worker
 from corerl.types import Array, Output, SampleBatch
 from corerl.weights.adapters import is_adapter
+from corerl_testing.harness import Setup, forward, running, samples_at, train
+from corerl_testing.tolerances import LOGPROBS
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 SAMPLES = samples_at(0)

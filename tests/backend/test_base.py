@@ -1,4 +1,4 @@
-"""What the base class makes of a backend's primitives, where the checks of `corerl.testing.suite` do not look."""
+"""What the base class makes of a backend's primitives, where the checks of `corerl_testing.suite` do not look."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
-from corerl.testing.harness import LOSS, Setup, role_config, step_at
-from corerl.testing.inprocess import InProcessSender
-from corerl.testing.plain.backend import PlainBackend
-from corerl.testing.plain.spec import PlainConfig
 from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import Bucket
+from corerl_testing.harness import LOSS, Setup, role_config, step_at
+from corerl_testing.inprocess import InProcessSender
+from corerl_testing.plain.backend import PlainBackend
+from corerl_testing.plain.spec import PlainConfig
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
 

@@ -9,8 +9,8 @@ import torch
 
 from corerl.backend.frozen_weights import digest, of_sums, require_same, rounded_sum
 from corerl.errors import CheckpointError
-from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
+from corerl_testing.pool import RankPool
 from tests.backend import ranks
 
 WHOLE = ranks.tensors()

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.backend.routing import COLUMN, free_tokens, replayed_experts
 from corerl.errors import ModelError
 from corerl.models.routing import Routers
-from corerl.testing.models import tiny_fields
 from corerl.types import MicroBatch
+from corerl_testing.models import tiny_fields
 from tests.backend.test_batches import CPU, micro_batch
 
 SIZES = {"layers": 2, "topk": 2, "experts": 8}

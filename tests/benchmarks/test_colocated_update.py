@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.colocated_update import SHAPES, measure
 from benchmarks.report import Report
 from benchmarks.steps import TINY
-from corerl.testing.pool import OneRank, RankPool
+from corerl_testing.pool import OneRank, RankPool
 from tests.forks.server import forking
 
 

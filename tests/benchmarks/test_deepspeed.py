@@ -10,7 +10,7 @@ from attrs import asdict, evolve
 
 from benchmarks.deepspeed import BARE, CASES, PLUGIN, WARM_UP, WATCHED, Found, Side, measure, report, show, starts_of
 from benchmarks.steps import DIFFERENT, PEAK, flops
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 
 
 def test_plugin_and_bare_loop_take_the_same_steps_in_turns_and_the_table_has_both(

@@ -10,7 +10,7 @@ from attrs import evolve
 from benchmarks.fsdp_gpu import CASES, measure
 from benchmarks.report import Report, load
 from benchmarks.steps import DIFFERENT, PEAK, flops
-from corerl.testing.pool import OneRank
+from corerl_testing.pool import OneRank
 
 
 def measured(case: str, output: str) -> Report:

@@ -12,7 +12,7 @@ from attrs import asdict, evolve
 from benchmarks.megatron import CASES, measure_bare, measure_layout, show
 from benchmarks.report import Report
 from benchmarks.steps import DIFFERENT
-from corerl.testing.pool import OneRank, RankPool
+from corerl_testing.pool import OneRank, RankPool
 from tests.benchmarks.test_steps import without_memory
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import sleep
 from benchmarks.report import load
-from corerl.testing.pool import OneRank
+from corerl_testing.pool import OneRank
 
 
 def measured(output: str) -> tuple[int, list[float]]:

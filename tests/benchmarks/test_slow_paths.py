@@ -12,7 +12,7 @@ from attrs import evolve
 from benchmarks.slow_paths import EIGHT, PIECES, Found, attending, fitted, measure, unlike
 from corerl.models import attention
 from corerl.ops import PackedSequences, packed_attention
-from corerl.testing.pool import OneRank
+from corerl_testing.pool import OneRank
 
 
 def measured(directory: str) -> tuple[Found, list[str]]:

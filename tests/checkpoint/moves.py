@@ -17,8 +17,8 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
-from corerl.testing.compare import Tensors, assert_follows, different, same_bits, saved_tensors
-from corerl.testing.subject import Checkpoint, Runs
+from corerl_testing.compare import Tensors, assert_follows, different, same_bits, saved_tensors
+from corerl_testing.subject import Checkpoint, Runs
 
 Place: TypeAlias = tuple[str, Mapping[str, Any], int]  # backend, its options, ranks
 

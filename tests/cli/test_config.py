@@ -190,7 +190,7 @@ def test_check_finds_modules_beside_the_run(sound: str, tmp_path: Path, capsys: 
 
 
 def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = "from corerl.testing.plain import SPEC as PLAIN\nSPEC = PLAIN\n"
+    spec = "from corerl_testing.plain import SPEC as PLAIN\nSPEC = PLAIN\n"
     (tmp_path / "backend_beside_the_run.py").write_text(spec)
     assert main(["config", "show", sound, "backend.name=backend_beside_the_run:SPEC"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["backend"] == {"name": "backend_beside_the_run:SPEC"}

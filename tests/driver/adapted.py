@@ -10,8 +10,8 @@ from attrs import evolve, frozen
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.config.schema import Config
-from corerl.testing.harness import Setup, forward, make_samples, packed_for_training, running, step_at
 from corerl.types import FloatArray, Output, SampleBatch
+from corerl_testing.harness import Setup, forward, make_samples, packed_for_training, running, step_at
 from tests.driver.saved import recorded
 
 LR = 0.03  # so large that two steps change every log-prob

@@ -15,8 +15,8 @@ from corerl.config.schema import Config, ModelConfig
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.tokenizer import character_tokenizer, end_tokens
-from corerl.testing.harness import Setup, start, step_at
-from corerl.testing.models import write_tiny_model
+from corerl_testing.harness import Setup, start, step_at
+from corerl_testing.models import write_tiny_model
 from tests.driver.saved import DATA, make_config, make_model, recorded, save
 
 

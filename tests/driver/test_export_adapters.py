@@ -22,12 +22,12 @@ from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.lora import targets_in
 from corerl.models.peft_files import saved_settings
-from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import require_adapters, with_adapters
-from corerl.testing.models import drawn_model, tiny_fields
-from corerl.testing.tolerances import LOGPROBS
 from corerl.types import SampleBatch
 from corerl.weights.adapters import adapters_of, is_adapter
+from corerl_testing import smallest_config
+from corerl_testing.models import drawn_model, tiny_fields
+from corerl_testing.tolerances import LOGPROBS
 from tests.driver.adapted import Adapted, train_adapted
 from tests.driver.saved import CRITIC, DATA, make_config, make_model
 from tests.with_peft import needs_peft, run_with_peft

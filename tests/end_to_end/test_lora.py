@@ -12,8 +12,8 @@ from attrs import frozen
 
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.driver.export import export
-from corerl.testing import tolerances
 from corerl.weights.adapters import is_adapter
+from corerl_testing import tolerances
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.timeout(600)

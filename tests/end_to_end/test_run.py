@@ -18,7 +18,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.cli.main import main
 from corerl.config.load import load_config
 from corerl.plan.resolve import resolve_tables, settle_algorithm
-from corerl.testing import tolerances
+from corerl_testing import tolerances
 from tests.end_to_end.command import metrics
 from tests.end_to_end.conftest import Finished
 

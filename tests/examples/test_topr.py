@@ -1,4 +1,4 @@
-"""examples/topr.py: numbers worked out by hand. Its suite runs in tests/testing/test_algorithm_suite.py."""
+"""examples/topr.py: numbers worked out by hand. Its suite runs in plugins/testing/tests/test_algorithm_suite.py."""
 
 from __future__ import annotations
 

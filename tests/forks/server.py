@@ -47,12 +47,12 @@ PRELOAD = [
     *(
         "corerl.rollout.sources.base",
         "corerl.rollout.sources.asynchronous",
-        "corerl.rollout.agents.sampler",
+        "corerl_agents.sampler",
         "corerl.rollout.rewards.base",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
-    *("corerl.observability.console", "corerl.testing.plain.backend", "corerl_fsdp.backend"),
-    *("corerl.testing.scenarios.states", "corerl.testing.scenarios.training"),
+    *("corerl.observability.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),
+    *("corerl_testing.scenarios.states", "corerl_testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",
     *BACKENDS,
     "pytest",  # which what ranks do for tests imports
@@ -166,8 +166,8 @@ def preload(modules: Sequence[str]) -> None:
 
 def warm_up() -> None:
     """Start a rank of a small model: the first one of a process takes 0.1 s more than others."""
-    from corerl.testing.harness import Setup, start
-    from corerl.testing.models import tiny_fields
+    from corerl_testing.harness import Setup, start
+    from corerl_testing.models import tiny_fields
 
     worker, _ = start(Setup(backend="plain", model="", fields=tiny_fields("qwen3")))
     worker.shutdown("warm")

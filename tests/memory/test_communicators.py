@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from corerl.memory import communicators
 from corerl.memory.communicators import Communicators, refusal
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 
 Backend: Any = torch._C._distributed_c10d.Backend
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from corerl.memory import pool as pool_module
 from corerl.memory.pool import HostMemory, PinnedPool, cut
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 
 PAGE = 4096
 

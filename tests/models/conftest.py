@@ -15,8 +15,8 @@ from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.files import ModelFiles
 from corerl.models.names import dtensor_boxes, hf_boxes, local_chunks
-from corerl.testing.models import KINDS, write_tiny_model
 from corerl.weights.chunks import fill
+from corerl_testing.models import KINDS, write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED, Seen, register_packed_attention
 from corerl.models.packable import packed_call
 from corerl.ops.attention import PackedSequences
-from corerl.testing.models import tiny_config
+from corerl_testing.models import tiny_config
 
 Load = Callable[[Path, str], PreTrainedModel]
 

@@ -16,7 +16,7 @@ from corerl.models.config import hf_config
 from corerl.models.files import ModelFiles, look_at, model_files, own_head
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SINGLE
-from corerl.testing.models import tiny_fields
+from corerl_testing.models import tiny_fields
 
 Load = Callable[[Path, str], PreTrainedModel]
 GPT2 = {"model_type": "gpt2", "vocab_size": 31, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}

@@ -23,7 +23,7 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.model_files import built, require_weights
-from corerl.testing.models import tiny_fields
+from corerl_testing.models import tiny_fields
 from tests.driver.saved import config_in
 
 POISON = "import pathlib\n\npathlib.Path({mark!r}).touch()\n"

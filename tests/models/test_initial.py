@@ -11,7 +11,7 @@ from corerl.models.build import build_on_meta
 from corerl.models.initial import Constant, Fixed, Initial, Normal, Uniform, initials
 from corerl.models.names import hf_boxes
 from corerl.models.random import RandomSource
-from corerl.testing.models import KINDS, tiny_config
+from corerl_testing.models import KINDS, tiny_config
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

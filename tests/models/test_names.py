@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.names import HFBox, dtensor_boxes, hf_boxes, local_chunks
-from corerl.testing.models import KINDS, tiny_config
 from corerl.weights.chunks import holes
+from corerl_testing.models import KINDS, tiny_config
 
 
 def on_disk(directory: Path) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from packaging.version import Version
 
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout
-from corerl.models.smallest import smallest_config
-from corerl.testing.models import drawn_model
 from corerl.types import Output
+from corerl_testing import smallest_config
+from corerl_testing.models import drawn_model
 from tests.models.passes import LENGTHS, assert_same, by_the_book, drawn, passed, policy_of
 
 # Their layers tell each other the bounds of sequences only in newer versions of transformers; in others they are whole.

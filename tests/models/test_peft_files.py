@@ -17,10 +17,10 @@ from corerl.backend import StateKey
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS, PeftFiles, peft_config, saved_settings
-from corerl.testing.harness import Setup, forward, packed_for_training, running, samples_at
-from corerl.testing.tolerances import LOGPROBS
 from corerl.types import LossSpec, Output
 from corerl.weights.adapters import PREFIX, A
+from corerl_testing.harness import Setup, forward, packed_for_training, running, samples_at
+from corerl_testing.tolerances import LOGPROBS
 from tests.with_peft import needs_peft, run_with_peft
 
 # One loss that needs nothing but log-probs: minus the sum of weights * advantages * ratio, as nothing is clipped.

@@ -8,7 +8,7 @@ from corerl.models.build import build_on_meta
 from corerl.models.names import hf_boxes
 from corerl.models.random import RandomSource
 from corerl.ops.noise import normal
-from corerl.testing.models import tiny_config
+from corerl_testing.models import tiny_config
 
 
 def whole(source: RandomSource, name: str) -> torch.Tensor:

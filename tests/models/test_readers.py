@@ -13,8 +13,8 @@ from corerl.models import readers
 from corerl.models.build import build_on_meta
 from corerl.models.names import hf_boxes, local_chunks
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
-from corerl.testing.models import tiny_config
 from corerl.weights.chunks import fill
+from corerl_testing.models import tiny_config
 
 
 def test_two_ranks_read_half_of_the_bytes_each_and_never_a_whole_model(tiny_models: dict[str, Path]) -> None:

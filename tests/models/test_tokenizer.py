@@ -10,7 +10,7 @@ from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, plain, require_room_for_tokens
-from corerl.testing.models import tiny_fields
+from corerl_testing.models import tiny_fields
 
 DIGITS = "characters:0123456789>s"
 

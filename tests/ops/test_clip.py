@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from corerl.ops.clip import clip_grads, grad_norm, scale_grads
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 from tests.ops import ranks
 
 

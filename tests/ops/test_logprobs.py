@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 from tests.ops import ranks
 from tests.ops.ranks import Found, Head
 

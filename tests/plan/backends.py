@@ -3,6 +3,6 @@
 from attrs import evolve
 
 from corerl.plugin.capabilities import Capability, not_implemented
-from corerl.testing.plain import SPEC
+from corerl_testing.plain import SPEC
 
 WITHOUT_LORA = evolve(SPEC, capabilities={**SPEC.capabilities, Capability.LORA: not_implemented("it has none")})

@@ -16,7 +16,6 @@ from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
 from corerl.models.files import look_at
 from corerl.models.names import shapes_of
-from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import (
     built,
     require_adapters,
@@ -27,8 +26,9 @@ from corerl.plan.model_files import (
     untrained,
     with_adapters,
 )
-from corerl.testing.models import tiny_config
 from corerl.weights.adapters import is_adapter
+from corerl_testing import smallest_config
+from corerl_testing.models import tiny_config
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save
 from tests.pictures import of_pictures, tensors_in, write_pictures

@@ -25,9 +25,9 @@ from tests.trainer.configs import config_for
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = """
 from corerl.plugin.spec import BackendSpec
-from corerl.testing.plain.spec import PlainConfig
+from corerl_testing.plain.spec import PlainConfig
 SPEC = BackendSpec(
-    implementation="corerl.testing.plain.backend:PlainBackend", config=PlainConfig, api={api}, summary=""
+    implementation="corerl_testing.plain.backend:PlainBackend", config=PlainConfig, api={api}, summary=""
 )
 """
 

@@ -17,7 +17,6 @@ from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.plugin.spec import BackendSpec, Environment, Problem
-from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -37,6 +36,7 @@ from corerl.types import (
     WakeResult,
 )
 from corerl.weights.manifest import Manifest, build_manifest
+from corerl_testing.plain.spec import SPEC as PLAIN
 
 MANIFEST = build_manifest([("w", (2, 3)), ("b", (3,))], dtype="float32", bucket_bytes=24)
 

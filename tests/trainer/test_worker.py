@@ -51,8 +51,6 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
-from corerl.testing.harness import make_samples
-from corerl.testing.models import write_tiny_model
 from corerl.trainer.worker import Worker
 from corerl.types import (
     FloatArray,
@@ -73,6 +71,8 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
 from corerl.weights.verify import bit_sums
+from corerl_testing.harness import make_samples
+from corerl_testing.models import write_tiny_model
 from tests.trainer.configs import config_for
 
 LR, CLIP_NORM = 1e-3, 0.5

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from corerl.errors import ContractError
-from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
 from corerl.weights.gather import GatherPlan, first_of_stages
 from corerl.weights.manifest import build_manifest
+from corerl_testing.pool import RankPool
 from tests.weights import ranks
 
 

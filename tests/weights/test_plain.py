@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corerl.testing.pool import RankPool
+from corerl_testing.pool import RankPool
 from tests.weights import ranks
 
 

@@ -5,10 +5,10 @@ import struct
 import pytest
 import torch
 
-from corerl.testing.inprocess import InProcessSender
 from corerl.weights import verify
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.verify import SummingSender, bit_sums, difference
+from corerl_testing.inprocess import InProcessSender
 
 
 def reference(tensor: torch.Tensor) -> int:

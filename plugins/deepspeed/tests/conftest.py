@@ -2,7 +2,7 @@
 
 import pytest
 
-from corerl.testing.plugin import SELECTED
+from corerl_testing.plugin import SELECTED
 
 
 @pytest.hookimpl(trylast=True)

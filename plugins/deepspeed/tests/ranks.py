@@ -22,11 +22,17 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from corerl.backend import StateKey
-from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
-from corerl.testing import (
+from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
+from corerl.weights import Chunk, TensorSource, WeightSender
+from corerl_deepspeed import SPEC, native, state
+from corerl_deepspeed.backend import DeepSpeedBackend
+from corerl_deepspeed.gradients import GradientWatch
+from corerl_deepspeed.runtime import calling_deepspeed
+from corerl_testing import (
+    SAVED,
     Allocations,
     Setup,
     State,
@@ -40,13 +46,7 @@ from corerl.testing import (
     step_at,
     train,
 )
-from corerl.testing.scenarios import training
-from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
-from corerl.weights import Chunk, TensorSource, WeightSender
-from corerl_deepspeed import SPEC, native, state
-from corerl_deepspeed.backend import DeepSpeedBackend
-from corerl_deepspeed.gradients import GradientWatch
-from corerl_deepspeed.runtime import calling_deepspeed
+from corerl_testing.scenarios import training
 
 
 class LoadsTheWholeModel(DeepSpeedBackend):

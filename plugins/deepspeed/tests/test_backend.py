@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint import begin
 from corerl.config import LoraConfig, OptimizerConfig, TrainConfig
-from corerl.testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
-from corerl.testing.subject import PACKINGS
-from corerl.testing.suite import CHECKS
+from corerl_testing import PACKINGS, Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
+from corerl_testing.suite import CHECKS
 from plugins.deepspeed.tests import ranks
 
 # Its router has a correction of [1, experts] that no gradient moves.

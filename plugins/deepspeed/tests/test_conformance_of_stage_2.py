@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
+from corerl_testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import Unsupported
-from corerl.testing import BFLOAT16_GRAD_NORM, GRAD_NORM, Runs, Setup, different, grad_norm_of, mean_apart, whole
-from corerl.testing.scenarios import halves, training
+from corerl_testing import BFLOAT16_GRAD_NORM, GRAD_NORM, Runs, Setup, different, grad_norm_of, mean_apart, whole
+from corerl_testing.scenarios import halves, training
 from plugins.deepspeed.tests import ranks
 from plugins.deepspeed.tests.ranks import Skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing import Runs, Setup, assert_follows, drawn_model, smallest_config
+from corerl_testing import Runs, Setup, assert_follows, drawn_model, smallest_config
 
 STEPS = range(3)
 

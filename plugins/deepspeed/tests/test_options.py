@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint import begin
-from corerl.testing import (
+from corerl_testing import (
     BFLOAT16_GRAD_NORM,
     BFLOAT16_LOSS,
     Checkpoint,

@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
 
-from corerl.testing import RankFailed, RankPool, Runs
 from corerl_deepspeed.runtime import calling_deepspeed
+from corerl_testing import RankFailed, RankPool, Runs
 from plugins.deepspeed.tests import ranks
 
 

@@ -21,11 +21,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from corerl.config import ClusterInfo, TrainConfig
-from corerl.testing import RankPool, Runs
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.raw import ELSEWHERE, STAGE_3, STAGES_1_AND_2, ZERO, refusals, settable
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import check
+from corerl_testing import RankPool, Runs
 from plugins.deepspeed.tests import ranks
 
 # Of each setting that goes through, one value, which is neither DeepSpeed's nor this backend's default.

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.testing import Runs, assert_replays
-from corerl.testing.routing import assert_balances
-from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS
+from corerl_testing import PACKINGS, Runs, assert_balances, assert_replays
+from corerl_testing.scenarios import training
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.testing import GRAD_NORM, LOSS
+from corerl_testing import GRAD_NORM, LOSS
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes

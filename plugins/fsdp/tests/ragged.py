@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve
 
-from corerl.testing import make_samples
 from corerl.types import SampleBatch, offsets_of
+from corerl_testing import make_samples
 
 
 def samples_of(lengths: Sequence[int], seed: int) -> SampleBatch:

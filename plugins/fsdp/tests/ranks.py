@@ -23,12 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corerl.errors import HookFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
-from corerl.testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
-from corerl.testing.inprocess import InProcessSender
 from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
+from corerl_testing import (
+    Allocations,
+    InProcessSender,
+    Setup,
+    forward,
+    packed_for_training,
+    running,
+    samples_at,
+    step_at,
+    train,
+)
 
 T = TypeVar("T")
 KINDS = list(MemoryKind)

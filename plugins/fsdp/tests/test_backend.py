@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from corerl.checkpoint import begin
 from corerl.config import LoraConfig, TrainConfig, WeightsConfig
-from corerl.testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
-from corerl.testing.suite import CHECKS
+from corerl_testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
+from corerl_testing.suite import CHECKS
 from plugins.fsdp.tests import ranks
 
 

@@ -10,10 +10,9 @@ from attrs import evolve
 
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.plugin import Problem
-from corerl.testing import Runs, Setup, assert_follows, different, drawn_model, error_of, smallest_config, start
-from corerl.testing.harness import TRAIN
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import check
+from corerl_testing import TRAIN, Runs, Setup, assert_follows, different, drawn_model, error_of, smallest_config, start
 
 STEPS = range(3)
 

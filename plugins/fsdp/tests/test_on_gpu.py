@@ -14,8 +14,12 @@ from attrs import evolve, frozen
 from torch._dynamo.utils import counters
 
 from corerl.memory import resident_bytes
-from corerl.testing import (
+from corerl.types import MemoryKind, TrainResult
+from corerl_testing import (
+    InProcessSender,
     Setup,
+    Tensors,
+    Worker,
     different,
     forward,
     make_worker,
@@ -26,10 +30,6 @@ from corerl.testing import (
     weights_apart,
     whole,
 )
-from corerl.testing.compare import Tensors
-from corerl.testing.inprocess import InProcessSender
-from corerl.trainer.worker import Worker
-from corerl.types import MemoryKind, TrainResult
 from plugins.fsdp.tests.ragged import samples_of
 
 pytestmark = [

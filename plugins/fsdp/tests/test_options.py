@@ -12,11 +12,14 @@ from attrs import evolve
 from corerl.checkpoint import begin
 from corerl.config import ClusterInfo
 from corerl.plugin import Problem
-from corerl.testing import (
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import check
+from corerl_testing import (
     BFLOAT16_GRAD_NORM,
     BFLOAT16_LOSS,
     GRAD_NORM,
     LOSS,
+    PACKINGS,
     Checkpoint,
     RankPool,
     Runs,
@@ -28,9 +31,6 @@ from corerl.testing import (
     mean_apart,
     weights_apart,
 )
-from corerl.testing.subject import PACKINGS
-from corerl_fsdp.config import FsdpConfig
-from corerl_fsdp.spec import check
 from plugins.fsdp.tests import ranks
 
 STEPS = range(4)

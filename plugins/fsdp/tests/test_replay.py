@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing import Runs, assert_replays
-from corerl.testing.routing import assert_balances
-from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS, WHOLE
+from corerl_testing import PACKINGS, WHOLE, Runs, assert_balances, assert_replays
+from corerl_testing.scenarios import training
 from plugins.fsdp.tests import ranks
 
 

@@ -24,7 +24,10 @@ from attrs import evolve
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from corerl.testing import (
+from corerl.types import FloatArray, Output
+from corerl_testing import (
+    PLAIN,
+    TRAIN,
     RankFailed,
     RankPool,
     Setup,
@@ -39,9 +42,6 @@ from corerl.testing import (
     transformers_outputs,
     whole,
 )
-from corerl.testing.harness import TRAIN
-from corerl.testing.subject import PLAIN
-from corerl.types import FloatArray, Output
 from plugins.megatron.tests import ranks
 
 GDN = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

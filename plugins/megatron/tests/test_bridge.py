@@ -14,7 +14,10 @@ from attrs import evolve
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
-from corerl.testing import (
+from corerl.types import Output
+from corerl_megatron.families import BRIDGE_INSTALL
+from corerl_testing import (
+    TRAIN,
     Ranks,
     Runs,
     Setup,
@@ -28,9 +31,6 @@ from corerl.testing import (
     tiny_fields,
     whole,
 )
-from corerl.testing.harness import TRAIN
-from corerl.types import Output
-from corerl_megatron.families import BRIDGE_INSTALL
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.bridge import EXPERT, HF, LAYER, MAPPINGS, Whole, provider_of
 

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint import begin
-from corerl.testing import Checkpoint, Runs, different, whole
+from corerl_testing import Checkpoint, Runs, different, whole
 from plugins.megatron.tests.ranks import (
     groups_left_by_a_failed_save,
     native_save_on_a_full_disk,

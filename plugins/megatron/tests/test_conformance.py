@@ -3,8 +3,8 @@
 import pytest
 
 from corerl.plugin import Variant
-from corerl.testing import with_variants
-from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
+from corerl_testing import with_variants
+from corerl_testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 
 
 @pytest.fixture(scope="session")

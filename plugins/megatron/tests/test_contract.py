@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing import RankPool, Runs, Subject
-from corerl.testing.models import DEEP
-from corerl.testing.suite import CHECKS
 from corerl.types import MemoryKind
+from corerl_testing import DEEP, RankPool, Runs, Subject
+from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {

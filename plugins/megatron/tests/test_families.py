@@ -14,7 +14,10 @@ from attrs import evolve
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModel
 
-from corerl.testing import (
+from corerl.types import Output
+from corerl_megatron.families import FAMILIES
+from corerl_megatron.model import PackedModel
+from corerl_testing import (
     LOGPROBS,
     Runs,
     different,
@@ -24,10 +27,7 @@ from corerl.testing import (
     smallest_config,
     transformers_outputs,
 )
-from corerl.testing.scenarios import training
-from corerl.types import Output
-from corerl_megatron.families import FAMILIES
-from corerl_megatron.model import PackedModel
+from corerl_testing.scenarios import training
 from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing import (
+from corerl.types import LossSpec, merge_metrics
+from corerl_megatron.spec import BESIDE, SPEC
+from corerl_testing import (
+    DEEP,
     GRAD_NORM,
     LOSS,
     RankPool,
@@ -17,17 +20,15 @@ from corerl.testing import (
     Setup,
     Subject,
     assert_follows,
+    assert_same_metrics,
     drawn_model,
     grad_norm_of,
     loss_of,
     smallest_config,
     tiny_fields,
+    together,
 )
-from corerl.testing.compare import assert_same_metrics, together
-from corerl.testing.models import DEEP
-from corerl.testing.suite import CHECKS
-from corerl.types import LossSpec, merge_metrics
-from corerl_megatron.spec import BESIDE, SPEC
+from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 
 STEPS = 4

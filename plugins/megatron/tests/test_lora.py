@@ -15,32 +15,36 @@ from corerl.checkpoint import begin
 from corerl.config import ClusterInfo, LoraConfig, ModelConfig
 from corerl.errors import Unsupported
 from corerl.models import hf_config, look_at, targets_in
-from corerl.testing import (
+from corerl.types import FloatArray, MemoryKind, Output
+from corerl.weights import adapters_of, is_adapter
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import FAMILIES, architecture, linear_layers
+from corerl_megatron.spec import BESIDE, check
+from corerl_testing import (
+    DEEP,
+    WEIGHTS_L2,
     Checkpoint,
     RankFailed,
     RankPool,
     Runs,
     Setup,
     Subject,
+    Tensors,
+    Trajectory,
     assert_follows,
+    assert_outputs,
+    assert_same_metrics,
     different,
+    held_as_predicted,
     in_order,
     samples_at,
     tiny_config,
+    together,
     weights_apart,
     whole,
 )
-from corerl.testing.compare import Tensors, Trajectory, assert_outputs, assert_same_metrics, together
-from corerl.testing.models import DEEP
-from corerl.testing.scenarios import updates
-from corerl.testing.suite import CHECKS
-from corerl.testing.suite.test_memory import held_as_predicted
-from corerl.testing.tolerances import WEIGHTS_L2
-from corerl.types import FloatArray, MemoryKind, Output
-from corerl.weights import adapters_of, is_adapter
-from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import FAMILIES, architecture, linear_layers
-from corerl_megatron.spec import BESIDE, check
+from corerl_testing.scenarios import updates
+from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_contract import arguments_of
 from plugins.megatron.tests.test_families import drawn

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from corerl.config import ClusterInfo
-from corerl.testing import RankPool, Runs, Subject
-from corerl.testing.suite import test_gpu
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.spec import SPEC
+from corerl_testing import RankPool, Runs, Subject
+from corerl_testing.suite import test_gpu
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from corerl.testing import RankPool, Runs
+from corerl_testing import RankPool, Runs
 from plugins.megatron.tests import ranks
 
 

@@ -13,7 +13,11 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.testing import (
+from corerl.types import Array
+from corerl_testing import (
+    DEEP,
+    EXPERTS,
+    PACKINGS,
     RankPool,
     Runs,
     Setup,
@@ -23,14 +27,11 @@ from corerl.testing import (
     loss_of,
     make_samples,
     running,
+    through_experts,
     tiny_fields,
+    token_mean,
 )
-from corerl.testing.models import DEEP
-from corerl.testing.routing import through_experts, token_mean
-from corerl.testing.scenarios import training
-from corerl.testing.scenarios.training import EXPERTS
-from corerl.testing.subject import PACKINGS
-from corerl.types import Array
+from corerl_testing.scenarios import training
 
 PP2 = {"pipeline_parallel": 2}
 SPLIT_EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}

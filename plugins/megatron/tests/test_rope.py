@@ -12,9 +12,9 @@ import torch
 from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.testing import LOGPROBS, Runs, in_order, tiny_fields, transformers_outputs
-from corerl.testing.scenarios import training
 from corerl.types import Output, SampleBatch
+from corerl_testing import LOGPROBS, Runs, in_order, tiny_fields, transformers_outputs
+from corerl_testing.scenarios import training
 from plugins.megatron.tests import ranks
 
 LENGTH = 400

@@ -14,9 +14,9 @@ from attrs import evolve
 from torch import Tensor
 
 from corerl.ops import PackedSequences
-from corerl.testing import Runs
 from corerl_megatron.packed import Split, packed_params
 from corerl_megatron.rotary import BY_SEQUENCE, turned
+from corerl_testing import Runs
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_families import drawn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.testing import GRAD_NORM
+from corerl_testing import GRAD_NORM
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from corerl.config import WeightsConfig
 from corerl.engines import Receiving
-from corerl.testing import Runs, Setup, State, running, state_of, train, whole
 from corerl.types import UpdateResult
 from corerl.weights import Address, Bucket, Manifest, bit_sums
+from corerl_testing import Runs, Setup, State, running, state_of, train, whole
 
 STEPS = 2  # of the optimizer, and as many updates
 

@@ -10,10 +10,10 @@ from attrs import evolve
 
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.kinds import InPieces, ModelSize
-from corerl.testing import smallest_config
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.slow import INSTALL, WITHOUT_ENGINE
 from corerl_megatron.spec import SPEC
+from corerl_testing import smallest_config
 
 SIZE = ModelSize(layers=(10,), experts=(0,), embedding=4, head=4, rest=1, hidden=2)
 GPU = ClusterInfo(device="cuda", ranks=2, train=TrainConfig(precision="bfloat16"))

@@ -13,13 +13,11 @@ from megatron.core.transformer import TransformerConfig
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
 from corerl.plugin import Capability
-from corerl.testing import smallest_config, tiny_config
-from corerl.testing.harness import TRAIN
-from corerl.testing.models import MODELS
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
+from corerl_testing import MODELS, TRAIN, smallest_config, tiny_config
 from plugins.megatron.tests.test_families import YARN
 from plugins.megatron.tests.test_rope import LLAMA3
 

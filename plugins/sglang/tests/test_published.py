@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from corerl.testing import smallest_config
 from corerl_sglang.published import add_published_fields
+from corerl_testing import smallest_config
 
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {},

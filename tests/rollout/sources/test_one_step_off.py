@@ -25,8 +25,8 @@ from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.one_step_off import OneStepOff
 from corerl.rollout.sources.recorded import read_rollout, saved_rollouts
 from corerl.rollout.sources.synchronous import Synchronous
-from corerl.testing.compare import weights_apart
-from corerl.testing.tolerances import LOSS, WEIGHTS_L2
+from corerl_testing.compare import weights_apart
+from corerl_testing.tolerances import LOSS, WEIGHTS_L2
 from tests import reference
 from tests.end_to_end.command import numbers
 from tests.engines.models import plain_logprobs, random_model

@@ -17,8 +17,8 @@ from corerl.rollout.rewards.base import Reward, Scoring
 from corerl.rollout.sources.base import Arrived, Scored
 from corerl.rollout.sources.streamed import Streamed
 from corerl.rollout.sources.synchronous import Synchronous
-from corerl.testing.compare import weights_apart
-from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
+from corerl_testing.compare import weights_apart
+from corerl_testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 from tests.rollout.engines import LIMIT, Engines, aside

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from corerl.errors import ConfigError
-from corerl.testing.inprocess import InProcessSender
 from corerl.weights.checksum import Digest
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
@@ -33,6 +32,7 @@ from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.ipc import IpcSender
+from corerl_testing.inprocess import InProcessSender
 from tests.forks.client import ROOT, Forked
 from tests.weights.transports.peer import bit_sum
 

@@ -1,3 +1,0 @@
-"""Load the pytest plugin of CoreRL's conformance suite, which brings its own fixtures."""
-
-pytest_plugins = ["corerl.testing.plugin"]

@@ -1,0 +1,1 @@
+"""A weight transport of CoreRL that writes only what has changed."""

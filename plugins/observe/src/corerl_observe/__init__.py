@@ -1,0 +1,1 @@
+"""Displays, curves, trackers, traces, profiles and guards of CoreRL's runs."""

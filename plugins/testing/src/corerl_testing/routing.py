@@ -1,0 +1,212 @@
+"""References for what routers do: transformers' MoE models, with experts read or given, and with its balancing loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from corerl.types import Array, FloatArray, Output, SampleBatch
+from corerl_testing.compare import grad_norm_of, in_order, loss_of, metrics_of, whole
+from corerl_testing.harness import TRAIN, Setup, State, make_samples
+from corerl_testing.references import reference
+from corerl_testing.scenarios.training import EXPERTS, Replayed, Trained
+from corerl_testing.tolerances import BALANCED_ROUTER_GRADS, GRAD_NORM, LOGPROBS, LOSS, METRICS, ROUTER_GRADS
+
+BALANCE = 0.5  # coefficient of the balancing loss
+
+
+@frozen(kw_only=True)
+class Routed:
+    """One pass over all samples, each by itself."""
+
+    logprobs: FloatArray  # [N]
+    experts: Array  # [N, MoE layers, experts per token], each router's most likely expert first
+    loss: float  # -sum_t weights_t * logprobs_t
+    grad_norm: float  # of the loss, over the whole model
+    router_grads: dict[str, Array]  # of the loss, by the name of each router's weight
+
+
+@reference
+def through_experts(
+    directory: Path, samples: SampleBatch, weights: FloatArray, *, experts: Array | None = None
+) -> Routed:
+    """Pass samples through the model, in float64 by transformers and autograd alone. `experts` [N, layers, k] replace
+    the routers' choices; where a token has -1 in a layer, its router chooses."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
+    ).eval()
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
+    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        tokens = torch.tensor(samples.tokens[start:end])
+        told = None if experts is None else torch.tensor(experts[start:end].astype(np.int64))
+        with _told(routers, told) as went:
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / samples.temperature
+        found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        loss = loss - (torch.tensor(weights[start + 1 : end]) * found).sum()
+        logprobs[start + 1 : end] = found.detach().numpy()
+        chosen.append(torch.stack(went, dim=1).numpy())
+    torch.autograd.backward(loss)
+    grads = torch.cat([grad.flatten() for _, grad in _grads(model)])
+    return Routed(
+        logprobs=logprobs.astype(np.float32),
+        experts=np.concatenate(chosen),
+        loss=float(loss.detach()),
+        grad_norm=float(grads.norm()),
+        router_grads={name: grad.numpy() for name, grad in _grads(model) if name.endswith(".gate.weight")},
+    )
+
+
+@frozen(kw_only=True)
+class Balanced:
+    """One step on all samples, of the likelihood and the balancing loss."""
+
+    loss: float  # -sum_t weights_t * logprobs_t
+    aux_loss: float  # without its coefficient
+    grad_norm: float  # of both, over the whole model
+    router_grads: dict[str, Array]
+
+
+@reference
+def with_aux_loss(
+    directory: Path, samples: SampleBatch, micro_batches: Sequence[Sequence[int]], *, coef: float
+) -> Balanced:
+    """The loss that transformers itself computes of padded rows with labels and router logits, by autograd in float64:
+    of each micro-batch, whose likelihood counts by its loss tokens, and its balancing loss by its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
+    ).eval()
+    model.router_aux_loss_coef = coef
+    mask, loss, aux = samples.columns["loss_mask"], 0.0, 0.0
+    for members in micro_batches:
+        part = samples.take(np.array(members))
+        rows, longest = part.lengths, int(part.lengths.max())
+        real = torch.arange(longest) < torch.tensor(rows)[:, None]
+        tokens, labels = torch.zeros(real.shape, dtype=torch.long), torch.full(real.shape, -100)
+        tokens[real] = torch.tensor(part.tokens)
+        labels[real] = torch.tensor(np.where(part.columns["loss_mask"], part.tokens, -100))
+        found = model(input_ids=tokens, attention_mask=real.long(), labels=labels, output_router_logits=True)
+        likelihood = (found.loss - coef * found.aux_loss) * (part.columns["loss_mask"].sum() / mask.sum())
+        share = float(rows.sum() / len(samples.tokens))
+        (likelihood + coef * share * found.aux_loss).backward()
+        loss, aux = loss + likelihood.item(), aux + share * found.aux_loss.item()
+    grads = dict(_grads(model))
+    return Balanced(
+        loss=loss,
+        aux_loss=aux,
+        grad_norm=float(torch.cat([grad.flatten() for grad in grads.values()]).norm()),
+        router_grads={name: grad.numpy() for name, grad in grads.items() if name.endswith(".gate.weight")},
+    )
+
+
+def assert_balances(
+    directory: Path, setup: Setup, train: Callable[[Setup, SampleBatch], Sequence[Trained]], micro_batches: Any = None
+) -> None:
+    """Check `train`, which takes a first step with this setup and returns all ranks' reports, with a balancing loss and
+    without. `micro_batches` are the samples of each one; each sample is one if they are not given."""
+    samples = evolve(make_samples(8, samples=6), temperature=1.0)
+    members = micro_batches or [[sample] for sample in range(len(samples))]
+    plain = with_aux_loss(directory, samples, members, coef=0.0)
+    for coef, tolerance in ((BALANCE, BALANCED_ROUTER_GRADS), (0.0, ROUTER_GRADS)):
+        wanted = with_aux_loss(directory, samples, members, coef=coef)
+        ranks = train(evolve(setup, train=evolve(setup.train, aux_loss_coef=coef)), samples)
+        results = [rank.results[0] for rank in ranks]
+        assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
+        assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+        found = metrics_of(results).get("moe/aux_loss")
+        assert found == (pytest.approx(wanted.aux_loss, rel=METRICS.relative) if coef else None)
+        _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=tolerance)
+        for name, grad in plain.router_grads.items() if coef else ():
+            assert np.linalg.norm(wanted.router_grads[name] - grad) > 0.1 * np.linalg.norm(grad), name
+
+
+def _assert_router_grads(states: Sequence[State], wanted: dict[str, Array], grad_norm: float, *, within: float) -> None:
+    """Compare routers' gradients, which are a small part of the norm, by Adam's first moments after the first step."""
+    kept = whole(states)["exp_avg"]
+    missing = sorted(wanted.keys() - kept.keys())
+    assert not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)"
+    clipped = (1 - TRAIN.optimizer.betas[0]) * min(1.0, TRAIN.optimizer.clip_norm / grad_norm)
+    for name, grad in wanted.items():
+        apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)
+        assert apart < within, f"{name}: {apart:.1e}"
+
+
+def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
+
+
+@contextmanager
+def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor]]:
+    """Use the experts `told` in the block; yields a list that gets each layer's experts [t, k], in order."""
+    went: list[Tensor] = []
+
+    def hook(router: Any, arguments: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, own = output
+        index = own if told is None else torch.where(told[:, len(went)] < 0, own, told[:, len(went)])
+        went.append(index)
+        scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+        scores = scores.gather(1, index)
+        if router.norm_topk_prob:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores * getattr(router, "routed_scaling_factor", 1.0), index
+
+    handles = [router.register_forward_hook(hook) for router in routers]
+    yield went
+    for handle in handles:
+        handle.remove()
+
+
+def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Replayed]]) -> None:
+    """Check `replay`, which returns all ranks' reports of a step with TRAIN, at a rate that changes the routing."""
+    free = make_samples(7, samples=13)
+    own = through_experts(directory, free, token_mean(free))
+    samples = free.with_columns(**{EXPERTS: others(own.experts, free)})
+    wanted = through_experts(directory, free, token_mean(free), experts=samples.columns[EXPERTS])
+    ranks = replay(samples)
+
+    def experts(part: str) -> Array:
+        return np.sort(in_order([getattr(rank, part) for rank in ranks], samples, Output.ROUTED_EXPERTS), axis=2)
+
+    def logprobs(part: str) -> FloatArray:
+        return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
+
+    assert np.array_equal(experts("chosen"), np.sort(own.experts, axis=2))
+    assert np.array_equal(experts("told"), np.sort(wanted.experts, axis=2))
+    for part, of in (("chosen", own), ("told", wanted)):
+        np.testing.assert_allclose(logprobs(part), of.logprobs, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+    results = [rank.result for rank in ranks]
+    assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
+    assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+    _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=ROUTER_GRADS)
+    for name, grad in wanted.router_grads.items():
+        other = np.linalg.norm(grad - own.router_grads[name]) / np.linalg.norm(grad)
+        assert other > 1000 * ROUTER_GRADS, name  # other experts, another gradient
+    told = samples.columns[EXPERTS] >= 0
+    assert np.array_equal(experts("told_after")[told], experts("told")[told])
+    assert not np.array_equal(experts("chosen_after"), experts("chosen"))
+
+
+def token_mean(samples: SampleBatch) -> FloatArray:
+    """[N] weight of each token in a step of these samples."""
+    mask = samples.columns["loss_mask"]
+    weights: FloatArray = (mask / mask.sum()).astype(np.float32)
+    return weights
+
+
+def others(own: Array, samples: SampleBatch) -> Array:
+    """Random experts in the shape of the routers' `own` [N, layers, k], of 8; -1 for a few tokens and for the last of
+    each sample, whose experts an engine does not know."""
+    rng = np.random.default_rng(3)
+    told = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=2)[..., : own.shape[2]]
+    told[rng.random(len(told)) < 0.1] = -1
+    told[samples.offsets[1:] - 1] = -1
+    return told.astype(np.int16)

@@ -1,0 +1,70 @@
+"""Create, load and use snapshots."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from corerl.types import (
+    ForwardResult,
+    SampleBatch,
+    TrainResult,
+)
+from corerl_testing.harness import (
+    Setup,
+    State,
+    error_of,
+    forward,
+    packed_for_training,
+    running,
+    state_of,
+    train,
+)
+from corerl_testing.scenarios.states import Fault, failing
+
+
+@frozen(kw_only=True)
+class Snapshotted:
+    first: ForwardResult  # of the weights that the snapshot was made from
+    kept: ForwardResult  # of the snapshot, three steps later
+    started_from: ForwardResult  # of a snapshot of the run's initial weights
+    other: ForwardResult  # of a snapshot loaded from another directory
+    current: ForwardResult
+    before: State  # before the snapshots are used
+    after: State
+    then: TrainResult  # of a step after that
+    failed: str  # the error of an interrupted pass through a snapshot; only on a single rank
+    dropped: str  # the error on using a snapshot that was dropped
+
+
+def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted:
+    with running(setup) as worker:
+        first = forward(worker, setup, samples)
+        worker.create_snapshot("reference")
+        for number in range(3):
+            train(worker, setup, number)
+        before = state_of(worker)
+        kept = forward(worker, setup, samples, weights="reference")
+        worker.load_snapshot("start", "")
+        worker.load_snapshot("other", other)
+        started_from = forward(worker, setup, samples, weights="start")
+        of_other = forward(worker, setup, samples, weights="other")
+        failed = ""
+        if worker.context.world_size == 1:  # other ranks would wait in mid-pass for one that has left it
+            batch = failing(packed_for_training(worker, setup, samples), Fault("no such batch"))
+            failed = error_of(lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights="reference"))
+        after = state_of(worker)
+        current = forward(worker, setup, samples)
+        worker.drop_snapshot("reference")
+        dropped = error_of(lambda: forward(worker, setup, samples, weights="reference"))
+        return Snapshotted(
+            first=first,
+            kept=kept,
+            started_from=started_from,
+            other=of_other,
+            current=current,
+            before=before,
+            after=after,
+            then=train(worker, setup, 3),
+            failed=failed,
+            dropped=dropped,
+        )

@@ -1,0 +1,134 @@
+"""Calls that are refused, errors that are raised, and how a worker ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.commit import begin
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Loaded
+from corerl_testing.compare import (
+    loss_of,
+)
+from corerl_testing.marks import check
+from corerl_testing.models import BUFFERS
+from corerl_testing.pool import RankFailed
+from corerl_testing.scenarios import states
+from corerl_testing.subject import PACKINGS, Checkpoint, Runs, Subject, require_ranks
+
+
+@check("C23", level=1, builds_on=["C14"])
+def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subject) -> None:
+    setup = subject.setup("qwen3")
+    ranks = subject.run(states.go_through_states, setup, str(subject.directory / "actor"))
+    for rank in ranks:
+        for verb, error in {**rank.before_init, **rank.after_shutdown, "init": rank.init_again}.items():
+            assert error.startswith(f"WrongState: {verb} on actor rank "), verb
+    steps = list(zip(*(rank.results for rank in ranks), strict=True))
+    assert [loss_of(results) for results in steps] == subject.losses(setup, 3)
+
+
+@check("C24", level=1, builds_on=["C14"])
+def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subject: Subject) -> None:
+    setup = subject.setup("qwen3", PACKINGS["one by one"])
+    ranks = subject.run(states.raise_in_forward, setup)
+    for rank in ranks:
+        assert (
+            rank.message.startswith("HookFailed: backend:") and "forward failed: Fault: no such batch" in rank.message
+        )
+        assert "Traceback" in rank.details and "Fault: no such batch" in rank.details
+    assert loss_of([rank.result for rank in ranks if rank.result is not None]) == subject.losses(setup, 2)[1]
+
+
+@check("C24", level=1, builds_on=["C14"])
+@pytest.mark.parametrize("exits", [False, True], ids=["raises", "exits"])
+def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(subject: Subject, exits: bool) -> None:
+    name = "SystemExit" if exits else "Fault"
+    for rank in subject.run(states.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
+        assert f"forward_backward failed at optimizer step 1: {name}: no such batch" in rank.message
+        assert "Traceback" in rank.details and "no such batch" in rank.details
+        assert (
+            rank.then.startswith("WrongState: forward_backward on actor rank ")
+            and "only shutdown is allowed" in rank.then
+        )
+
+
+@check("C25", level=1, builds_on=["C14"], ranks=[1])
+def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_the_same_process(
+    subject: Subject, loaded: Loaded
+) -> None:
+    setup = subject.setup("qwen3")
+    background = loaded.spec.support(Capability.SAVE_BACKGROUND).full
+    lives = states.live_twice(setup, str(subject.directory), background)
+    assert (lives.left, lives.shutdown_again) == ([], "")
+    assert [[loss_of([result]) for result in results] for results in lives.results] == [subject.losses(setup, 2)] * 2
+
+
+@check("C28", level=2, builds_on=["C24"], ranks=[2])
+def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_for_it(subject: Subject) -> None:
+    with pytest.raises(
+        RankFailed, match=r"rank 1 raised .*forward_backward failed at optimizer step 1: Fault: no such batch"
+    ):
+        subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
+    # The next check gets new ranks.
+    assert len(subject.train(subject.setup("qwen3"), range(1)).losses) == 1
+
+
+@check("C59", level=1, builds_on=["C11", "C44"])
+def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the_declared_reason(
+    loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    require_ranks(loaded.spec, options, 1)
+    setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
+    lacks = {name: each for name, each in loaded.spec.capabilities.items() if not each.full}
+    starts = {
+        Capability.CPU: setup,
+        Capability.CRITIC: evolve(setup, value_head=True),
+        Capability.FROZEN: evolve(setup, frozen=True),
+        Capability.BFLOAT16: evolve(setup, train=evolve(setup.train, precision="bfloat16")),
+        Capability.FLOAT16: evolve(setup, train=evolve(setup.train, precision="float16")),
+        Capability.WHOLE: evolve(setup, train=evolve(setup.train, layout="whole")),
+        Capability.RECOMPUTE: evolve(setup, train=evolve(setup.train, recompute="full")),
+        Capability.MOE: evolve(setup, model=str(runs.models["qwen3-moe"])),
+        Capability.BUFFERS: evolve(setup, model=str(runs.models[BUFFERS])),
+    }
+    if Capability.CPU in lacks:  # there is no other device here, so nothing else can be tried
+        starts = {Capability.CPU: setup}
+    one = runs.rank_sets[1]
+    errors: dict[str, list[str]] = {
+        name: one.run(states.start_refused, starts[name]) for name in lacks.keys() & starts.keys()
+    }
+    if Capability.CPU not in lacks:
+        (verbs,) = one.run(states.refusals, setup, list(lacks), str(tmp_path))
+        errors |= verbs
+    if not any(errors.values()):
+        pytest.skip(f"{backend_name} declares no missing capability that a single process could need")
+    for name, found in errors.items():
+        for error in found:
+            assert error.startswith("Unsupported: ") and lacks[Capability(name)].reason in error, name
+
+
+@check("C59", level=2, builds_on=["C11", "C44"])
+def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_declared_reason(
+    loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
+    several, reshard = (loaded.spec.support(each) for each in (Capability.MULTI_RANK, Capability.RESHARD))
+    if not loaded.spec.support(Capability.CPU).full:
+        pytest.skip(f"{backend_name} does not run on a CPU, on which this check runs")
+    if not several.full:
+        for error in runs.rank_sets[2].run(states.start_refused, setup):
+            assert error.startswith("Unsupported: ") and several.reason in error
+    elif not reshard.full:
+        require_ranks(loaded.spec, options, 1)
+        saved = Checkpoint(begin(tmp_path, 1), 1)
+        runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
+        for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):
+            assert error.startswith("Unsupported: ") and reshard.reason in error
+    else:
+        pytest.skip(f"{backend_name} runs on several ranks and resumes on a different number")

@@ -1,0 +1,108 @@
+"""Under Ray, as in a run: a process for each rank, the group that drives them, and an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo
+from corerl.errors import PluginIncompatible
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Loaded
+from corerl.weights.transports import TRANSPORTS
+from corerl_testing.compare import metrics_of
+from corerl_testing.marks import check
+from corerl_testing.subject import Subject
+from corerl_testing.tolerances import ENGINE_LOGPROBS, GRAD_NORM, LOSS
+from corerl_testing.wrappers import NAMES
+
+
+@check("C36", level=4, builds_on=["C21", "C41"])
+def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_update_by_any_transport(
+    subject: Subject, slots: Mapping[str, Any], loaded: Loaded
+) -> None:
+    from corerl_testing import groups
+
+    transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(Capability(each.capability)).full]
+    setup = subject.setup("qwen3-tied")
+    with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
+        init = group.init().result()
+        assert (init.optimizer_step, group.dp_size) == (0, group.layouts[0].dp_size)
+        with groups.engine(setup, slots["engines"]) as fleet:
+            for number in range(3):
+                directory, transport = subject.directory / "weights", transports[number % len(transports)]
+                arrived = groups.push(group, fleet, number + 1, transport=transport, directory=directory)
+                assert arrived == {"engine-0": ""}  # whole, by the checksum of each bucket
+                batch = groups.sampled(fleet, number)
+                drawn = batch.columns["loss_mask"]
+                assert set(batch.columns["versions"][drawn]) == {number + 1}
+                found = groups.logprobs(group, setup, batch)[drawn]
+                np.testing.assert_allclose(
+                    found, batch.columns["rollout_logprobs"][drawn], rtol=0, atol=ENGINE_LOGPROBS
+                )
+                result = groups.train(group, setup, number, batch)
+                assert result.applied and result.grad_norm > 0
+        group.shutdown()
+
+
+@check("C37", level=4, builds_on=["C36"], ranks=[1])
+def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says_so(
+    subject: Subject, slots: Mapping[str, Any]
+) -> None:
+    from corerl_testing import groups
+
+    plan = groups.plan_of(subject.setup("qwen3"), 1, subject.directory)
+    (assignment,) = plan.assignments
+    core, backend = assignment.origins
+    other = evolve(assignment, origins=(core, evolve(backend, version="0.0.0.dev0")))
+    with groups.launched(evolve(plan, assignments=(other,)), slots["actor"]) as group:
+        with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, but the driver's is .*0\.0\.0\.dev0"):
+            group.init().result()
+
+
+@check("C38", level=4, builds_on=["C36"])
+def test_a_rank_that_is_killed_ends_the_group_with_one_error_that_names_it(wrapped: Any, world_size: int) -> None:
+    assert wrapped.died.startswith(f"WorkerDied: actor rank {world_size - 1}: its process died")
+    assert "\n" not in wrapped.died
+    assert wrapped.then.startswith("WorkerDied: ")
+
+
+@check("C39", level=4, builds_on=["C36"])
+def test_the_environment_is_set_before_torch_is_imported(
+    wrapped: Any, loaded: Loaded, world_size: int, options: Mapping[str, Any]
+) -> None:
+    from corerl_testing import groups
+
+    own = structure(options, loaded.spec.config, path="")
+    asked = loaded.spec.environment(own, ClusterInfo(device="cpu", ranks=world_size))
+    for process in wrapped.processes:
+        for name, value in {**groups.ENVIRONMENT, **asked}.items():
+            assert process["env"].get(name) == value
+        wanted = int({**groups.ENVIRONMENT, **asked}["OMP_NUM_THREADS"])
+        # torch reads it on import, and only then; it uses no more threads than there are cores.
+        assert process["threads"] == min(wanted, os.cpu_count() or 1)
+
+
+@check("C40", level=4, builds_on=["C36"])
+def test_three_wrappers_see_every_call_in_the_configs_order_and_change_nothing(
+    wrapped: Any, subject: Subject, world_size: int
+) -> None:
+    order = [[name, "in"] for name in NAMES] + [[name, "out"] for name in reversed(NAMES)]
+    pids = [process["pid"] for process in wrapped.processes]
+    assert sorted({call[0] for call in wrapped.calls}) == sorted(pids)
+    for pid in pids:
+        own = [call[1:] for call in wrapped.calls if call[0] == pid]
+        hooks = ["init", *["forward_backward", "optimizer_step"] * 3, "forward", "save"]
+        assert own == [(name, hook, where) for hook in hooks for name, where in order]
+    undisturbed = subject.trained("qwen3")
+    for result, wanted in zip(wrapped.results, undisturbed.results[:3], strict=True):
+        assert {name: metric.value for name, metric in result.metrics.items()} == pytest.approx(
+            metrics_of(wanted), rel=LOSS.relative, abs=LOSS.absolute
+        )
+        assert result.grad_norm == pytest.approx(wanted[0].grad_norm, rel=GRAD_NORM.relative)

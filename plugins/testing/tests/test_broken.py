@@ -1,0 +1,213 @@
+"""The conformance suite sees each fault that it is there for, and tells of that one alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.plugin.registry import Kind, load
+from corerl_testing.broken import BROKEN
+from corerl_testing.subject import Runs, Subject
+from corerl_testing.suite import test_gpu
+from plugins.testing.tests import reached
+from tests.forks.client import Forked
+from tests.machine import wait_for_memory
+
+pytestmark = pytest.mark.processes
+
+GIB = 3.0  # of memory that the suite and its ranks take
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+# All broken backends in one process: what plain trains, which each is compared with, is trained once.
+SUITE = """
+import pytest
+
+from corerl_testing import with_variants
+from corerl_testing.broken import BROKEN
+from corerl_testing.suite import *
+from plugins.testing.tests import reached
+
+
+@pytest.fixture(scope="session", params=[reached.NAME, *BROKEN])
+def backend_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="session", params=with_variants("corerl_testing.broken:FORGETS_OTHER_PAIRS"))
+def backend_variant(request):
+    return request.param
+"""
+# Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
+# embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
+# A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
+# So is each in a check that reaches none of the methods that it overrides, or not what its fault waits for: the plain
+# backend goes first, and tells.
+# What a module with specs imports is asked of each module once: a process for each spec is as many times the same.
+CONFTEST = """
+import functools
+import gc
+
+import pytest
+
+from corerl.plugin import registry
+from corerl.plugin.capabilities import Capability
+from corerl_testing.marks import check_of
+from corerl_testing.outcomes import SELECTED, SESSION
+from corerl_testing.subject import STEPS, Runs
+from plugins.testing.tests import reached
+
+overridden = functools.cache(reached.overridden)
+reached_in = {}  # check and its parameters -> methods
+reached_by = {}  # trajectory that checks share -> methods
+sharing = Runs.trained_as
+
+
+def trained_as(self, world_size, setup, steps=STEPS):
+    if setup.backend != reached.NAME:
+        return sharing(self, world_size, setup, steps)
+    key, before = (world_size, repr(setup), steps), reached.take()
+    found = sharing(self, world_size, setup, steps)
+    methods = reached_by.setdefault(key, reached.take())  # of each check that needs it
+    for method in before | methods:
+        reached.tell(method)
+    return found
+
+
+Runs.trained_as = trained_as
+
+
+def key_of(item):
+    parameters = dict(item.callspec.params)
+    name = parameters.pop("backend_name")
+    parameters.pop("backend_variant", None)
+    return name, (item.originalname, repr(sorted(parameters.items())))
+
+
+def pytest_collection_modifyitems(items):
+    best, modules = {}, set()
+    for item in items:
+        parameters = dict(item.callspec.params)
+        name, world_size = parameters.pop("backend_name"), parameters.pop("world_size", 0)
+        variant = parameters.pop("backend_variant", None)
+        spec = registry.load(registry.Kind.BACKENDS, name).spec
+        lacks = {each for each, support in spec.capabilities.items() if not support.full}
+        if variant is not None and variant not in spec.variants:
+            continue
+        if world_size and spec.variants and variant is None:
+            continue  # it is without a fault there
+        check = check_of(item.function)
+        several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
+        if lacks & {*check.needs, *several} or (world_size == 1 and Capability.MULTI_RANK not in lacks):
+            continue
+        if check.id == "C01":
+            module = name.partition(":")[0]
+            if module in modules:
+                continue
+            modules.add(module)
+        if name == reached.NAME and not world_size:
+            continue  # what looks at a backend from outside may see what is not reached
+        if "qwen3-tied" in parameters.values():
+            best.setdefault((item.originalname, name, world_size, "tied"), item)
+        best.setdefault((item.originalname, name, world_size), item)
+    tied = {key[:3] for key in best if len(key) == 4}
+    items[:] = [item for key, item in best.items() if key not in tied]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # looking for living tensors, a check passes over what was there before any backend
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    found = item.stash[SELECTED]
+    found.plugin, check = key_of(item)
+    if check in reached_in and not overridden(found.plugin) & reached_in[check]:
+        # It would be the plain backend's check once more; one that is blocked blocks what builds on it.
+        return None if item.config.stash[SESSION].blocked_by(found) else True
+
+
+def pytest_runtest_teardown(item):
+    name, check = key_of(item)
+    if name == reached.NAME:
+        reached_in[check] = reached.take()
+"""
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Name of a backend -> the report of levels 0 to 2, of the broken ones and of the plain one that tells."""
+    wait_for_memory(GIB, "the suite with broken backends")
+    arguments = [
+        "pytest",
+        "-q",
+        "--tb=line",
+        "-p",
+        "corerl_testing.plugin",
+        "-c",
+        "/dev/null",
+        "-p",
+        "no:cacheprovider",
+    ]
+    arguments += ["--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
+    directory = tmp_path_factory.mktemp("broken")
+    (directory / "test_suite.py").write_text(SUITE)
+    (directory / "conftest.py").write_text(CONFTEST)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", reached.FILE: str(directory / "reached.txt")}
+    with (directory / "out.txt").open("w") as out:
+        process = Forked(arguments, PYTEST, environment=environment, directory=directory, stdout=out, stderr=out)
+    assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
+    return {report["value"]: report for report in json.loads((directory / "report.json").read_text())}
+
+
+@pytest.mark.timeout(1200)  # the first one waits for all
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_backend_fails_in_its_named_check_alone(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    checks = reports[name]["checks"]
+    failed = {check["id"]: f"{check['name']}: {check['reason']}" for check in checks if check["outcome"] == "failed"}
+    assert failed.keys() == {BROKEN[name]}, failed
+    assert {check["outcome"] for check in checks} <= {"passed", "failed", "blocked", "not run"}
+    assert {check["blocked_by"] for check in checks if check["outcome"] == "blocked"} <= {BROKEN[name]}
+
+
+def test_a_check_is_left_out_for_a_broken_backend_only_if_the_plain_one_passes_it(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    def ran(name: str) -> set[tuple[str, str, int]]:
+        return {(check["id"], check["name"], check["ranks"]) for check in reports[name]["checks"] if check["ranks"] < 2}
+
+    plain = reports[reached.NAME]["checks"]
+    assert {check["outcome"] for check in plain} <= {"passed", "not run"}
+    everywhere = ran("corerl_testing.broken:LEAVES_A_TENSOR_OUT")  # in the state, which every check on ranks reads
+    assert ran(reached.NAME) == {check for check in everywhere if check[2]}
+
+
+def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, tmp_path: Path) -> None:
+    """Here both are a CPU's, where the plain backend passes, but has no bfloat16 to show."""
+
+    def on_a_cpu(backend: str) -> Subject:
+        return Subject(backend=backend, world_size=1, runs=runs, directory=tmp_path, lifted=True)
+
+    forward = test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu
+    training = test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu
+    halved = test_gpu.test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu
+    forward(on_a_cpu("plain"), "qwen3")
+    training(on_a_cpu("plain"), "qwen3")
+    with pytest.raises(AssertionError):
+        halved(on_a_cpu("plain"))
+    with pytest.raises(AssertionError):
+        training(on_a_cpu("corerl_testing.broken:KEEPS_FIRST_RATE"), "qwen3")
+    with pytest.raises(AssertionError):
+        forward(on_a_cpu("corerl_testing.broken:FORGETS_TEMPERATURE"), "qwen3")
+    with pytest.raises(AssertionError):
+        halved(on_a_cpu("corerl_testing.broken:FORGETS_TEMPERATURE"))
+
+
+def test_every_broken_backend_has_a_class_or_a_spec_of_its_own_and_says_what_is_wrong() -> None:
+    specs = [load(Kind.BACKENDS, name).spec for name in BROKEN]
+    assert len(BROKEN) >= 14
+    assert len({spec.implementation for spec in specs}) == len(specs)
+    assert all(spec.summary.startswith("wrong on purpose: ") for spec in specs)

@@ -1,0 +1,176 @@
+"""What comparisons say that fail."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.types import ForwardResult, Output, TrainResult
+from corerl_testing.compare import (
+    Trajectory,
+    assert_follows,
+    assert_outputs,
+    different,
+    grad_norm_of,
+    in_order,
+    weights_apart,
+)
+from corerl_testing.harness import make_samples
+
+ONE = {"model.norm.weight": np.ones(2, np.float32)}
+RUN = Trajectory(
+    results=[],
+    losses=[1.0, 2.0, 3.0],
+    grad_norms=[0.5, 0.25, 0.125],
+    at_start={},
+    state={"master": ONE},
+    adam_step=3,
+    optimizer_step=0,
+)
+
+
+def norm_of(*norms: float) -> float:
+    return grad_norm_of([TrainResult(applied=True, metrics={}, grad_norm=norm, tokens=1) for norm in norms])
+
+
+def test_norms_that_are_no_number_on_any_rank_are_equal() -> None:
+    assert norm_of(0.5, 0.5) == 0.5
+    assert math.isnan(norm_of(math.nan, math.nan))
+    for norms in ((0.5, 0.25), (math.nan, 0.5), (0.5, math.nan)):
+        with pytest.raises(
+            AssertionError, match="^the ranks disagree on the norm: .*; sum gradients over all ranks th"
+        ):
+            norm_of(*norms)
+
+
+def test_what_differs_first_is_told() -> None:
+    assert_follows(RUN, RUN)
+    for losses, grad_norms, said in (
+        ([1.5, 2.0, 3.0], RUN.grad_norms, "the loss of step 0 is 1.5, expected 1.0"),
+        ([1.0, 2.5, 3.0], [0.5, 0.5, 0.5], "the loss of step 1 is 2.5, expected 2.0"),
+        (RUN.losses, [0.5, 0.5, 0.125], "the gradient norm of step 1 is 0.5, expected 0.25"),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            assert_follows(evolve(RUN, losses=losses, grad_norms=grad_norms), RUN)
+        assert str(caught.value).partition("\n")[0] == said
+
+
+# ---- what outputs are off by -----------------------------------------------------------------------------------------
+
+SAMPLES = make_samples(3, samples=4)  # two of a length, twice
+RIGHT = np.random.default_rng(1).normal(-3.0, 1.0, len(SAMPLES.tokens)).astype(np.float32)
+FIRST, SECOND = (slice(*SAMPLES.offsets[at : at + 2]) for at in (0, 1))
+
+
+def moved(by: int) -> np.ndarray:
+    return np.concatenate([np.roll(RIGHT[start:end], by) for start, end in pairwise(SAMPLES.offsets)])
+
+
+def exchanged() -> np.ndarray:
+    found = RIGHT.copy()
+    found[FIRST], found[SECOND] = RIGHT[SECOND], RIGHT[FIRST]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (moved(-1), "; each token has that of the next one; "),
+        (moved(1), "; each token has that of the one before; "),
+        (exchanged(), "; sample 0 has those of sample 1; "),
+        (2 * RIGHT, f"logprobs of token 0 of sample 0 is {2 * RIGHT[0]}, expected {RIGHT[0]}; {len(RIGHT)} of"),
+    ],
+    ids=["shifted to the left", "shifted to the right", "exchanged samples", "a factor"],
+)
+def test_outputs_that_are_another_tokens_or_samples_are_told_as_that(found: np.ndarray, said: str) -> None:
+    assert_outputs(RIGHT.copy(), RIGHT, SAMPLES, Output.LOGPROBS)
+    with pytest.raises(AssertionError) as caught:
+        assert_outputs(found, RIGHT, SAMPLES, Output.LOGPROBS)
+    assert said in str(caught.value)
+
+
+def test_samples_that_two_ranks_return_are_told_with_who_is_to_return_them() -> None:
+    given = ForwardResult(samples=np.arange(len(SAMPLES)), offsets=SAMPLES.offsets, outputs={Output.LOGPROBS: RIGHT})
+    assert (
+        in_order([given, ForwardResult.empty([Output.LOGPROBS])], SAMPLES, Output.LOGPROBS).tolist() == RIGHT.tolist()
+    )
+    with pytest.raises(
+        AssertionError, match="^logprobs of sample 0 came twice, .*; of ranks that share samples one sets"
+    ):
+        in_order([given, given], SAMPLES, Output.LOGPROBS)
+
+
+# ---- what a difference points to -------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+SHAPES = {"embed": (7, 4), "up": (4, 4), "down": (4, 4), "norm": (4,)}
+START, GRADIENTS = (
+    {name: RNG.normal(0, 1, shape).astype(np.float32) for name, shape in SHAPES.items()} for _ in range(2)
+)
+
+
+def trained(
+    gradients: dict[str, np.ndarray] = GRADIENTS, *, decayed: float = 0.0, losses: tuple[float, ...] = (1.0, 2.0)
+) -> Trajectory:
+    """A run whose first step goes along the signs of its gradients, with norms decayed by a share of themselves."""
+    masters = {name: START[name] - 1e-3 * np.sign(values) for name, values in gradients.items()}
+    masters["norm"] = masters["norm"] - np.float32(decayed) * START["norm"]
+    norm = float(np.sqrt(sum((values**2).sum() for values in gradients.values())))
+    return evolve(
+        RUN,
+        losses=list(losses),
+        grad_norms=[norm, 2 * norm],
+        at_start={"master": START},
+        first={"master": masters, "exp_avg": {name: np.float32(0.1) * values for name, values in gradients.items()}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            trained({name: 2 * values for name, values in GRADIENTS.items()}),
+            "the gradients of the first step are 2 times what they must be in 4 of 4 tensors, such as embed",
+        ),
+        (
+            trained({**GRADIENTS, "up": GRADIENTS["down"], "down": 1.01 * GRADIENTS["up"]}),
+            "in the first step up has the gradient of down: names are swapped",
+        ),
+        (
+            trained({**GRADIENTS, "embed": np.roll(GRADIENTS["embed"], 1, axis=0), "norm": 1.5 * GRADIENTS["norm"]}),
+            "the gradients of the first step differ in 2 of 4 tensors, such as embed: they may not be summed",
+        ),
+        (
+            trained(decayed=1e-4, losses=(1.0, 2.5)),
+            "the gradients of the first step agree, but not the weights after it, in 1 of 4 tensors, such as norm",
+        ),
+        (
+            trained(losses=(1.0, 2.5)),
+            "gradients and weights of the first step agree: check that gradients are cleared after each step",
+        ),
+        (
+            evolve(trained(), grad_norms=[3 * trained().grad_norms[0], 0.0]),
+            "clipped, the gradients agree: before, they are 3 times what they must be",
+        ),
+    ],
+    ids=["a factor", "swapped names", "shifted rows", "weight decay", "not cleared", "a factor that is clipped"],
+)
+def test_a_difference_points_to_its_cause(found: Trajectory, said: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_follows(found, trained())
+    assert f"; {said}" in str(caught.value).partition("\n")[0]
+
+
+def test_tensors_that_only_one_side_has_are_named() -> None:
+    none: dict[str, np.ndarray] = {}
+    with pytest.raises(AssertionError, match=r"^exp_avg has no box, or only replicas, of model\.norm\.weight"):
+        different({"exp_avg": none}, {"exp_avg": ONE}, ["exp_avg"])
+    with pytest.raises(AssertionError, match=r"^exp_avg has unexpected boxes of model\.norm\.weight"):
+        different({"exp_avg": ONE}, {"exp_avg": none}, ["exp_avg"])
+    with pytest.raises(AssertionError, match=r"^weights has no box, or only replicas, of model\.norm\.weight"):
+        weights_apart(none, ONE)
+    assert different({"exp_avg": ONE}, {"exp_avg": ONE}, ["exp_avg"]) == []

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from corerl.errors import Unsupported
+from corerl_testing.pool import PRELOAD, OneRank, RankFailed, RankPool
+
+pytestmark = pytest.mark.processes
+
+
+def summed(value: float) -> tuple[int, int, float]:
+    """Where it runs, and the sum over ranks of value + rank."""
+    total = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), os.getpid(), total.item()
+
+
+def raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such thing")
+    dist.barrier()  # waits for a rank that never comes
+
+
+def refuse_on_all() -> None:
+    raise Unsupported("experts")
+
+
+def refuse_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise Unsupported("experts")
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def imported(modules: list[str]) -> list[str]:
+    return [name for name in modules if name in sys.modules]
+
+
+def gone(pid: int, within: float = 20.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_rank_has_imported_what_ranks_need_before_it_is_told_anything() -> None:
+    pool = RankPool(1)
+    try:
+        assert pool.run(imported, PRELOAD) == [PRELOAD]
+    finally:
+        pool.close()
+
+
+def test_a_rank_is_started_in_the_environment_that_it_is_given() -> None:
+    pool = RankPool(1, environment={"RANKS_OWN": "given"})
+    try:
+        assert pool.run(os.getenv, "RANKS_OWN") == ["given"]
+        assert "RANKS_OWN" not in os.environ
+    finally:
+        pool.close()
+
+
+def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(summed, 1.0), rank_pool.run(summed, 2.0)
+    assert [(rank, total) for rank, _, total in first] == [(0, 3.0), (1, 3.0)]
+    assert [(rank, total) for rank, _, total in second] == [(0, 5.0), (1, 5.0)]
+    assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second]
+    assert os.getpid() not in {pid for _, pid, _ in first}
+
+
+def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_starts_a_new_one() -> None:
+    pool = RankPool(2)
+    try:
+        for function, reason in [
+            (raise_on_one, r"^raise_on_one: rank 1 raised ValueError: no such thing\nTraceback (.*\n)*ValueError: "),
+            (die_on_one, "die_on_one: rank 1 died"),
+        ]:
+            pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
+            with pytest.raises(RankFailed, match=reason):
+                pool.run(function)
+            assert all(gone(pid) for pid in pids)
+        assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_a_rank_that_died_is_named_though_another_was_heard_first_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0)  # until the death of the one has come to the other, and both have ended
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr("corerl_testing.pool.wait", late)
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailed, match="^die_on_one: rank 1 died$"):
+            pool.run(die_on_one)
+    finally:
+        pool.close()
+
+
+def test_ranks_that_all_refuse_what_is_unsupported_live_on_and_one_that_is_alone_with_it_ends_the_pool() -> None:
+    pool = RankPool(2)
+    try:
+        pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
+        with pytest.raises(RankFailed, match=r"Unsupported: experts"):
+            pool.run(refuse_on_all)
+        assert [(pid, total) for _, pid, total in pool.run(summed, 1.0)] == [(pid, 3.0) for pid in pids]
+        with pytest.raises(RankFailed, match=r"Unsupported: experts"):
+            pool.run(refuse_on_one)
+        assert all(gone(pid) for pid in pids)
+    finally:
+        pool.close()
+
+
+def test_one_rank_is_this_process_and_leaves_no_group_behind() -> None:
+    assert OneRank().run(summed, 4.0) == [(0, os.getpid(), 4.0)]
+    assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError):
+        OneRank().run(divmod, 1, 0)
+    assert not dist.is_initialized()

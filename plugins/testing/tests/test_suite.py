@@ -1,0 +1,113 @@
+"""The suite as a whole: which checks there are, and what they build on."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from corerl_testing import suite
+from corerl_testing.marks import LEVELS, Check, check_of
+from corerl_testing.subject import Runs, Subject
+from corerl_testing.suite import CHECKS, test_halves, test_memory, test_routing, test_training
+
+
+def checks() -> dict[str, Check]:
+    found = {name: check_of(function) for name, function in CHECKS.items()}
+    return {name: check for name, check in found.items() if check is not None}
+
+
+def test_every_announced_check_exists_and_says_in_its_name_what_holds() -> None:
+    ids = {check.id for check in checks().values()}
+    assert ids == {f"C{number:02}" for number in range(1, max(int(id_[1:]) for id_ in ids) + 1)}
+    assert all(len(name.removeprefix("test_").split("_")) >= 4 for name in checks())
+
+
+def test_every_module_with_checks_is_part_of_the_suite() -> None:
+    files = Path(suite.__path__[0]).glob("test_*.py")
+    assert {path.stem for path in files} == {module.__name__.rpartition(".")[2] for module in suite.MODULES}
+
+
+def test_checks_build_on_checks_that_exist_of_no_higher_level_and_in_no_circle() -> None:
+    levels: dict[str, int] = {}
+    builds_on: dict[str, set[str]] = {}
+    for check in checks().values():
+        levels[check.id] = min(check.level, levels.get(check.id, max(LEVELS)))
+        builds_on.setdefault(check.id, set()).update(check.builds_on)
+    assert {id_ for each in builds_on.values() for id_ in each} <= levels.keys()
+    done: set[str] = set()
+    while left := levels.keys() - done:
+        ready = {id_ for id_ in left if builds_on[id_] <= done}
+        assert ready, f"in a circle: {sorted(left)}"
+        done |= ready
+
+
+def test_checks_take_only_what_the_plugin_gives() -> None:
+    given = {"subject", "loaded", "runs", "backend_name", "options", "tmp_path", "world_size", "slots", "wrapped"}
+    for name, function in CHECKS.items():
+        parameters = set(inspect.signature(function).parameters)
+        own = {
+            argument
+            for mark in getattr(function, "pytestmark", ())
+            if mark.name == "parametrize"
+            for argument in (mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0])
+        }
+        assert parameters - own <= given, name
+
+
+# ---- what checks say -------------------------------------------------------------------------------------------------
+
+
+def subject_of(backend: str, runs: Runs, directory: Path) -> Subject:
+    return Subject(backend=backend, world_size=1, runs=runs, directory=directory)
+
+
+def test_a_gradient_that_stays_after_a_skipped_step_is_told_as_one_that_was_not_cleared(
+    runs: Runs, tmp_path: Path
+) -> None:
+    subject = subject_of("plugins.testing.tests.faults:KEEPS_A_GRADIENT", runs, tmp_path)
+    with pytest.raises(AssertionError, match="the step after a skipped one has norm nan: gradients were not cleared"):
+        test_training.test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject)
+    with pytest.raises(
+        AssertionError, match="the gradient norm of step [1-9] is .*check that gradients are cleared after each step"
+    ):
+        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied", "packed")
+
+
+def test_a_learning_rate_that_stays_is_told_as_that(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("corerl_testing.broken:KEEPS_FIRST_RATE", runs, tmp_path)
+    with pytest.raises(
+        AssertionError, match="gradients and weights of the first step agree: .* the learning rate of later ones"
+    ):
+        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
+
+
+def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_its_gradients_and_weights(
+    runs: Runs, tmp_path: Path
+) -> None:
+    subject = subject_of("corerl_testing.broken:IGNORES_SCALE", runs, tmp_path)
+    with pytest.raises(AssertionError, match="clipped, the gradients agree: before, they are [0-9.]+ times what they"):
+        test_halves.test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject)
+    subject = subject_of("corerl_testing.broken:CLEARS_TOO_EARLY", runs, tmp_path)
+    with pytest.raises(AssertionError, match="the gradients of the first step are 0 times what they must be in 25 of"):
+        test_halves.test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject)
+    subject = subject_of("corerl_testing.broken:STEPS_IN_EVERY_CALL", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others"):
+        test_halves.test_the_gradients_of_several_calls_are_those_of_one(subject, "qwen3-tied", False)
+
+
+def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:HIDES_MOMENTS", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^exp_avg has no box, or only replicas, of model\.layers\.0\.mlp\.gate"):
+        test_routing.test_experts_are_told_as_routers_choose_them_and_trained_through_as_they_are_told(
+            subject, "packed"
+        )
+
+
+def test_host_memory_that_was_not_reserved_is_told_with_the_method_that_counts_it(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:FORGETS_MOMENTS_TO_COME", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^\d+ bytes of host memory were reserved .*; moments_to_come\(\) must"):
+        test_memory.test_sleep_frees_what_it_says_and_waking_restores_every_bit(
+            subject, test_memory.ENDS, test_memory.ENDS
+        )
