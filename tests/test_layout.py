@@ -270,6 +270,7 @@ def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tes
         ("corerl.engines", {"transformers", "fake"}),
         ("corerl.algorithms", {"grpo", "ppo"}),
         ("corerl.extensions", {"console", "jsonl", "tensorboard", "curves", "trace"}),
+        ("corerl.transports", {"ipc", "collective", "disk"}),
     ],
 )
 def test_what_is_built_in_enters_by_entry_points_like_any_plugin(group: str, expected: set[str]) -> None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
-    from corerl.weights.transports import open_sender as open_sender
+    from corerl.plugin.transports import open_receiver as open_receiver
+    from corerl.plugin.transports import open_sender as open_sender
     from corerl.weights.verify import difference as difference
     from corerl_doctor.smallest import drawn_model as drawn_model
     from corerl_doctor.smallest import smallest_config as smallest_config
