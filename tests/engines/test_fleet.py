@@ -28,9 +28,9 @@ from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
-from corerl.plugin.transports import open_sender
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.machine import paced
