@@ -38,7 +38,8 @@ class Selection:
 
 def selected(config: Config) -> list[Selection]:
     """The selected backends, engine, sampler, algorithm, extensions and transport, in that order; one entry for each
-    setting that names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed them."""
+    setting that names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed
+    them."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
