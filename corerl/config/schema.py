@@ -1,8 +1,8 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
 Every field has help text, which `corerl config` prints; a field without a default is required.
-Options of a single backend, engine or algorithm are in `backends.NAME`, `engines.NAME` and `algorithms.NAME`, as the
-plugin's own class.
+Options of a single plugin are in `backends.NAME`, `engines.NAME`, `algorithms.NAME` or `transports.NAME`, as its own
+class.
 """
 
 from __future__ import annotations
@@ -702,9 +702,9 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
-        "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "
-        "on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
+        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
+        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
         default="auto",
     )
     every: int = option(
@@ -857,6 +857,9 @@ class Config:
     samplers: Mapping[str, Mapping[str, Any]] = option("sampler-specific options, one table per sampler", factory=dict)
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
+    )
+    transports: Mapping[str, Mapping[str, Any]] = option(
+        "transport-specific options, one table per transport", factory=dict
     )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)

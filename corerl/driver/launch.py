@@ -62,6 +62,7 @@ from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.rollout import templates
 from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.sampler import Sampler
@@ -69,7 +70,6 @@ from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
@@ -407,7 +407,7 @@ def _end(group: TrainGroup) -> None:
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
     """The address of weight updates, without the meeting point, which `TrainGroup.meeting` adds."""
     # Two processes on one GPU cannot share an NCCL group.
-    own_devices = TRANSPORTS[processes.transport].one_device or cluster.placement == "disaggregated"
+    own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
     return Address(
         transport=processes.transport,
         engines=tuple(receivers),
@@ -416,6 +416,7 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
         device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
         timeout=cluster.timeout / 2,
+        options=processes.transport_options,
     )
 
 

@@ -27,8 +27,8 @@ from corerl.plan.roles import RolePlan
 from corerl.plan.sizes import REPLICAS, of_engines
 from corerl.plan.transports import ENGINES, senders
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 
 OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")
 
@@ -263,7 +263,7 @@ def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPla
         for name in (ACTOR, ENGINES)
     )
     found = senders(receivers, ranks, one_machine=False)
-    if not found and TRANSPORTS[after.transport].one_device:
+    if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
             "choose other sizes"

@@ -16,11 +16,11 @@ from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
+from corerl.plugin.transports import give_up
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
@@ -69,7 +69,7 @@ class WeightUpdates:
 
     def given_up(self) -> None:
         """Note that the ranks have ended, maybe in an update: engines must not wait for them."""
-        TRANSPORTS[self.address.transport].give_up(self.address)
+        give_up(self.address)
 
     def renewed(self, source: Source) -> None:
         """Note that the ranks were replaced by new ones, and the source by another."""

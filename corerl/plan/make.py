@@ -68,7 +68,6 @@ from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sources.recorded import SavedRollouts
-from corerl.weights.transports import AUTO, transport_named
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -143,9 +142,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
     require_room_for_prompts(config, context, problems)
     named = config
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
-    with problems.stage("weights.transport", path="weights.transport"):
-        if config.weights.transport != AUTO:
-            transport_named(config.weights.transport)  # raises if unknown
     start = find_start(config, prompts, problems, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did; with the paths that the user gave, for errors.
     eval_sets, about_sets = load_eval_sets(named, prompts, reward, tokenizer, context, problems)

@@ -29,6 +29,7 @@ from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (
@@ -47,7 +48,6 @@ from corerl.types import (
 from corerl.weights.handover import PART, PART_OF_GPUS, Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 
 T = TypeVar("T")
 
@@ -426,7 +426,7 @@ class TrainGroup:
         """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in
         the first rank if the transport joins senders and receivers in a group."""
         address = evolve(address, token=secrets.token_hex(16))
-        if not TRANSPORTS[address.transport].joins or not address.engines:
+        if not transport_named(address.transport).joins or not address.engines:
             return address
         host, port, listening = self.processes.listen(0)
         return evolve(address, host=host, port=port, listening=listening)

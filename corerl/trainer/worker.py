@@ -27,6 +27,7 @@ from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.requirements import require_met
+from corerl.plugin.transports import open_sender, transport_named
 from corerl.trainer.collectives import collectives_begun
 from corerl.trainer.compilations import Compilations
 from corerl.types import (
@@ -50,7 +51,6 @@ from corerl.types import (
 from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import open_sender, transport_named
 from corerl.weights.verify import SummingSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -86,9 +86,10 @@ class Worker:
         require_met(each.distribution for each in assignment.origins)
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
-        require_same(
-            assignment.origins, (Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]
-        )
+        plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
+        if assignment.transport:
+            plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
+        require_same(assignment.origins, *plugins)
         options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         choices = [
@@ -223,8 +224,9 @@ class Worker:
         self, address: Address, version: int, verify: bool = False, adapters: bool = False
     ) -> UpdateResult:
         """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
-        capability = Capability(transport_named(address.transport).capability)
-        self.backend.require(capability, f"update_weights over {address.transport!r}")
+        self.backend.require(
+            transport_named(address.transport).capability, f"update_weights over {address.transport!r}"
+        )
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()

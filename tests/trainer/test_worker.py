@@ -51,6 +51,7 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
+from corerl.plugin.transports import open_receiver
 from corerl.trainer.worker import Worker
 from corerl.types import (
     FloatArray,
@@ -69,7 +70,6 @@ from corerl.types import (
 from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver
 from corerl.weights.verify import bit_sums
 from corerl_testing.harness import make_samples
 from corerl_testing.models import write_tiny_model
