@@ -45,7 +45,7 @@ LONGEST = [
     "plugins/deepspeed/tests/test_options.py",
     "plugins/megatron/tests/test_layouts.py",
     "plugins/megatron/tests/test_conformance.py",
-    "tests/doctor/test_nodes.py",
+    "plugins/doctor/tests/test_nodes.py",
 ]
 
 

@@ -179,8 +179,9 @@ def test_corerl_help_loads_no_heavy_package() -> None:
 def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
     code = (
         "from importlib.metadata import entry_points\n"
-        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions', 'corerl.algorithms'):\n"
-        "    for point in entry_points(group=group):\n"
+        "from corerl.plugin.registry import Kind\n"
+        "for kind in Kind:\n"
+        "    for point in entry_points(group=kind.group):\n"
         "        point.load()"
     )
     assert loaded_by(code, "torch", "ray", "transformers") == []
@@ -213,7 +214,7 @@ def test_what_engines_and_specs_are_made_of_does_not_lead_to_the_plugin_host() -
 def test_plugins_the_scaffold_and_examples_import_public_names_of_corerl_and_nothing_deeper() -> None:
     files = [*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/**/*.py")]
     files = [path for path in files if path.relative_to(ROOT).parts[1] not in INSIDE]
-    files += (CORE / "cli" / "backend_template").rglob("*.py")
+    files += (ROOT / "plugins/testing/src/corerl_testing/backend_template").rglob("*.py")
     deeper = [
         f"{path.relative_to(ROOT)}: {module} {name}"
         for path in files

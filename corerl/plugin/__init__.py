@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from corerl.plugin.slow import slow_attention as slow_attention
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
+    from corerl.plugin.spec import CommandSpec as CommandSpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec

@@ -21,7 +21,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, Plug
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
+from corerl.plugin.spec import AlgorithmSpec, BackendSpec, CommandSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -34,6 +34,7 @@ class Kind(Enum):
     ENGINES = "engines"
     EXTENSIONS = "extensions"
     ALGORITHMS = "algorithms"
+    COMMANDS = "commands"
     TOOL_FORMATS = "tool_formats"
 
     @property
@@ -53,9 +54,13 @@ class Kind(Enum):
             Kind.ENGINES: EngineSpec,
             Kind.EXTENSIONS: ExtensionSpec,
             Kind.ALGORITHMS: AlgorithmSpec,
+            Kind.COMMANDS: CommandSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
         }[self]
 
+
+# The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
+CORE_COMMANDS = ("train", "eval", "scale", "export", "config", "plugins", "options")
 
 # How to install a first-party plugin that is missing; the only place in core that knows backends by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
@@ -68,6 +73,13 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.EXTENSIONS: {},
     Kind.ALGORITHMS: {},
+    Kind.COMMANDS: {
+        "doctor": "pip install 'corerl[doctor]'",
+        "models": "pip install 'corerl[doctor]'",
+        "new-backend": "pip install 'corerl[testing]'",
+        "scale": "pip install 'corerl[elastic]'",
+        "verify": "pip install 'corerl[testing]'",
+    },
     Kind.TOOL_FORMATS: {},
 }
 
@@ -150,8 +162,8 @@ def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Instal
             reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
-        if status is Status.OK and rivals:
-            status, reason = Status.CONFLICT, _rivalry(entry, rivals)
+        if status is Status.OK and (conflict := _conflict(kind, entry, rivals)):
+            status, reason = Status.CONFLICT, conflict
         found.append(
             Installed(
                 name=entry.name,
@@ -246,8 +258,8 @@ def locate(kind: Kind, name: str) -> Entry:
         return Entry(name=name, distribution="", version="", value=name)
     if not wanted:
         raise _not_found(kind, name, entries)
-    if len(wanted) > 1:
-        raise PluginConflict(f"{kind.noun} {name!r} is {_rivalry(wanted[0], wanted[1:])}")
+    if (len(wanted) > 1 or name == wanted[0].name) and (conflict := _conflict(kind, wanted[0], wanted[1:])):
+        raise PluginConflict(f"{kind.noun} {name!r} is {conflict}")
     return wanted[0]
 
 
@@ -360,7 +372,7 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
 
 def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFound:
     hints = INSTALL_HINTS[kind]
-    known = sorted({entry.name for entry in entries})
+    known = sorted({*(entry.name for entry in entries), *(CORE_COMMANDS if kind is Kind.COMMANDS else ())})
     qualified = [f"{entry.distribution}:{entry.name}" for entry in entries]
     near = nearest(name, qualified if ":" in name else sorted({*known, *hints}))
     text = f"unknown {kind.noun} {name!r}; installed: {', '.join(known) or 'none'}"
@@ -370,6 +382,14 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFoun
     error = PluginNotFound(text + f"; to install {near!r}: {install}" * bool(install))
     error.install = install
     return error
+
+
+def _conflict(kind: Kind, entry: Entry, rivals: Sequence[Entry]) -> str:
+    """Why this entry point's name alone does not mean it; "" if it does."""
+    if kind is Kind.COMMANDS and entry.name in CORE_COMMANDS:
+        whole = f"{entry.distribution}:{entry.name}"
+        return f"core's own; write {whole!r} for that of {entry.distribution} {entry.version}"
+    return _rivalry(entry, rivals) if rivals else ""
 
 
 def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:

@@ -1,11 +1,11 @@
-"""Specs, which entry points name: light descriptions of backends, engines, extensions and algorithms, importable
-without torch.
+"""Specs, which entry points name: light descriptions of backends, engines, extensions, algorithms and commands,
+importable without torch.
 
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, and
-formats of tool calls under `corerl.tool_formats`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`, algorithms under `corerl.algorithms`, commands
+under `corerl.commands`, and formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
@@ -312,7 +312,20 @@ class ToolFormatSpec:
     config: type = NoOptions
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec
+@frozen(kw_only=True)
+class CommandSpec:
+    """A command of `corerl`: what `corerl --help` shows of it, and where its code is."""
+
+    # "package.module:function", which gets the command's `argparse.ArgumentParser`, adds arguments, and sets `run`, a
+    # function of the parsed arguments that returns the exit status: `parser.set_defaults(run=run)`. Imported only when
+    # the command is chosen, also with --help.
+    implementation: str
+    api: tuple[int, int]
+    summary: str  # one line
+    config: type = NoOptions
+
+
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec | CommandSpec
 
 
 explain(__name__)

@@ -42,9 +42,9 @@ from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import Process
 from corerl.types import MemoryKind
+from corerl_doctor.matrix import Status
 from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
-from corerl_testing.matrix import Status
 from corerl_testing.suite import CHECKS
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)

@@ -12,8 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from corerl.backend.experts import ExpertLoad, load_balancing_loss, metrics_of_load
 from corerl.models.routing import Routers
-from corerl.models.smallest import smallest_config
-from corerl_testing import Runs
+from corerl_testing import Runs, smallest_config
 from corerl_testing.routing import assert_balances
 from corerl_testing.scenarios import training
 from corerl_testing.subject import WHOLE

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from corerl.cli import child
 from corerl.cli.main import main
 from corerl.cli.trial import beside
 from corerl.config.load import load_config
-from corerl.doctor import child
 from corerl.plan.user_code import code_of
 from tests.end_to_end.command import write_small
 
@@ -102,10 +102,10 @@ def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytes
     try_imports(here, ["backend.name=plain", "rollout.engine=fake"])
     assert asked == []
     try_imports(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"])
-    assert asked == [("corerl.doctor.plugins:look_imports", ["leaves_mod"], [])]
+    assert asked == [("corerl.cli.trial:look_imports", ["leaves_mod"], [])]
     other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
     try_imports(here, other)  # tables that are not selected are checked too
-    assert asked[1:] == [("corerl.doctor.plugins:look_imports", [], [("engines", "sglang")])]
+    assert asked[1:] == [("corerl.cli.trial:look_imports", [], [("engines", "sglang")])]
 
 
 @pytest.mark.processes

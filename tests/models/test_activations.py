@@ -98,7 +98,7 @@ def test_a_pass_without_gradients_takes_no_more_with_more_layers() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "granite"])
 def test_every_kind_of_layer_can_be_counted(family: str) -> None:
-    from corerl.models.smallest import smallest_config
+    from corerl_testing import smallest_config
 
     config = smallest_config(family)
     found = activations_of(config, tokens=256, longest=64, precision="bfloat16", outputs=LOGPROBS)

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.models.smallest import smallest_config as smallest_config
     from corerl.plugin.contract import build_manager as build_manager
     from corerl.plugin.host import PluginHost as PluginHost
     from corerl.plugin.observers import Observers as Observers
+    from corerl_doctor.smallest import drawn_model as drawn_model
+    from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations
     from corerl_testing.compare import assert_follows as assert_follows
     from corerl_testing.compare import different as different
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from corerl_testing.harness import step_at as step_at
     from corerl_testing.harness import train as train
     from corerl_testing.marks import with_variants as with_variants
-    from corerl_testing.models import drawn_model as drawn_model
     from corerl_testing.models import tiny_config as tiny_config
     from corerl_testing.models import tiny_fields as tiny_fields
     from corerl_testing.pool import RankFailed as RankFailed

@@ -12,14 +12,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ModelConfig
-from corerl.doctor import layers
-from corerl.doctor.layers import TOLERANCE, compare, compare_layers, plain_model, policy_like, shorten_windows
 from corerl.models.packed import PackedPolicy
 from corerl.models.policy import Policy
-from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.plan.make import make_plan
 from corerl.plugin.spec import Finding, Level
+from corerl_doctor import layers
+from corerl_doctor.layers import TOLERANCE, compare, compare_layers, plain_model, policy_like, shorten_windows
+from corerl_doctor.smallest import smallest_config
 from corerl_testing.models import tiny_config
 from tests.driver.forgetful import LEFT_OUT, model_with
 from tests.in_process import small

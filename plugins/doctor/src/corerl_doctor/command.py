@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.plugin.spec import Finding
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="diagnose the installation, a plugin or a run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", nargs="?", default="", help="a plugin, with everything it needs; or a run's directory"
     )
@@ -39,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from corerl.config.load import CONFIG_FILE
-    from corerl.doctor.examine import examine
     from corerl.errors import ConfigError
     from corerl.messages import printable
     from corerl.plugin.spec import Level
+    from corerl_doctor.examine import examine
 
     name, overrides, run_dir = args.name, list(args.overrides), ""
     if "=" in name:

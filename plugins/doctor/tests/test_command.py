@@ -10,8 +10,8 @@ import pytest
 from attrs import evolve
 
 from corerl.cli.main import main
-from corerl.doctor import examine as examination
 from corerl.plugin.spec import Finding, Level
+from corerl_doctor import examine as examination
 
 OK = Finding(level=Level.OK, what="Python 3")
 OLD = Finding(level=Level.WARNING, what="torch is old", why="it is slow", mend="pip install torch")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
+from corerl.cli.child import Begins, Told
+from corerl.cli.trial import PIP, reinstall
 from corerl.config.schema import ClusterInfo
-from corerl.doctor.child import Begins, Told
 from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.plugin.api import API
 from corerl.plugin.registry import (
@@ -27,8 +25,6 @@ from corerl.plugin.registry import (
 )
 from corerl.plugin.spec import BackendSpec, Finding, Level, ok
 
-PIP = "python -m pip"
-
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
     """Check the spec and API of each (value of Kind, name)."""
@@ -40,20 +36,6 @@ def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
     """Like `look_light`, and also check each implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
-
-
-def look_imports(modules: Sequence[str], plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Import what a driver imports: these modules, and the spec of each (value of Kind, name). Errors that can be
-    caught are left to the driver."""
-    for module in modules:
-        yield Begins(f"importing {module}", f"fix {module}")
-        with contextlib.suppress(BaseException):
-            importlib.import_module(module)
-    for kind, name in plugins:
-        entry = locate(Kind(kind), name)
-        yield Begins(f"importing {entry.value}, the spec of {Kind(kind).noun} {entry},", reinstall(entry))
-        with contextlib.suppress(PluginError):
-            load(Kind(kind), name)
 
 
 def look_named(name: str) -> Iterator[Told]:
@@ -143,7 +125,7 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
     """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
     why = f"a run that selects it does not start: {name!r} is not there"
-    mend = f"corerl {kind.value}, which lists the names that are installed"
+    mend = f"corerl plugins {kind.value}, which lists the names that are installed"
     if isinstance(error, PluginNotFound):
         mend = error.install or mend
     elif isinstance(error, PluginConflict):
@@ -156,9 +138,3 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
         why = "a run that selects it does not start"
         mend = reinstall(entry) if entry is not None else f"fix {name}"
     return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)
-
-
-def reinstall(entry: Entry) -> str:
-    if not entry.distribution:
-        return f"fix {entry.value}, searched in the installed packages and then in {sys.path[-1]}"
-    return f"{PIP} install --force-reinstall {entry.distribution}"

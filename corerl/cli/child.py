@@ -26,7 +26,7 @@ LIMIT = 300.0  # seconds for one check: importing torch from a cold shared file 
 START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from corerl.doctor.child import main
+from corerl.cli.child import main
 main(sys.argv[2:])
 """
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from corerl_testing.matrix import Row
+    from corerl_doctor.matrix import Row
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "models",
-        help="list transformers' language models: packed, whole, or refused and why",
-        description="Build each type of causal language model that the installed transformers has, and the text half "
-        "of each that reads pictures, very small but with every kind of its layers, and tell whether it is trained "
-        "packed or whole (train.layout), or why not.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Build each type of causal language model that the installed transformers has, and the text half of each that "
+        "reads pictures, very small but with every kind of its layers, and tell whether it is trained packed or whole "
+        "(train.layout), or why not."
     )
     parser.add_argument("types", metavar="TYPE", nargs="*", help="model types, such as qwen3; none: all")
     parser.add_argument(
@@ -31,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """1 if what an accepted model computes is not what transformers does."""
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean
-    from corerl_testing.matrix import Status, model_types, rows
+    from corerl_doctor.matrix import Status, model_types, rows
 
     known = model_types()
     for each in args.types:
@@ -53,7 +51,7 @@ def _line(row: Row) -> str:
 
 
 def _summary(found: Sequence[Row]) -> str:
-    from corerl_testing.matrix import Status
+    from corerl_doctor.matrix import Status
 
     counts = {status: sum(row.status is status for row in found) for status in Status}
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)

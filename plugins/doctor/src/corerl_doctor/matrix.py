@@ -28,10 +28,9 @@ from corerl.models.files import look_at
 from corerl.models.layout import choose_layout, make_policy
 from corerl.models.names import hf_boxes
 from corerl.models.policy import Policy
-from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
-from corerl_testing.models import drawn_model
+from corerl_doctor.smallest import drawn_model, smallest_config
 
 LIMIT = 60  # seconds for one type
 LENGTHS = (24, 9, 17)  # tokens of the sequences that are compared, longer than the smallest configs' windows

@@ -6,14 +6,12 @@ import argparse
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 TEMPLATE = Path(__file__).parent / "backend_template"  # a complete package for the name "mine"
 LONGEST = 24  # characters, so that no line of the template exceeds the line length
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("new-backend", help="generate a package with a working training backend")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="the backend's name, for backend.name of a run: a-z, 0-9 and hyphens"
     )

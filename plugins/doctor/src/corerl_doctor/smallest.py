@@ -1,11 +1,15 @@
-"""The smallest config of any model type of transformers in which every kind of layer of the family occurs."""
+"""The smallest config of any model type of transformers in which every kind of layer of the family occurs, and a model
+of it with random weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from corerl.models.build import named_weights
 
 # Fields of all families -> what they are at most. Two experts of eight, a window shorter than a test's sequences.
 SIZES: Mapping[str, int] = {
@@ -190,6 +194,22 @@ def smallest_config(model_type: str, **fields: Any) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **small)
     part = next(name for name, value in vars(default).items() if value is text)
     return AutoConfig.for_model(model_type, **{part: small})
+
+
+def drawn_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with the float32 weights that transformers draws, and its slowest attention. Norms, biases and buffers,
+    initially ones and zeros, get noise, so that mixed-up tensors show. Without training noise: it is in evaluation
+    mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            for weight in named_weights(model).values():
+                if weight.dim() == 1:
+                    weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
 
 
 def _shrunk(default: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from corerl.cli.child import Begins, Told
 from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import load_config
-from corerl.doctor.child import Begins, Told
 from corerl.errors import CorerlError, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import ProcessPlan
@@ -64,7 +64,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
     yield ok(f"{file} can run: {len(roles)} role{'s' * (len(roles) != 1)} on {plan.processes.device}")
     yield from _environments(plan.processes, {*cluster.environment, *cluster.secrets})
     if layers:
-        from corerl.doctor.layers import compare_layers  # slow to import: takes seconds
+        from corerl_doctor.layers import compare_layers  # slow to import: takes seconds
 
         yield from compare_layers(roles[ACTOR].assignments[0].config, temperature=plan.rollout.settings.temperature)
     if nodes:
@@ -89,7 +89,7 @@ def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], ad
     try:
         with ray_session(address=address, cpus=1.0):
             answers = ask_each_node(
-                "corerl.doctor.nodes:plugins_here",
+                "corerl.plugin.fingerprint:plugins_here",
                 question,
                 environment=environment,
                 timeout=ANSWER_WITHIN,

@@ -15,8 +15,8 @@ import pytest
 from attrs import frozen
 
 from corerl.plugin.registry import Kind, installed_names
+from plugins.doctor.tests.sites import distribution, spec
 from tests.cluster.nodes import cluster
-from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import STARTS_WITHIN, write_small
 from tests.forks.client import Forked, kill_session
 from tests.forks.ray import environment, place_of

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from corerl.cli.child import Begins, Told
 from corerl.config.schema import ModelConfig, RoleConfig
-from corerl.doctor.child import Begins, Told
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.config import hf_config
 from corerl.models.files import look_at, model_files

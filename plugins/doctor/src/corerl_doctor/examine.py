@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from corerl.cli.child import look, look_each
 from corerl.config.load import load_config
 from corerl.config.schema import Config
-from corerl.doctor import installation
-from corerl.doctor.child import look, look_each
 from corerl.errors import ConfigError
 from corerl.observability.notices import NOTICES_FILE, read_notices
 from corerl.plan.names import wrong_names
 from corerl.plan.resolve import selected
 from corerl.plugin.registry import Entry, Kind, is_named
 from corerl.plugin.spec import Finding, Level
+from corerl_doctor import installation
 
 
 def examine(
@@ -52,15 +52,15 @@ def examine(
         entries = [(kind, entry) for kind, entry in installation.all_entries() if is_named(entry, name)]
         yield from _installed(entries)
         if entries or ":" in name:
-            yield from look("corerl.doctor.run:devices")
-        yield from look("corerl.doctor.plugins:look_named", name)
+            yield from look("corerl_doctor.run:devices")
+        yield from look("corerl_doctor.plugins:look_named", name)
     if config is not None:
         told = []
         chosen = dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used)
         for finding in _selected(list(chosen)):
             told.append(finding.what)
             yield finding
-        for finding in look("corerl.doctor.run:run", file, list(overrides), nodes, layers):
+        for finding in look("corerl_doctor.run:run", file, list(overrides), nodes, layers):
             if not any(what in finding.what for what in told):  # a plugin's own finding has a better cure
                 yield finding
     if not name and not file:
@@ -77,8 +77,8 @@ def _selected(chosen: Sequence[tuple[Kind, str]]) -> Iterator[Finding]:
             if k is kind and is_named(entry, name)
         ]
     )
-    yield from look("corerl.doctor.run:devices")
-    yield from look_each("corerl.doctor.plugins:look_deep", [(kind.value, name) for kind, name in chosen])
+    yield from look("corerl_doctor.run:devices")
+    yield from look_each("corerl_doctor.plugins:look_deep", [(kind.value, name) for kind, name in chosen])
 
 
 def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
@@ -92,4 +92,4 @@ def _all() -> Iterator[Finding]:
     entries = installation.all_entries()
     yield from _installed(entries)
     named = [(kind.value, f"{entry.distribution}:{entry.name}") for kind, entry in entries]
-    yield from look_each("corerl.doctor.plugins:look_light", named)
+    yield from look_each("corerl_doctor.plugins:look_light", named)

@@ -8,15 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 LEVELS = range(5)
 DEFAULT_LEVEL = 2
 TIMEOUT_SECONDS = 300  # for one check
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("verify", help="check that a training backend or an algorithm meets the contract")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
         metavar="NAME",
@@ -60,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     """Exit status: 0 it conforms, 1 it does not, 2 it could not be checked."""
     from importlib.util import find_spec
 
-    from corerl.errors import UserError
-
-    if find_spec("pytest") is None:
-        raise UserError("verify needs pytest, which is not installed; pip install 'corerl[testing]'")
     asked = _backend(args) if args.algorithm is None else _algorithm(args)
     suite = "corerl_testing.suite" if args.algorithm is None else "corerl_testing.algorithm_suite"
     command = [sys.executable, "-m", "pytest", "--pyargs", suite, "-p", "corerl_testing.plugin"]

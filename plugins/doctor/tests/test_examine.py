@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from corerl.doctor import installation
-from corerl.doctor.child import look
-from corerl.doctor.examine import examine
-from corerl.doctor.installation import driver
-from corerl.doctor.plugins import finding_of
+from corerl.cli.child import look
 from corerl.errors import PluginNotFound
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Finding, Level
-from tests.doctor.sites import distribution, spec
+from corerl_doctor import installation
+from corerl_doctor.examine import examine
+from corerl_doctor.installation import driver
+from corerl_doctor.plugins import finding_of
+from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
 pytestmark = pytest.mark.processes
@@ -66,7 +66,7 @@ def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_ar
 
 def test_without_a_name_no_process_imports_torch(site: Path) -> None:
     program = (
-        "import sys\nfrom corerl.doctor.examine import examine\nassert list(examine())\n"
+        "import sys\nfrom corerl_doctor.examine import examine\nassert list(examine())\n"
         "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -219,14 +219,14 @@ def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) ->
 
 def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    (finding,) = look("corerl.doctor.run:devices")
+    (finding,) = look("corerl_doctor.run:devices")
     assert finding.what == (
-        "importing corerl.doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
+        "importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
     )
-    assert finding.mend.endswith(" -c 'import corerl.doctor.run'")
+    assert finding.mend.endswith(" -c 'import corerl_doctor.run'")
     (site / "torch.py").write_text("import os\nos.abort()\n")
-    (finding,) = look("corerl.doctor.run:devices")
-    assert finding.what == f"importing corerl.doctor.run killed its process with SIGABRT at {site}/torch.py:2"
+    (finding,) = look("corerl_doctor.run:devices")
+    assert finding.what == f"importing corerl_doctor.run killed its process with SIGABRT at {site}/torch.py:2"
 
 
 def test_what_a_module_starts_in_the_background_holds_nothing_up(site: Path, tmp_path: Path) -> None:
@@ -277,9 +277,9 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
-    (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False, False))
+    (clash,) = amiss(look("corerl_doctor.run:run", str(file), clashing, False, False))
     assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but tried ")
-    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
+    (unknown,) = amiss(look("corerl_doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
     assert unknown.what.startswith("backends.tried.shards: unknown key")
     assert unknown.mend == f"edit {file}, then: corerl config check {file}"
 

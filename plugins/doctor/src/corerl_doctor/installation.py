@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from corerl.doctor.plugins import PIP
+from corerl.cli.trial import PIP
 from corerl.ops.buildable import lacking
 from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
 from corerl.plugin.requirements import installing, unmet
