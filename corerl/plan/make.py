@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.config.functions import imported
 from corerl.config.load import recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -107,10 +106,6 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
-    scaler: Callable[..., Any] | None = None
-    if config.cluster.scaler:
-        with problems.stage("cluster.scaler"):
-            scaler = imported(config.cluster.scaler, setting="cluster.scaler")
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -199,7 +194,6 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         eval_sets=eval_sets,
         extensions=config.extensions,
         resized=resized,
-        scaler=scaler,
         record=record,
         memory=memory,
         notices=(

@@ -48,7 +48,6 @@ def functions_of(config: Config) -> dict[str, str]:
         **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
         "rollout.function": config.rollout.function,
         "rollout.postprocess": config.rollout.postprocess,
-        "cluster.scaler": config.cluster.scaler,
     }
     if config.run.mode != "eval":  # which asks nothing of the algorithm
         names["algorithm.loss"] = algorithm.loss

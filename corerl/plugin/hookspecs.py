@@ -29,13 +29,15 @@ from corerl.types import (
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
     from corerl.plugin.context import Context
+    from corerl.plugin.control import Failure, RunControl
     from corerl.plugin.events import Event
 
 __all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl", "hookspec"]
 
 
 class Hooks:
-    """Every hook of API 1.0. All but `shutdown` and `observe` have exactly one implementation, the backend's."""
+    """Every hook of API 1.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    the backend's."""
 
     # ---- once --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +98,21 @@ class Hooks:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
         `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run starts anew
         from an older checkpoint, with new instances, and no RunFinished was told."""
+
+    # ---- on the driver, for extensions alone -------------------------------------------------------------------------
+
+    @hookspec
+    def between_steps(self, run: RunControl) -> None:
+        """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
+        nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
+        Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
+        `run.apply` is to be let pass."""
+
+    @hookspec
+    def ranks_failed(self, run: RunControl, failure: Failure) -> None:
+        """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
+        May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
+        without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
 
     @hookspec
     def observe(self, event: Event) -> None:

@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 # The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
-CORE_COMMANDS = ("train", "eval", "scale", "export", "config", "plugins", "options")
+CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 
 # How to install a first-party plugin that is missing; the only place in core that knows backends by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
@@ -71,7 +71,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
-    Kind.EXTENSIONS: {},
+    Kind.EXTENSIONS: {"elastic": "pip install 'corerl[elastic]'"},
     Kind.ALGORITHMS: {},
     Kind.COMMANDS: {
         "doctor": "pip install 'corerl[doctor]'",

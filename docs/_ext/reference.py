@@ -36,7 +36,7 @@ from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
 from corerl.plan.resolve import TABLES
-from corerl.plugin import events, hookspecs
+from corerl.plugin import control, events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
@@ -122,7 +122,7 @@ def hooks_reference() -> str:
 
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
-    known = {**vars(types), **vars(events), "Context": Context, "RoleConfig": RoleConfig}
+    known = {**vars(types), **vars(events), **vars(control), "Context": Context, "RoleConfig": RoleConfig}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:
