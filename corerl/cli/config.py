@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
-        from corerl.plan.resolve import resolve_tables, settle_algorithm
+        from corerl.plan.resolve import resolve_tables, settle_algorithm, settle_extensions
 
         tried()
-        resolved = resolve_tables(settle_algorithm(config))
+        resolved = resolve_tables(settle_algorithm(settle_extensions(config)))
         toml = dump_toml(resolved)
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0

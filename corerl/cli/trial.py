@@ -113,10 +113,12 @@ def reinstall(entry: Entry) -> str:
 
 
 def _own(kind: Kind, name: str) -> bool:
+    """Whether it comes with CoreRL: in its own wheel, or in one that it says how to install."""
     from corerl.errors import PluginError
-    from corerl.plugin.registry import locate
+    from corerl.plugin.registry import INSTALL_HINTS, locate
 
     try:
-        return locate(kind, name).value.startswith("corerl.")
+        entry = locate(kind, name)
     except PluginError:  # there is nothing to import
         return True
+    return entry.value.startswith("corerl.") or entry.name in INSTALL_HINTS[kind]

@@ -868,9 +868,6 @@ class ExtensionChoice:
     options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
 
-DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "jsonl", "tensorboard", "curves"))
-
-
 @frozen(kw_only=True)
 class Config:
     """The complete configuration of a run; also written next to its results, as a file that can be loaded again."""
@@ -896,14 +893,20 @@ class Config:
     weights: WeightsConfig = option("weight updates from trainer to engines", factory=WeightsConfig)
     eval: EvalConfig = option("evaluation on held-out prompts", factory=EvalConfig)
     checkpoint: CheckpointConfig = option("saving and resuming", factory=CheckpointConfig)
-    extensions: tuple[ExtensionChoice, ...] = option(
-        "observers and wrappers in order, the first outermost", default=DEFAULT_EXTENSIONS
+    extensions: tuple[ExtensionChoice, ...] | None = option(
+        "observers and wrappers in order, the first outermost; unset: those installed that join by default",
+        default=None,
     )
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
         """The roles of this run by name, the actor first; others only if the run trains."""
         return {"actor": self.roles.actor, **(self.roles.beside_actor if self.run.trains else {})}
+
+    @property
+    def chosen_extensions(self) -> tuple[ExtensionChoice, ...]:
+        """Those that are listed; a plan's config lists also those that join by themselves."""
+        return self.extensions or ()
 
     @property
     def own_devices(self) -> tuple[str, ...]:

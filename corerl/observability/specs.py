@@ -154,10 +154,24 @@ CONSOLE = _spec(
     ConsoleOptions,
     "a live display on a terminal, aligned lines in a pipe or log file",
     shows_notices=True,
+    joins="default",
+    place=10,
 )
-JSONL = _spec("jsonl:Jsonl", JsonlOptions, "metrics.jsonl and samples.jsonl in the run directory")
-TENSORBOARD = _spec("tensorboard:Tensorboard", TensorboardOptions, "TensorBoard events in the run directory")
-CURVES = _spec("curves:Curves", CurvesOptions, "curves.png in the run directory")
+JSONL = _spec(
+    "jsonl:Jsonl",
+    JsonlOptions,
+    "metrics.jsonl and samples.jsonl in the run directory",
+    joins="default",
+    place=20,
+)
+TENSORBOARD = _spec(
+    "tensorboard:Tensorboard",
+    TensorboardOptions,
+    "TensorBoard events in the run directory",
+    joins="default",
+    place=30,
+)
+CURVES = _spec("curves:Curves", CurvesOptions, "curves.png in the run directory", joins="default", place=40)
 TRACE = _spec(
     "trace:Trace",
     TraceOptions,

@@ -316,7 +316,7 @@ def _cluster(config: Config) -> Iterator[str]:
 
 
 def _extensions(config: Config) -> Iterator[str]:
-    counts = Counter(extension.name for extension in config.extensions)
+    counts = Counter(extension.name for extension in config.chosen_extensions)
     for name, count in counts.items():
         if count > 1:
             yield f"extensions: {name!r} is listed {count} times; keep one"

@@ -51,7 +51,14 @@ from corerl.plan.notices import (
 )
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
-from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
+from corerl.plan.resolve import (
+    absent_extensions,
+    ignored_tables,
+    load_plugins,
+    settle_algorithm,
+    settle_extensions,
+    with_extensions,
+)
 from corerl.plan.run_dir import changed_settings
 from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
@@ -81,6 +88,9 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         return evolve(plan, record={**plan.record, **resume}, resized=lambda more: resized([*overrides, *more]))
 
     given, problems = config, Problems()
+    config = settle_extensions(config)
+    listed = len(config.chosen_extensions)
+    config = with_extensions(config)
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(config)
     config = settle_adapters(config, problems)
@@ -163,7 +173,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
-    record = to_plain(recorded(config))
+    # Without those that join every run: where the record is loaded again, those join that are installed there.
+    record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[:listed])))
     return Plan(
         title=title_of(config, processes, prompts, layouts),
         run=config.run,
@@ -192,13 +203,14 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         checkpoint=config.checkpoint,
         eval=config.eval,
         eval_sets=eval_sets,
-        extensions=config.extensions,
+        extensions=config.chosen_extensions,
         resized=resized,
         record=record,
         memory=memory,
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
+            *absent_extensions(config),
             *start.data,
             *(prompts.notices if config.run.samples else ()),
             *unanswered(config, prompts),

@@ -197,7 +197,7 @@ def plan_engines(
 
 def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
     names: dict[str, str] = {}  # extension -> its name in the config
-    for index, each in enumerate(config.extensions):
+    for index, each in enumerate(config.chosen_extensions):
         with problems.stage("extensions"):
             extension = load(Kind.EXTENSIONS, each.name)
             if names.setdefault(extension.name, each.name) != each.name:

@@ -88,7 +88,7 @@ def plan_role(
     with problems.stage("backends"):
         check_spec(backend, options, cluster, config=config, role=role)
     problems.raise_all()
-    extensions = extensions_for(config.extensions, Process.WORKER)
+    extensions = extensions_for(config.chosen_extensions, Process.WORKER)
     role_config = RoleConfig(
         model=config.model_of(role),
         train=cluster.train or config.train_of(role),

@@ -6,6 +6,7 @@ names win, and return nothing for an unknown name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import asdict, field, frozen
 
-from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
@@ -177,6 +178,15 @@ def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Instal
                 shadowed=tuple(str(copy) for copy in copies(entry)[1:]),
             )
         )
+    return found
+
+
+def usable(kind: Kind) -> list[Loaded]:
+    """Every plugin of this kind that can be used, with its spec; of one name there may be several."""
+    found = []
+    for entry in scan(kind):
+        with contextlib.suppress(PluginError):  # `installed` tells
+            found.append(_loaded(kind, entry))
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
@@ -239,6 +239,12 @@ class ExtensionSpec:
     summary: str
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # In which runs it takes part: "listed", where the config lists it; "default", also where the config lists no
+    # extensions at all; "always", in every run where it is installed, and a listing only sets its options.
+    joins: Literal["listed", "default", "always"] = field(
+        default="listed", validator=in_(("listed", "default", "always"))
+    )
+    place: int = 100  # among those that join by themselves: lower comes first, and is outermost
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
 

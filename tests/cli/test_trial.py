@@ -103,9 +103,9 @@ def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytes
     assert asked == []
     try_imports(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"])
     assert asked == [("corerl.cli.trial:look_imports", ["leaves_mod"], [])]
-    other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
+    other = ["backend.name=plain", "rollout.engine=fake", 'engines."a.module:SPEC"={}', "backends.no-such={}"]
     try_imports(here, other)  # tables that are not selected are checked too
-    assert asked[1:] == [("corerl.cli.trial:look_imports", [], [("engines", "sglang")])]
+    assert asked[1:] == [("corerl.cli.trial:look_imports", [], [("engines", "a.module:SPEC")])]
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from corerl.plan.make import make_plan
 from corerl.plan.start import require_same_source
 from tests.driver.saved import DATA, config_in, make_config, make_model, save
 
+Install = Callable[..., Path]
+
 
 def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
@@ -30,6 +33,17 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     assert plan.processes.roles["actor"].assignments[0].config.resume == ""
     assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:
+    always = extension_spec.replace("api=(1, 0),", 'api=(1, 0), joins="always",')
+    install("corerl-all", {"extensions": {"all": "all_p:SPEC"}}, all_p=always)
+    plan = make_plan(config_in(tmp_path / "run", extensions=[{"name": "jsonl"}]))
+    assert [each.name for each in plan.extensions][:1] == ["jsonl"] and "all" in {each.name for each in plan.extensions}
+    assert "all" in {each.name for each in plan.processes.roles["actor"].assignments[0].extensions}
+    assert [each["name"] for each in plan.record["extensions"]] == ["jsonl"]
+    defaults = make_plan(evolve(config_in(tmp_path / "run"), extensions=None))
+    assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
 
 
 def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:

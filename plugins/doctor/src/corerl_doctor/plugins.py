@@ -22,6 +22,7 @@ from corerl.plugin.registry import (
     load_implementation,
     locate,
     unknown,
+    usable,
 )
 from corerl.plugin.spec import BackendSpec, Finding, Level, ok
 
@@ -36,6 +37,12 @@ def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
     """Like `look_light`, and also check each implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
+
+
+def look_joining() -> Iterator[Told]:
+    """`look_deep` at the extensions that join runs which list none."""
+    joining = [each.name for each in usable(Kind.EXTENSIONS) if each.spec.joins != "listed"]
+    yield from look_deep([(Kind.EXTENSIONS.value, name) for name in joining])
 
 
 def look_named(name: str) -> Iterator[Told]:

@@ -128,9 +128,9 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 
 def named_by(processes: ProcessPlan, chosen: Sequence[Selection]) -> list[tuple[Kind, str]]:
     """Those of the chosen plugins that run in ranks and engines, as the config names them."""
-    in_ranks = {each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions}
-    there = [each for each in chosen if each.used and (each.kind is not Kind.EXTENSIONS or each.name in in_ranks)]
-    return list(dict.fromkeys((each.kind, each.name) for each in there))
+    in_ranks = [each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions]
+    there = [(each.kind, each.name) for each in chosen if each.used and each.kind is not Kind.EXTENSIONS]
+    return list(dict.fromkeys([*there, *((Kind.EXTENSIONS, name) for name in in_ranks)]))
 
 
 def _problem(line: str, file: str) -> Finding:
