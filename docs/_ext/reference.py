@@ -11,7 +11,7 @@ algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
 inputs        what becomes of each field of a model's files, of a request and of a directory of PEFT
-public        the names that each package has for plugins and users, with the first sentence of what documents them
+users, authors, testers   the names that each package has for them, with the first sentence of what documents each
 """
 
 from __future__ import annotations
@@ -146,6 +146,12 @@ def hooktypes_reference() -> str:
     return "\n".join(lines)
 
 
+CIRCLES = {  # who relies on the names of which packages; all others are for authors of plugins
+    "users": ("corerl", "corerl.data", "corerl.rollout"),
+    "testers": ("corerl_testing",),
+}
+
+
 def faces() -> dict[str, list[str]]:
     """By package, the names that its `__init__` has for others, if it has any."""
     packages: list[Any] = [corerl]
@@ -154,9 +160,16 @@ def faces() -> dict[str, list[str]]:
     return {package.__name__: package.__all__ for package in packages if hasattr(package, "__all__")}
 
 
-def public_reference() -> str:
-    lines: list[str] = []
-    for package, names in faces().items():
+def public_reference(circle: str) -> str:
+    """The names of one circle, package by package, with their number."""
+    elsewhere = {package for packages in CIRCLES.values() for package in packages}
+    shown = {
+        package: names
+        for package, names in faces().items()
+        if (package in CIRCLES[circle] if circle in CIRCLES else package not in elsewhere)
+    }
+    lines = [f"{sum(map(len, shown.values()))} names.", ""]
+    for package, names in shown.items():
         lines += [f"### `{package}`", "", "| name | |", "|---|---|"]
         for name in names:
             value = getattr(importlib.import_module(package), name)
@@ -277,7 +290,9 @@ REFERENCES = {
     "algorithm": partial(checks_reference, ALGORITHM_CHECKS),
     "matrix": matrix_reference,
     "models": models_reference,
-    "public": public_reference,
+    "users": partial(public_reference, "users"),
+    "authors": partial(public_reference, "authors"),
+    "testers": partial(public_reference, "testers"),
     "inputs": inputs_reference,
 }
 

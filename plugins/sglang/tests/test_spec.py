@@ -19,15 +19,14 @@ from transformers import AutoConfig
 from corerl.config import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.engines import EngineContext
 from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
 from corerl.plugin import Finding, Level
-from corerl.weights.quantize import BLOCK
 from corerl_sglang import SPEC
 from corerl_sglang.arguments import ELSEWHERE, Key, plain_allocator, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.fp8 import BLOCK as FP8_BLOCK
 from corerl_sglang.fp8 import KERNELS, for_device, quantization
 from corerl_sglang.probe import END, OLDEST
+from corerl_testing import BLOCK, make_plan
 from plugins.sglang.tests.stand_in import KNOWN
 from tests.driver.saved import make_config
 

@@ -46,6 +46,7 @@ class Trajectory:
 
 
 def together(reports: Sequence[training.Trained]) -> Trajectory:
+    """The trajectory that all ranks' reports of `scenarios.training` give, which must agree on steps and on Adam's."""
     steps = list(zip(*(report.results for report in reports), strict=True))
     for results in steps:
         assert [result.applied for result in results] == [True] * len(reports)
