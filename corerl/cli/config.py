@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check = plan.rollout.check
     while check is not None and not check.look(SECONDS):
         note(f"{check.done:,} of {check.of:,} prompts are checked")
-    memory = plan.memory.lines() if plan.memory is not None else ()
-    for line in (*plan.notices, *memory, *(check.finish() if check is not None else ())):
+    for line in (*plan.notices, *(check.finish() if check is not None else ())):
         if line not in ignored:
             note(line)
     print(f"{args.file}: ok")

@@ -502,8 +502,6 @@ def _notices(plan: Plan) -> Iterator[str]:
     yield from plan.notices
     if plan.rollout.check is not None:
         yield from plan.rollout.check.notices or ()  # of one that goes on, when it has ended
-    if plan.memory is not None:
-        yield from plan.memory.lines(fullest=True)
 
 
 def make_fleet(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -18,7 +19,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
-from corerl.models.described import Described
 from corerl.models.lora import put_adapters
 from corerl.models.names import shapes_of
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
@@ -91,6 +91,19 @@ def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFi
     nor trains, like those of a vision tower. An export copies them."""
     files, model = model_files(directory, config), look_at(config)
     return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
+
+
+@frozen
+class Described:
+    """A config, equal to those that describe the same model."""
+
+    kind: type[PreTrainedConfig]
+    text: str
+    config: PreTrainedConfig = field(eq=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Described:
+        return cls(type(config), config.to_json_string(use_diff=False), config)
 
 
 def look_at(config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None) -> PreTrainedModel:

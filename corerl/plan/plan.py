@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import frozen
 from transformers import PreTrainedTokenizerBase
@@ -28,9 +28,6 @@ from corerl.rollout.agents.episodes import EpisodeFunction
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sources.base import Scored
-
-if TYPE_CHECKING:
-    from corerl.plan.forecast import Forecast
 
 
 @frozen(kw_only=True)
@@ -73,7 +70,6 @@ class Plan:
     resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
-    memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training
 
     @property
     def first_step(self) -> int:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec
     from corerl.plugin.spec import Finding as Finding
     from corerl.plugin.spec import Level as Level
+    from corerl.plugin.spec import PlanAnswer as PlanAnswer
     from corerl.plugin.spec import Problem as Problem
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory

@@ -21,7 +21,7 @@ from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
-DRIVER_HOOKS = ("between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
+DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
 LIST_HOOKS = ("shutdown", *DRIVER_HOOKS)  # called plugin by plugin, so that each error and answer has a name
 
 

@@ -28,9 +28,11 @@ from corerl.types import (
 
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
+    from corerl.plan.ready import PlanReady
     from corerl.plugin.context import Context
     from corerl.plugin.control import Failure, RunControl
     from corerl.plugin.events import Event
+    from corerl.plugin.spec import PlanAnswer
 
 __all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl", "hookspec"]
 
@@ -100,6 +102,18 @@ class Hooks:
         from an older checkpoint, with new instances, and no RunFinished was told."""
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
+
+    @hookspec
+    def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
+        """Called where a run has been planned without a problem, before anything of it starts: by `corerl train`,
+        `corerl config check` and `corerl doctor`, and for other sizes of a run that goes on. Needs `plans=True` in the
+        spec. May read all of `plan`, change nothing of it, and answer with settings to plan again with, notices, and
+        problems that end the planning. None: nothing to say. If any extension sets what the plan does not have yet, the
+        run is planned again, and all extensions are asked again, about that plan.
+
+        The extension is constructed for this call alone: its run directory may not be there, and must not be made; it
+        gets no events and no `shutdown`. A UserError that it raises is a problem of the user's; any other error ends
+        the start, with the extension's name."""
 
     @hookspec
     def between_steps(self, run: RunControl) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
-from corerl.errors import CorerlError, PluginBroken
+from corerl.errors import ContractError, CorerlError, PluginBroken
 from corerl.messages import note, one_line, printable
-from corerl.plugin.contract import DRIVER_HOOKS, ask_each, build_manager, call_each
+from corerl.plugin.contract import DRIVER_HOOKS, HookManager, ask_each, build_manager, call_each
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.spec import Process
@@ -69,8 +69,28 @@ def load_observers(
 ) -> Observers:
     """The run's own observers, then the extensions that run on the driver; their options may be plain tables or already
     resolved."""
-    showing = [loaded.name for _, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.shows_notices]
-    return Observers([*own, *_instances(choices, run_dir, Process.DRIVER)], showing=showing)
+    specs = {loaded.name: loaded.spec for _, loaded in extensions_for(choices, Process.DRIVER)}
+    extensions = _instances(choices, run_dir, Process.DRIVER)
+    for name, extension in extensions:
+        if hasattr(extension, "plan_ready") and not specs[name].plans:
+            raise ContractError(
+                f"extension:{name} implements plan_ready, which is not called; set plans=True in its spec"
+            )
+    return Observers([*own, *extensions], showing=[name for name, spec in specs.items() if spec.shows_notices])
+
+
+def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> HookManager:
+    """The extensions whose specs say that they plan, constructed to be asked about a plan, and for nothing else."""
+    found = [each for each in extensions_for(choices, Process.DRIVER) if each[1].spec.plans]
+    plugins = [
+        (f"extension:{loaded.name}", _instance(loaded, choice.options, run_dir)) for choice, loaded in reversed(found)
+    ]
+    manager = build_manager(plugins, hooks=(*DRIVER_HOOKS, "shutdown"), where="driver")
+    planning = {impl.plugin_name for impl in manager.hook.plan_ready.get_hookimpls()}
+    for name, _ in plugins:
+        if name not in planning:
+            raise ContractError(f"{name} implements no plan_ready; add it, or remove plans=True from its spec")
+    return manager
 
 
 def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:

@@ -247,6 +247,20 @@ class ExtensionSpec:
     place: int = 100  # among those that join by themselves: lower comes first, and is outermost
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
+    plans: bool = False  # on the driver: has the hook `plan_ready`, for which it is constructed when a run is planned
+
+
+@frozen(kw_only=True)
+class PlanAnswer:
+    """What an extension's `plan_ready` has to say of a plan."""
+
+    # Values of settings to plan again with, by their dotted keys in the config, such as {"train.recompute": "full"}. A
+    # table is replaced as a whole. Extensions that set one differently end the planning, and so do settings with which
+    # the run cannot be planned.
+    settings: Mapping[str, Any] = field(factory=dict)
+    notices: Sequence[str] = ()  # a line each, among a run's first and those of `corerl config check`
+    # A line each, which begins with the setting to change. They end the planning, unless it begins again.
+    problems: Sequence[str] = ()
 
 
 ACTOR = "actor"  # the role whose policy samples

@@ -10,14 +10,15 @@ from corerl.config.functions import imported
 from corerl.driver.control import Control
 from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
+from corerl.plan.ready import PlanReady
 from corerl.plan.transports import ENGINES
-from corerl.plugin import Event, Failure, StepFinished
+from corerl.plugin import Event, Failure, PlanAnswer, RunStarted, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.fewer import fewer
 from corerl_elastic.places import Places
 from corerl_elastic.resizing import resize
-from corerl_elastic.scaling import Answer, Devices, Scaler, Scaling, answer, asked, begin
+from corerl_elastic.scaling import Answer, Devices, Scaler, Scaling, answer, asked, balance, begin
 
 
 class Elastic:
@@ -32,11 +33,25 @@ class Elastic:
             self._scaling = Scaling(name=options.scaler, scaler=scaler)
         self._metrics: list[Mapping[str, float]] = []  # of steps that the scaler's statistics do not have yet
         self._places: Places | None = None
-        begin(self._run_dir)
+
+    @hookimpl
+    def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
+        config, scaling = plan.config, self._scaling
+        divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
+        if scaling is None or scaling.scaler is not balance or divided:
+            return None
+        return PlanAnswer(
+            problems=[
+                f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their "
+                "own; set run.mode='train' and cluster.placement='disaggregated', or remove it"
+            ]
+        )
 
     @hookimpl
     def observe(self, event: Event) -> None:
-        if isinstance(event, StepFinished):
+        if isinstance(event, RunStarted):
+            begin(self._run_dir)
+        elif isinstance(event, StepFinished):
             self._metrics.append(event.metrics)
 
     # ---- between steps ----------------------------------------------------------------------------------------------

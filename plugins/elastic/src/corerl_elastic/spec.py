@@ -26,6 +26,8 @@ SPEC = ExtensionSpec(
     summary="resizing by `corerl scale` or a scaler, and spare machines or smaller groups where a machine is lost",
     process=Process.DRIVER,
     check=check,
+    joins="always",
+    plans=True,
 )
 SCALE = CommandSpec(
     implementation="corerl_elastic.scale:add_arguments",

@@ -8,57 +8,17 @@ import pytest
 from attrs import evolve
 
 from benchmarks.memory import CASES, predicted
-from corerl.config.schema import Config, ModelConfig
-from corerl.models.activations import size_of
+from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.plan.forecast import GIB, PROCESS, Forecast, Forecaster
+from corerl.models.size import size_of
 from corerl.plan.make import make_plan
-from corerl.plan.resolve import resolve_tables, settle_algorithm
-from corerl.plan.settle import with_precisions, with_recomputation
 from corerl.types import MemoryKind
+from corerl_forecast.forecast import GIB, PROCESS
+from plugins.forecast.tests.planned import EXTENSIONS, LARGE, forecaster_of, memory_of, on_gpus, predictions
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
 
 MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
-# Four layers of the 8B shape.
-LARGE = {
-    **DATA["model"]["config"],
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
-
-
-def on_gpus(tmp_path: Path, **tables: Any) -> Config:
-    """Of a run on the GPUs of a cluster, which is not asked anything."""
-    config = config_in(tmp_path / "run", backend={"name": "fsdp"}, **tables)
-    return evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
-
-
-def memory_of(config: Config) -> Forecast:
-    memory = make_plan(config).memory
-    assert memory is not None
-    return memory
-
-
-def forecaster_of(config: Config) -> Forecaster:
-    plan, resolved = make_plan(config), resolve_tables(settle_algorithm(config))
-    models = {role: hf_config(config.model_of(role)) for role in plan.processes.roles}
-    built = {role: look_at(hf, value_head=role == "critic") for role, hf in models.items()}
-    return Forecaster(
-        algorithm=plan.algorithm,
-        config=with_recomputation(with_precisions(resolved, "cuda", bfloat16=True), {}),
-        asked=resolved,
-        plan=plan.processes,
-        models=models,
-        built=built,
-        longest=2048,
-    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +151,15 @@ def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> 
 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
-    assert make_plan(config_in(tmp_path / "run")).memory is None
+    assert make_plan(evolve(config_in(tmp_path / "run"), extensions=EXTENSIONS)).notices == ()
+
+
+def test_a_start_tells_the_fullest_stage_and_a_check_tells_all(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path)
+    lines = memory_of(config).lines()
+    assert len(lines) > 1
+    assert predictions(make_plan(config).notices) == lines[:1]
+    assert predictions(make_plan(config, starting=False).notices) == lines
 
 
 def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_optimizer(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig
 
-from corerl.kinds import InPieces
-from corerl.models.activations import activations_of, size_of
 from corerl.models.build import materialize
-from corerl.models.files import look_at
 from corerl.models.layout import make_policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
+from corerl_forecast.activations import activations_of
 from corerl_testing.models import tiny_fields
 
 LOGPROBS = (Output.LOGPROBS,)
@@ -111,20 +109,3 @@ def test_rows_that_are_full_keep_what_packed_ones_do_and_no_scores() -> None:
     short, long = (of(fields, longest=longest, layout="whole") for longest in (64, 512))
     assert short.kept == pytest.approx(packed.kept, rel=0.1)
     assert long.kept == pytest.approx(short.kept, rel=0.05)  # scores would be eight times as many
-
-
-def test_a_models_size_is_that_of_its_parts() -> None:
-    fields = tiny_fields("qwen3-moe")
-    model = look_at(AutoConfig.for_model(**fields))
-    found = size_of(model)
-    assert found.total == sum(param.numel() for param in model.parameters())
-    expert = 3 * fields["hidden_size"] * fields["moe_intermediate_size"]
-    assert found.experts == (fields["num_experts"] * expert,) * fields["num_hidden_layers"]
-    assert found.embedding == fields["vocab_size"] * fields["hidden_size"] and found.rest == fields["hidden_size"]
-    tied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": True})))
-    untied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": False})))
-    assert (tied.head, untied.head) == (0, untied.embedding)
-    critic = size_of(look_at(AutoConfig.for_model(**fields), value_head=True))
-    assert critic.head == fields["hidden_size"]
-    wide = size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264})))
-    assert (found.in_pieces, wide.in_pieces) == (None, InPieces.HEADS)

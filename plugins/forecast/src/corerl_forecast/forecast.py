@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ModelError
-from corerl.models.activations import size_of
 from corerl.models.files import look_at
+from corerl.models.size import size_of
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.footprint import RoleMemory, role_memory
 from corerl.plan.processes import ProcessPlan
+from corerl.plan.ready import PlanReady
 from corerl.plan.residency import FORWARD, UPDATE, training
 from corerl.plan.resolve import role_options
 from corerl.plan.settle import supports
@@ -23,6 +23,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
 from corerl.types import MemoryKind
 from corerl.weights.manifest import proportionate_bucket
+from corerl_forecast.footprint import RoleMemory, role_memory
 
 GIB = 2**30
 PROCESS = 6 * GIB // 10  # what a process takes of a device besides: the context, loaded kernels, communicators
@@ -85,6 +86,19 @@ class Forecaster:
     models: Mapping[str, PreTrainedConfig]
     built: Mapping[str, PreTrainedModel]
     longest: int
+
+    @classmethod
+    def of(cls, plan: PlanReady) -> Forecaster:
+        return cls(
+            config=plan.config,
+            asked=plan.asked,
+            algorithm=plan.algorithm,
+            plan=plan.processes,
+            models=plan.models,
+            built=plan.built,
+            # Not by the model's positions, which are often many times as many as samples ever have tokens.
+            longest=plan.config.rollout.context_length,
+        )
 
     def forecast(self) -> Forecast:
         found = {role: self.role(role) for role in self.plan.roles}

@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ClusterInfo
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.activations import activations_of, size_of
+from corerl.models.size import size_of
 from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.types import MemoryKind, Output
+from corerl_forecast.activations import activations_of
 
 
 @frozen(kw_only=True)
