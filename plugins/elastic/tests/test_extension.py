@@ -12,8 +12,10 @@ from attrs import asdict
 
 from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Gpu, Slot
-from corerl.errors import CorerlError, NoPlaces, ResizeFailed, WorkerDied
-from corerl.plugin import StepFinished
+from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, WorkerDied
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
+from corerl.plugin import RunStarted, StepFinished
 from corerl_elastic import Devices, scaling
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
@@ -22,6 +24,7 @@ from tests.cluster.test_placement import Rooms as RealRooms
 from tests.cluster.test_placement import rooms_of
 from tests.driver import test_groups
 from tests.driver.fakes import told
+from tests.driver.saved import config_in
 from tests.driver.test_groups import recorded_ranks, wide
 
 
@@ -448,3 +451,40 @@ def test_a_scaler_is_asked_after_each_step_and_no_more_once_it_has_failed(tmp_pa
         "scaler: mine:decide returned {'rollout.replicas': 1.5}, expected an integer for rollout.replicas; it is not "
         "asked again"
     )
+
+
+# ---- before a run ----------------------------------------------------------------------------------------------------
+
+
+def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
+    """The plan of a run that lists the extension with this scaler."""
+    run_dir.mkdir()
+    extension = {"name": "elastic", "options": {"scaler": scaler}}
+    cluster = {"device": "cpu", "placement": placement}
+    return make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[extension], cluster=cluster))
+
+
+def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own(tmp_path: Path) -> None:
+    scaler = "corerl_elastic:balance"
+    assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
+    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
+        planned(tmp_path / "together", scaler, "colocated")
+
+
+def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^extensions.0..options.scaler: 'no_such_module:f': cannot import"):
+        planned(tmp_path / "run", "no_such_module:f", "colocated")
+
+
+def test_a_run_that_does_not_list_the_extension_has_it_and_forgets_an_older_request_at_its_start(
+    tmp_path: Path,
+) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    plan = make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[{"name": "jsonl"}]))
+    assert "elastic" in [each.name for each in plan.extensions]
+    (run_dir / scaling.REQUEST).write_text("{}")
+    run = Changing(run_dir)
+    assert (run_dir / scaling.REQUEST).exists()  # as where a config is only checked
+    run.elastic.observe(RunStarted(run_dir=str(run_dir), steps=9, first_step=0, title="", mode="train", same_run=False))
+    run.end_step(1)
+    assert run.told == [] and not (run_dir / scaling.REQUEST).exists()

@@ -40,12 +40,11 @@ class Elastic:
         divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
         if scaling is None or scaling.scaler is not balance or divided:
             return None
-        return PlanAnswer(
-            problems=[
-                f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their "
-                "own; set run.mode='train' and cluster.placement='disaggregated', or remove it"
-            ]
+        problem = (
+            f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their own; "
+            "set run.mode='train' and cluster.placement='disaggregated', or remove it"
         )
+        return PlanAnswer(problems=[problem])
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -98,9 +97,10 @@ class Elastic:
 
     def _count_steps(self, run: Control) -> None:
         """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
-        for metrics in self._metrics if self._scaling is not None else ():
-            self._scaling.step_done(metrics, run.sizes)
-        self._metrics.clear()
+        metrics, self._metrics = self._metrics, []
+        if self._scaling is not None:
+            for each in metrics:
+                self._scaling.step_done(each, run.sizes)
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
