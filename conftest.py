@@ -173,6 +173,7 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+            own.setattr(trial, "in_fork", lambda function: function())
             own.setattr(
                 templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
             )

@@ -16,7 +16,7 @@ def add_parsers(subparsers: Any, words: Sequence[str]) -> None:
     leading = words if name is None else words[: words.index(name)]
     if {"-h", "--help"} & set(leading):
         _add_all(subparsers)
-    elif name is not None and name not in CORE_COMMANDS:
+    elif name is not None and name not in subparsers.choices:
         _add_chosen(subparsers, name)
 
 

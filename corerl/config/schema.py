@@ -218,7 +218,8 @@ class TrainConfig:
     )
     recompute: Literal["auto", "none", "full"] = option(
         "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer; "
-        "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
+        "auto: full if corerl-forecast is installed and predicts that training does not fit on this machine's GPUs "
+        "without, else none",
         default="auto",
     )
     aux_loss_coef: float = option(
@@ -367,7 +368,7 @@ class AlgorithmConfig:
     says; `settled` fills it in."""
 
     name: str = option(
-        "an installed algorithm (`corerl algorithms` lists them), 'distribution:name', or 'package.module:SPEC'",
+        "an installed algorithm (`corerl plugins` lists them), 'distribution:name', or 'package.module:SPEC'",
         default="grpo",
         validator=filled,
     )
@@ -619,42 +620,12 @@ class RewardConfig:
 
 
 @frozen(kw_only=True)
-class EpisodesConfig:
-    """How `rollout.function` is called."""
-
-    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
-    concurrency: int = option(
-        "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
-        default=256,
-        validator=between(1, MOST),
-    )
-    max_rows: int = option(
-        "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
-        "conversation of its own or continues the same messages as another; 1 refuses all of these",
-        default=16,
-        validator=between(1, MOST),
-    )
-    tool_calls: str = option(
-        "format of the policy's tool calls, which are read from its answers: one of those in docs/agents.md, an "
-        "installed one, or 'module:function'; auto: by the tokenizer's response template or chat template; none: left "
-        "as text",
-        default="auto",
-    )
-    reasoning: Literal["content", "separate"] = option(
-        "where an answer's message has the reasoning: in content, with its tags, or in reasoning_content, as from a "
-        "server with a reasoning parser",
-        default="content",
-    )
-    timeout: float = option(
-        "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",
-        default=600.0,
-        validator=[above(0), finite],
-    )
-
-
-@frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
+    sampler: str = option(
+        "an installed sampler, which turns prompts into samples; prompts: each sample is one response",
+        default="prompts",
+    )
     replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
         "times in a row, with no completed step in between, that an engine that died, failed or was ended by Ray for "
@@ -690,12 +661,6 @@ class RolloutConfig:
         "name; a sample keeps all tokens up to the one that completes the text, and the text is scored without it",
         default=(),
     )
-    function: str = option(
-        "'module:function' that plays each sample as an episode: it queries the policy over several turns, with tools "
-        "in between, at an OpenAI-compatible base URL; empty: a sample is one response",
-        default="",
-    )
-    episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
     source: Literal["synchronous", "streamed", "one-step-off", "asynchronous"] = option(
         "when engines sample; synchronous: while nothing trains; streamed: the same samples, but training begins with "
         "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
@@ -878,6 +843,7 @@ class Config:
     backend: BackendChoice = option("the training backend")
     backends: Mapping[str, Mapping[str, Any]] = option("backend-specific options, one table per backend", factory=dict)
     engines: Mapping[str, Mapping[str, Any]] = option("engine-specific options, one table per engine", factory=dict)
+    samplers: Mapping[str, Mapping[str, Any]] = option("sampler-specific options, one table per sampler", factory=dict)
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
     )

@@ -36,6 +36,7 @@ from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import (
     in_scoring_thread,
     rows_of_a_call,
+    samplers_of_sets,
     source_at,
     start_scorer,
     start_source,
@@ -206,7 +207,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         check.begin()
         stack.callback(check.stop)
     # First: its processes start while Ray does.
-    start_one = functools.partial(start_scorer, progress=progress, stack=stack, episodes=rollout.function is not None)
+    start_one = functools.partial(start_scorer, progress=progress, stack=stack)
     scorer: Scorer = start_one(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward
     scorers = [None if each.reward is None else start_one(each.reward, each.rewarding) for each in plan.eval_sets]
     loop = EventLoop("rollout")
@@ -236,6 +237,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         noted=functools.partial(progress.spans, SCORING),
     )
     source, sampler = start_source(plan, fleet, reward, progress, stack)
+    evaluating = samplers_of_sets(plan, fleet, sampler, progress, stack)
     sharing = plan.processes.sharing
     residency = Residency(
         plan=residency_plan(
@@ -312,8 +314,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         sampler=sampler,
         reward=reward,
         held_out=[
-            (each, reward if own is None else reward.by(own))
-            for each, own in zip(plan.eval_sets, scorers, strict=True)
+            (each, samples, reward if own is None else reward.by(own))
+            for each, samples, own in zip(plan.eval_sets, evaluating, scorers, strict=True)
             if each.source.held_out_prompts()
         ],
         checkpoints=checkpoints,

@@ -98,7 +98,7 @@ class Run:
     source: Source
     sampler: Sampler | None
     reward: Scoring
-    held_out: Sequence[tuple[EvalSet, Scoring]]  # that of data.held_out first, if there is one
+    held_out: Sequence[tuple[EvalSet, Sampler, Scoring]]  # that of data.held_out first, if there is one
     checkpoints: Checkpoints
     copies: Copies | None = None  # of every step, in memory
     restarts: Restarts
@@ -390,7 +390,7 @@ class Run:
         if self.residency.slept or self._pushed_at is None or fleet.dead or fleet.lacking:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, _ in self.held_out)
+        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, *_ in self.held_out)
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
@@ -447,11 +447,11 @@ class Run:
         """Evaluate on the sets of held-out prompts that are due. That depends only on the steps done, so a resumed run
         evaluates at the same steps as an uninterrupted one."""
         due = [each for each in self.held_out if always or self._evaluation_due(each[0])]
-        if self.sampler is not None and due:
+        if due:
             found = []
-            for held_out, reward in due:
+            for held_out, sampler, reward in due:
                 with self.progress.phase("eval"):
-                    found.append(self._served(evaluate(self.sampler, held_out, reward)))
+                    found.append(self._served(evaluate(sampler, held_out, reward)))
                 if first := found[-1].first_failure:
                     failed = sum(found[-1].failures.values())
                     why = f"{failed} samples failed; the first: {first}" if failed else first

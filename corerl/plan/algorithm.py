@@ -25,6 +25,7 @@ from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import ROLES, algorithm_spec, check_spec, role_kinds
 from corerl.plan.roles import CLIPPED
+from corerl.plan.sampler import plays_episodes
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
@@ -214,7 +215,7 @@ def _against_streaming(config: Config) -> Iterator[str]:
                 f"{name}: {function!r} reads the whole batch, but rollout.source='streamed' trains on a prompt's "
                 f"samples before the others are there; remove it, or {others}"
             )
-    if algorithm.routing_replay == "engine" and config.rollout.function:
+    if algorithm.routing_replay == "engine" and plays_episodes(config):
         yield (
             "algorithm.routing_replay: 'engine', but a prompt whose episodes draw nothing has no experts, and "
             f"rollout.source='streamed' trains on it before the others are there; set it to 'recompute', or {others}"

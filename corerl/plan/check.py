@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config, EpisodesConfig
+from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
@@ -76,8 +76,6 @@ def _source(config: Config) -> Iterator[str]:
             f"rollout.stale: {rollout.stale!r}, but with rollout.source={rollout.source!r} no sample becomes too old; "
             "remove it, or set rollout.source='asynchronous'"
         )
-    if rollout.episodes != EpisodesConfig() and not rollout.function:
-        yield "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     if rollout.source == "synchronous" or config.run.mode == "eval":
         return
     if config.run.mode != "train":

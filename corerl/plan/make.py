@@ -27,8 +27,8 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
-    load_functions,
     load_models,
+    load_postprocess,
     load_sampled,
     longest_sample,
     prompt_check,
@@ -58,6 +58,7 @@ from corerl.plan.resolve import (
     with_extensions,
 )
 from corerl.plan.run_dir import changed_settings
+from corerl.plan.sampler import MakeSampler, plan_sampler
 from corerl.plan.settle import BY_MEMORY, settled, with_absolute_paths, with_choices, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
@@ -126,7 +127,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
     for line in against_aux_loss(config, built):
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
-    function, postprocess = load_functions(config.rollout, problems)
+    postprocess = load_postprocess(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -149,6 +150,10 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         for line in against_taking_turns(config, device):
             problems.add(line)
     config = load_plugins(config, problems)
+    sampler: MakeSampler | None = None
+    if problems.none_in("plugins.samplers"):
+        with problems.stage("samplers"):
+            sampler = plan_sampler(config)
     algorithm: AlgorithmPlan | None = None
     require_functions(config, problems)
     if problems.none_in("plugins.algorithms"):
@@ -179,7 +184,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
 
     # No problems, so nothing is missing.
     assert processes is not None and tokenizer is not None and algorithm is not None
-    assert prompts is not None and reward is not None and params is not None
+    assert prompts is not None and reward is not None and params is not None and sampler is not None
     ready = PlanReady(
         config=config,
         asked=asked,
@@ -219,7 +224,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
             params=params,
             attempts=config.algorithm.dynamic_sampling or 0,
             spread_on=config.algorithm.dynamic_sampling_on,
-            function=function,
+            sampler=sampler,
             postprocess=postprocess,
             vocab_size=config.model.vocabulary or models[ACTOR].get_text_config().vocab_size,
         ),

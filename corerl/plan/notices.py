@@ -16,6 +16,7 @@ from corerl.data.prompts import PromptSource
 from corerl.models.tokenizer import unapplied
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
+from corerl.plan.sampler import brings_prompts
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.encoding import Rejected
 from corerl.rollout.reasoning import Openings, generation_prompt, left_open
@@ -41,7 +42,9 @@ def title_of(config: Config, processes: ProcessPlan, prompts: PromptSource, layo
         engines = len(processes.engine.assignments)
         ranks.append(f"{engines} {processes.engine.name} engine{'s' * (engines != 1)}")
     if config.run.samples:
-        source = " + ".join(share.name for share in prompts.shares) or config.data.source
+        source = " + ".join(share.name for share in prompts.shares) or (
+            config.rollout.sampler if brings_prompts(config) else config.data.source
+        )
     else:
         source = config.rollout.saved
     return f"{config.algorithm.name} on {source}: {model}, {', '.join(ranks)}, {processes.device}"

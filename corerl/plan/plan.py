@@ -23,8 +23,8 @@ from corerl.engines.base import SamplingParams
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.prompt_check import PromptCheck
+from corerl.plan.sampler import MakeSampler
 from corerl.plan.start import Start
-from corerl.rollout.agents.episodes import EpisodeFunction
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sources.base import Scored
@@ -46,7 +46,7 @@ class RolloutPlan:
     params: SamplingParams
     attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    function: EpisodeFunction | None  # plays the samples; None if a sample is one response
+    sampler: MakeSampler
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model
 

@@ -18,9 +18,9 @@ from corerl.errors import ConfigError, PluginBroken, PluginError
 from corerl.messages import nearest
 from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, is_named, load, locate, usable
 from corerl.plugin.requirements import require_met
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SlowPath
+from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 
-TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.ALGORITHMS)  # the kinds with a table for each plugin
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS)  # the kinds with a table for each plugin
 ROLES = tuple(field.name for field in fields(RolesConfig))
 
 
@@ -35,8 +35,8 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """The selected backends, engine, algorithm and extensions, in that order; one entry for each setting that names a
-    plugin. Extensions that join by themselves are among them once `with_extensions` has listed them."""
+    """The selected backends, engine, sampler, algorithm and extensions, in that order; one entry for each setting that
+    names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed them."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -44,6 +44,7 @@ def selected(config: Config) -> list[Selection]:
         Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
         *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
         Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
+        Selection(kind=Kind.SAMPLERS, path="rollout.sampler", name=config.rollout.sampler, used=config.run.samples),
         *(
             [Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains)]
             if config.run.mode != "eval"  # which nothing learns from
@@ -167,8 +168,8 @@ def _require_valid(spec: AlgorithmSpec, name: str) -> None:
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class.
 
-    Tables of unselected backends, engines and algorithms stay as they are, and are checked if the plugin is installed.
-    If it is not, but its name is close to a known one, that is a problem too: a likely typo.
+    Tables of unselected backends, engines, samplers and algorithms stay as they are, and are checked if the plugin is
+    installed. If it is not, but its name is close to a known one, that is a problem too: a likely typo.
     Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
     in a table.
     """
@@ -219,6 +220,7 @@ def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str
         config,
         backends=tables[Kind.BACKENDS],
         engines=tables[Kind.ENGINES],
+        samplers=tables[Kind.SAMPLERS],
         algorithms=tables[Kind.ALGORITHMS],
         roles=evolve(config.roles, **roles),
         extensions=extensions,
@@ -256,7 +258,7 @@ def ignored_tables(config: Config) -> list[str]:
 def check_spec(
     loaded: Loaded,
     options: Any,
-    run: ClusterInfo | AlgorithmRun,
+    run: ClusterInfo | AlgorithmRun | SamplerRun,
     *,
     config: Config | None = None,
     role: str = "actor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from attrs import frozen
@@ -48,7 +49,7 @@ def functions_of(config: Config) -> dict[str, str]:
     names = {
         **{f"{table}.name": name for table, name in rewards_of(config).items()},
         **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
-        "rollout.function": config.rollout.function,
+        **_function_of_sampler(config),
         "rollout.postprocess": config.rollout.postprocess,
     }
     if config.run.mode != "eval":  # which asks nothing of the algorithm
@@ -56,6 +57,14 @@ def functions_of(config: Config) -> dict[str, str]:
         names["algorithm.advantages"] = algorithm.advantages
         names["algorithm.postprocess"] = algorithm.postprocess
     return {setting: name for setting, name in names.items() if ":" in name}
+
+
+def _function_of_sampler(config: Config) -> dict[str, str]:
+    """The option `function` of the run's sampler, which is not known here to have one."""
+    name = config.rollout.sampler.rpartition(":")[2]
+    options = config.samplers.get(name, {})
+    given = options.get("function") if isinstance(options, Mapping) else getattr(options, "function", None)
+    return {f"samplers.{name}.function": given} if isinstance(given, str) else {}
 
 
 def rewards_of(config: Config) -> dict[str, str]:

@@ -22,7 +22,17 @@ from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncom
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, CommandSpec, EngineSpec, ExtensionSpec, Spec, ToolFormatSpec
+from corerl.plugin.spec import (
+    AlgorithmSpec,
+    BackendSpec,
+    CommandSpec,
+    DisplaySpec,
+    EngineSpec,
+    ExtensionSpec,
+    SamplerSpec,
+    Spec,
+    ToolFormatSpec,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -33,7 +43,9 @@ class Kind(Enum):
 
     BACKENDS = "backends"
     ENGINES = "engines"
+    SAMPLERS = "samplers"
     EXTENSIONS = "extensions"
+    DISPLAYS = "displays"
     ALGORITHMS = "algorithms"
     COMMANDS = "commands"
     TOOL_FORMATS = "tool_formats"
@@ -53,7 +65,9 @@ class Kind(Enum):
         return {
             Kind.BACKENDS: BackendSpec,
             Kind.ENGINES: EngineSpec,
+            Kind.SAMPLERS: SamplerSpec,
             Kind.EXTENSIONS: ExtensionSpec,
+            Kind.DISPLAYS: DisplaySpec,
             Kind.ALGORITHMS: AlgorithmSpec,
             Kind.COMMANDS: CommandSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
@@ -63,7 +77,7 @@ class Kind(Enum):
 # The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
 CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 
-# How to install a first-party plugin that is missing; the only place in core that knows backends by name.
+# How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.BACKENDS: {
         "deepspeed": "pip install 'corerl[deepspeed]'",
@@ -72,7 +86,17 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "plain": "pip install 'corerl[testing]'",
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
-    Kind.EXTENSIONS: {"elastic": "pip install 'corerl[elastic]'"},
+    Kind.SAMPLERS: {"episodes": "pip install 'corerl[agents]'"},
+    Kind.EXTENSIONS: {
+        **dict.fromkeys(
+            ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
+        ),
+        "elastic": "pip install 'corerl[elastic]'",
+        "forecast": "pip install 'corerl[forecast]'",
+        "mlflow": "pip install 'corerl[mlflow]'",
+        "wandb": "pip install 'corerl[wandb]'",
+    },
+    Kind.DISPLAYS: {"live": "pip install 'corerl[observe]'"},
     Kind.ALGORITHMS: {},
     Kind.COMMANDS: {
         "doctor": "pip install 'corerl[doctor]'",
@@ -283,7 +307,7 @@ def scan(kind: Kind) -> Sequence[Entry]:
     return _scanned(kind, importable())
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.

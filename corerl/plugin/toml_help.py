@@ -13,7 +13,12 @@ from corerl.errors import PluginBroken
 from corerl.messages import one_line
 from corerl.plugin.registry import Kind, Loaded
 
-SELECTED_BY = {Kind.BACKENDS: "backend.name", Kind.ENGINES: "rollout.engine", Kind.ALGORITHMS: "algorithm.name"}
+SELECTED_BY = {
+    Kind.BACKENDS: "backend.name",
+    Kind.ENGINES: "rollout.engine",
+    Kind.SAMPLERS: "rollout.sampler",
+    Kind.ALGORITHMS: "algorithm.name",
+}
 WIDTH = 100  # columns of a comment
 
 

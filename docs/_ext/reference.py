@@ -35,12 +35,13 @@ import corerl_testing
 from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
+from corerl.plan.ready import PlanReady
 from corerl.plan.resolve import TABLES
 from corerl.plugin import control, events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
-from corerl.plugin.spec import Process
+from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
 from corerl_doctor.matrix import Status
 from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
@@ -122,7 +123,8 @@ def hooks_reference() -> str:
 
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
-    known = {**vars(types), **vars(events), **vars(control), "Context": Context, "RoleConfig": RoleConfig}
+    known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
+    known |= {**vars(types), **vars(events), **vars(control)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:

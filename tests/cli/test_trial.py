@@ -11,6 +11,7 @@ from corerl.cli.main import main
 from corerl.cli.trial import beside
 from corerl.config.load import load_config
 from corerl.plan.user_code import code_of
+from corerl.plugin.registry import Kind
 from tests.end_to_end.command import write_small
 
 ENDINGS = {
@@ -42,7 +43,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("argv", "what"),
     [
         (["config", "check", "FILE", "reward.name=MODULE:f"], "importing MODULE "),
-        (["train", "FILE", "rollout.function=MODULE:f"], "importing MODULE "),
+        (
+            ["train", "FILE", "rollout.sampler=episodes", "samplers.episodes.function=MODULE:f"],
+            "importing MODULE ",
+        ),
         (["options", "MODULE:SPEC"], "importing MODULE:SPEC, the spec of backend 'MODULE:SPEC', "),
     ],
 )
@@ -99,13 +103,16 @@ def test_a_working_directory_with_a_models_code_is_refused(
 def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])
-    try_imports(here, ["backend.name=plain", "rollout.engine=fake"])
+    plain = ("backends", "plain")  # from a wheel of its own
+    for overrides, modules, plugins in (
+        ([], [], []),
+        (["reward.name=leaves_mod:f"], ["leaves_mod"], []),
+        (["engines.sglang={}", "backends.no-such={}"], [], [("engines", "sglang")]),  # tables that are not selected too
+    ):
+        try_imports(here, ["backend.name=plain", "rollout.engine=fake", *overrides])
+        assert asked.pop() == ("corerl.cli.trial:look_imports", modules, [plain, *plugins])
+    beside([], [(Kind.ENGINES, "fake"), (Kind.ALGORITHMS, "grpo")])()
     assert asked == []
-    try_imports(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"])
-    assert asked == [("corerl.cli.trial:look_imports", ["leaves_mod"], [])]
-    other = ["backend.name=plain", "rollout.engine=fake", 'engines."a.module:SPEC"={}', "backends.no-such={}"]
-    try_imports(here, other)  # tables that are not selected are checked too
-    assert asked[1:] == [("corerl.cli.trial:look_imports", [], [("engines", "a.module:SPEC")])]
 
 
 @pytest.mark.processes
@@ -117,7 +124,7 @@ def test_plugins_are_listed_although_the_import_of_one_ends_its_process(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
     (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["engines"]) == 0
+    assert main(["plugins", "engines"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "  ok: " in rows["fake"] and "  ok: " in rows["transformers"]
     said = "importing leaves_mod:SPEC, the spec of engine 'leaves' (corerl-leaves 0.1), ended its process with status 0"

@@ -635,10 +635,10 @@ def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_ba
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def a_set(name: str = "", *, every: int = 25) -> tuple[EvalSet, Any]:
-    """A prompt, and no reward: what evaluates it is a test's own."""
+def a_set(name: str = "", *, every: int = 25) -> tuple[EvalSet, Any, Any]:
+    """A prompt, and neither sampler nor reward: what evaluates it is a test's own."""
     prompts = [Prompt(index=0, text="a", answer="b")]
-    return EvalSet(name=name, every=every, source=Listed(prompts), params=SamplingParams()), None
+    return EvalSet(name=name, every=every, source=Listed(prompts), params=SamplingParams()), None, None
 
 
 def test_each_set_is_evaluated_at_its_own_steps(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from corerl.plan import make
 from corerl.plan.make import make_plan
 from corerl.plan.notices import opened_reasoning
 from corerl.plan.plan import Plan
-from corerl_testing.episodes import byte_tokenizer
+from corerl_agents.script import byte_tokenizer
 from tests.driver.saved import DATA, config_in, make_config, make_model
 
 pytestmark = pytest.mark.usefixtures("only_listed")

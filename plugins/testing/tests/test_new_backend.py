@@ -19,14 +19,14 @@ from packaging.version import Version
 
 import corerl
 from corerl.cli.main import main
-from corerl.cli.new_backend import LONGEST, TEMPLATE
 from corerl.config.load import load_config
 from corerl.plugin.registry import INSTALL_HINTS, Kind
+from corerl_testing.new_backend import LONGEST, TEMPLATE
 from tests.end_to_end.command import Command
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAME = "two-words"
 TRAIN_SHORTLY = ["run.steps=2", "eval.every=1", "data.held_out=8", "rollout.prompts=8", "rollout.samples=4"]
 

@@ -17,6 +17,7 @@ from corerl.plan.processes import ProcessPlan
 from corerl.plan.ready import PlanReady
 from corerl.plan.residency import FORWARD, UPDATE, training
 from corerl.plan.resolve import role_options
+from corerl.plan.sampler import plays_episodes
 from corerl.plan.settle import supports
 from corerl.plan.transports import ENGINES
 from corerl.plugin.capabilities import Capability
@@ -129,7 +130,7 @@ class Forecaster:
         longest = self.longest or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.
-        counted = config.run.mode == "train" and not config.rollout.function and not config.rollout.postprocess
+        counted = config.run.mode == "train" and not plays_episodes(config) and not config.rollout.postprocess
         try:
             found = role_memory(
                 backend.spec,

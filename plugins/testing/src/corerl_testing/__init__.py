@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from corerl_testing.compare import transformers_outputs as transformers_outputs
     from corerl_testing.compare import weights_apart as weights_apart
     from corerl_testing.compare import whole as whole
-    from corerl_testing.episodes import scripted as scripted
     from corerl_testing.harness import TRAIN as TRAIN
     from corerl_testing.harness import Setup as Setup
     from corerl_testing.harness import State as State
