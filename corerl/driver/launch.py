@@ -339,6 +339,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             algorithm=plan.algorithm,
             samples=plan.run.samples,
             unseen=unseen_tokens(rollout) if plan.run.samples else {},
+            rewarding=rollout.rewarding,
+            max_tokens=rollout.params.max_tokens if plan.run.samples else 0,
         ),
     )
     if fleet is not None:

@@ -508,6 +508,7 @@ class Run:
             "source": self.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
             **({"schedules": stands} if stands else {}),
+            **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }

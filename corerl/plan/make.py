@@ -27,6 +27,7 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
+    kept_digests,
     load_models,
     load_postprocess,
     load_sampled,
@@ -35,7 +36,7 @@ from corerl.plan.inputs import (
     require_positions,
     require_room_for_prompts,
 )
-from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
+from corerl.plan.lora import against_adapters, against_sending, check_adapters, named_for, settle_adapters
 from corerl.plan.notices import (
     held_out_and_trained_on,
     kl_gradient,
@@ -236,6 +237,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         extensions=config.chosen_extensions,
         resized=resized,
         record=record,
+        kept=kept_digests(config, models),
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
@@ -249,6 +251,7 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
             *unused,
             *unread_fields(config, models),
             *without_adapters(config, models),
+            *named_for(config, models),
             *told_sampling(config),
             *(kl_gradient(config.algorithm) if config.run.trains else ()),
             *unapplied_sampling(config),

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.imports import on_demand as on_demand
     from corerl.plugin.api import API as API
     from corerl.plugin.capabilities import FULL as FULL
     from corerl.plugin.capabilities import Capability as Capability

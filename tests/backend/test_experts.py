@@ -61,7 +61,17 @@ def test_a_single_expert_has_a_load_without_entropy() -> None:
     assert (found["moe/entropy"].value, found["moe/largest_share"].value) == (0.0, 1.0)
 
 
-FAMILIES = ["qwen2_moe", "mixtral", "gpt_oss", "ernie4_5_moe", "granitemoe", "phimoe", "qwen3_5_moe_text", "minimax_m2"]
+FAMILIES = [
+    "qwen2_moe",
+    "mixtral",
+    "gpt_oss",
+    "ernie4_5_moe",
+    "granitemoe",
+    "phimoe",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+    "dbrx",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -321,7 +321,8 @@ def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Pa
         "backend.shards": "what only one backend knows is in a table of its own, backends.NAME",
         "algorithm.clip_high": "what only one algorithm knows is in a table of its own, algorithms.NAME",
         "rollout.memory": (
-            "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME"
+            "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME; what only "
+            "one sampler knows is in a table of its own, samplers.NAME"
         ),
         "model.lora": "there is lora",
         "data.zzz": "",

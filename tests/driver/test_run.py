@@ -827,6 +827,15 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
     assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
 
 
+def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: Callable[..., Run]) -> None:
+    for kept in ({}, {"actor": "0" * 32}):
+        saves = Saves(0)
+        run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
+        run.plan = evolve(run.plan, kept=kept)
+        run.save()
+        assert [state.get("kept", {}) for state in saves.states] == [kept]
+
+
 def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 

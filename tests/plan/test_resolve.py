@@ -109,6 +109,7 @@ def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() 
     assert told(given) == {
         "backend.name": ("mine", True),
         "rollout.engine": ("quick", True),
+        "rollout.sampler": ("prompts", True),
         "algorithm.name": ("grpo", True),
         "extensions[0].name": ("wrap", True),
         "extensions[1].name": ("jsonl", True),
@@ -118,6 +119,7 @@ def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() 
         "backend.name": ("mine", True),  # the critic's
         "roles.actor.backend": ("other", True),
         "rollout.engine": ("quick", True),
+        "rollout.sampler": ("prompts", True),
         "algorithm.name": ("grpo", True),
     }
     alone = evolve(config(roles=RolesConfig(actor=RoleChoice(backend="other"))), run=RunConfig(mode="train-only"))
@@ -125,6 +127,7 @@ def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() 
         "backend.name": ("mine", False),
         "roles.actor.backend": ("other", True),
         "rollout.engine": ("quick", False),
+        "rollout.sampler": ("prompts", False),
         "algorithm.name": ("grpo", True),
     }
 

@@ -699,7 +699,7 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
     with pytest.raises(PluginIncompatible) as caught:
         Worker(evolve(assignment, origins=driver))
     assert caught.value.message == (
-        f"backend 'plain' is corerl {backend.version}, but the driver's is corerl 0.0.9; "
+        f"backend 'plain' is corerl-testing {backend.version}, but the driver's is corerl-testing 0.0.9; "
         "install the same corerl and the same plugins on every node"
     )
 

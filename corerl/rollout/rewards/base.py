@@ -487,6 +487,7 @@ def _users_own(frame: FrameType) -> bool:
 
 
 def short(text: str) -> str:
+    """A text as a message quotes it."""
     return repr(_cut(text, LONGEST))
 
 

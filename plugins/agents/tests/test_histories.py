@@ -20,21 +20,20 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
-from corerl.algorithms.losses import LossInputs, clipped
+from corerl.algorithms import LossInputs
+from corerl.algorithms.losses import clipped
 from corerl.config import ModelConfig, RolloutConfig
-from corerl.data import Prompt
+from corerl.data import Prompt, plan_steps
 from corerl.data.packing import pack
-from corerl.data.plan import plan_steps
 from corerl.driver.advantages import compute_advantages
 from corerl.engines import GenerateRequest, Generation
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.models import load_tokenizer
-from corerl.rollout import EventLoop, Rollout
+from corerl.rollout import EventLoop, Reward, Rollout, Scored
 from corerl.rollout.evaluation import EvalSet, evaluate
-from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.outcomes import OutcomeScorer
-from corerl.rollout.sources.base import Scored, exact_share
+from corerl.rollout.sources.base import exact_share
 from corerl.rollout.sources.recorded import read_rollout, write_rollout
 from corerl.types import ParallelLayout
 from corerl_agents.chat_server import ChatServer

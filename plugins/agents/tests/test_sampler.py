@@ -24,8 +24,7 @@ from corerl.engines.stops import until_stop
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
 from corerl.models import load_tokenizer
-from corerl.rollout import EventLoop, Failure, Judged, Rollout, Sampler, in_thread
-from corerl.rollout.rewards.base import Reward
+from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler, in_thread
 from corerl.rollout.rewards.outcomes import OutcomeScorer
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig

@@ -7,6 +7,6 @@ if TYPE_CHECKING:
     from corerl_agents.episodes import Episode as Episode
     from corerl_agents.script import scripted as scripted
 else:
-    from corerl.imports import on_demand
+    from corerl.plugin import on_demand
 
     __getattr__, __dir__ = on_demand(__name__, __file__)
