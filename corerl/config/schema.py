@@ -126,17 +126,6 @@ class ClusterConfig:
         default=3600.0,
         validator=[at_least(0), finite],
     )
-    spare_timeout: float = option(
-        "seconds to wait for other devices of the cluster in the place of those of a machine that is gone; after that, "
-        "the groups that were on it go on smaller, on the devices that are left",
-        default=60.0,
-        validator=[at_least(0), finite],
-    )
-    scaler: str = option(
-        "a function 'module:function' that is asked after each step whether groups should have other sizes, such as "
-        "corerl.driver.scaling:balance, which moves devices between the actor's ranks and the engines; empty: never",
-        default="",
-    )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,

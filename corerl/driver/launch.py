@@ -22,9 +22,10 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver import scaling
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
+from corerl.driver.control import Control
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
+from corerl.driver.groups import Groups, with_devices
 from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
@@ -41,7 +42,6 @@ from corerl.driver.sampling import (
     start_source,
     unseen_tokens,
 )
-from corerl.driver.sizes import Sizes, with_devices
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
@@ -110,7 +110,6 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
     write_config(start.run_dir, plan.record)
-    scaling.begin(start.run_dir)
     progress = Progress(
         load_observers(plan.extensions, str(start.run_dir), [("notices", NoticeFile(str(start.run_dir)))]),
         plan.first_step,
@@ -288,7 +287,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
         return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
 
-    sizes = Sizes(
+    groups_now = Groups(
         plan=plan,
         room=room,
         roles=roles,
@@ -298,8 +297,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress=progress,
         address_of=address,
     )
+    control = Control(groups=groups_now, progress=progress, stop=stop)
     if updates is not None:
-        updates.refit = sizes.refit_engines
+        updates.places = functools.partial(control.failed, ranks=False)
     run = Run(
         plan=plan,
         progress=progress,
@@ -326,13 +326,12 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             checkpoints=checkpoints,
             copies=copies,
             updates=updates,
-            sizes=sizes,
+            control=control,
             start=start,
             progress=progress,
             stop=stop,
         ),
-        sizes=sizes,
-        scaling=scaling.Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
+        control=control,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),

@@ -50,8 +50,8 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
-    # Finds places for engines whose machine is gone; a line for each change. Raises NoPlaces.
-    refit: Callable[[], Sequence[str]] = tuple
+    # Finds places for engines that are to be replaced, which have ended as the message says. Raises NoPlaces.
+    places: Callable[[str], None] = lambda message: None
     adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
@@ -177,8 +177,7 @@ class WeightUpdates:
             self.progress.notice(f"{engine} is replaced: {error.message}")
         with self.progress.phase("replace"):
             try:
-                for line in self.refit():
-                    self.progress.notice(line)
+                self.places("; ".join(error.message for error in failed.values()))
             except NoPlaces as refused:
                 raise refused.told_with(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})

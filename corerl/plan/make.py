@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.config.functions import imported
 from corerl.config.load import as_config, recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -130,10 +128,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     postprocess = load_postprocess(config.rollout, problems)
-    scaler: Callable[..., Any] | None = None
-    if config.cluster.scaler:
-        with problems.stage("cluster.scaler"):
-            scaler = imported(config.cluster.scaler, setting="cluster.scaler")
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -238,7 +232,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         eval_sets=eval_sets,
         extensions=config.chosen_extensions,
         resized=resized,
-        scaler=scaler,
         record=record,
         kept=kept_digests(config, models),
         notices=(

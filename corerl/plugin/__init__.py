@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported
     from corerl.plugin.context import Context as Context
+    from corerl.plugin.control import Failure as Failure
+    from corerl.plugin.control import RunControl as RunControl
     from corerl.plugin.events import CallFinished as CallFinished
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated

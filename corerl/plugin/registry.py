@@ -78,7 +78,7 @@ class Kind(Enum):
 
 
 # The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
-CORE_COMMANDS = ("train", "eval", "scale", "export", "config", "plugins", "options")
+CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 
 # How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
@@ -94,6 +94,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         **dict.fromkeys(
             ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
         ),
+        "elastic": "pip install 'corerl[elastic]'",
         "forecast": "pip install 'corerl[forecast]'",
         "mlflow": "pip install 'corerl[mlflow]'",
         "wandb": "pip install 'corerl[wandb]'",

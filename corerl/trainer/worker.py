@@ -48,7 +48,6 @@ from corerl.types import (
     WakeResult,
     merge_metrics,
 )
-from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.verify import SummingSender
@@ -107,7 +106,6 @@ class Worker:
         self.sender: WeightSender | None = None
         self._address: Address | None = None
         self._owns_process_group = False
-        self._called_off: dict[str, str] = {}  # handovers, by their tokens, that are not to be -> why
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
         self._compilations = Compilations()
@@ -131,13 +129,10 @@ class Worker:
 
     # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
-    def init(
-        self, host: str, port: int, listening: int | None = None, token: str = "", handover: Handover | None = None
-    ) -> InitResult:
-        """Meet the other ranks at rank 0's address, then build, load and resume, with what other ranks hand over if
-        they do. Rank 0 takes over the socket `listening`, if one already listens at that address; for a single rank,
-        port 0 will do. Without `token`, which the ranks' keys begin with, nobody answers to one of them."""
-        self.backend.handover = handover
+    def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
+        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
+        the ranks' keys begin with, nobody answers to one of them."""
         self._starting = "process group"
         self._join(host, port, listening, token)
         self._starting = "init"
@@ -253,17 +248,13 @@ class Worker:
     def copied(self, wait: bool) -> bool:
         return self.backend.copied(wait)
 
-    def hand_over(self, handover: Handover, step: Step) -> int:
-        """Give this rank's state to the ranks that are to go on with it; returns the bytes sent."""
+    def hand_over(self, path: str, step: Step) -> int:
+        """Write this rank's state for the ranks that are to go on with it; returns bytes."""
         with self.host.entering("hand_over", needs=STATE, at=step):
             # What steps have left in the allocator's cache, such as gradients, is room for ranks beside this one.
             self.clear_memory()
             self.backend.saved(True)
-            return self.backend.hand_over(handover, step, lambda: self._called_off.get(handover.token, ""))
-
-    def call_off(self, token: str, reason: str) -> None:
-        """Called in another thread before or during the handover of this token: the other ranks will not go on."""
-        self._called_off[token] = reason
+            return self.backend.hand_over(path, step)
 
     def saved(self, wait: bool) -> bool:
         return self.backend.saved(wait)

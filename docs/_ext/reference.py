@@ -37,7 +37,7 @@ from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
 from corerl.plan.ready import PlanReady
 from corerl.plan.resolve import TABLES
-from corerl.plugin import events, hookspecs
+from corerl.plugin import control, events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
@@ -124,7 +124,7 @@ def hooks_reference() -> str:
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
     known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
-    known |= {**vars(types), **vars(events)}
+    known |= {**vars(types), **vars(events), **vars(control)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:

@@ -73,7 +73,7 @@ def test_an_import_that_ends_its_process_is_one_line(
 def test_an_import_that_ends_its_process_is_a_line_beside_keys_that_cannot_be_read(
     here: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "cluster.scaler=exits_mod:f"]
+    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "rollout.postprocess=exits_mod:f"]
     assert main(["config", "check", here, *wrong]) == 2
     lines = [line.removeprefix("corerl: error: ") for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(": ")[0] for line in lines[:2]] == ["run.stepps", "model.path"]
