@@ -9,13 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from corerl.config import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.data.packing import pack
-from corerl.data.plan import StepPlan
 from corerl.plugin import Context
 from corerl.types import Array, LossSpec, PackedBatch, SampleBatch, Step, StepResult
-from corerl_testing import PluginHost
-from corerl_testing.plain.backend import PlainBackend
-from corerl_testing.plain.spec import PlainConfig
+from corerl_testing import PlainBackend, PlainConfig, PluginHost, StepPlan, pack
 
 MODEL = ModelConfig(
     config={

@@ -14,11 +14,10 @@ from attrs import evolve
 
 from corerl import hookimpl
 from corerl.errors import CorerlError
-from corerl.trainer.worker import TimedMicroBatches
 from corerl.types import Metric, Output, StepResult
 from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
 from corerl_observe.specs import NanGuardOptions
-from corerl_testing import PluginHost
+from corerl_testing import PluginHost, TimedMicroBatches
 from plugins.observe.tests.hosts import LOSS, batch, host, step, train
 
 NAN, INF = math.nan, math.inf
