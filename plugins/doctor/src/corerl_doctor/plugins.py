@@ -131,7 +131,8 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
     """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
-    why = f"a run that selects it does not start: {name!r} is not there"
+    useless = "it cannot be called" if kind is Kind.COMMANDS else "a run that selects it does not start"
+    why = f"{useless}: {name!r} is not there"
     mend = f"corerl plugins {kind.value}, which lists the names that are installed"
     if isinstance(error, PluginNotFound):
         mend = error.install or mend
@@ -142,6 +143,6 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
         why = "it would get arguments, or be asked for results, that it was not written for"
         mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
-        why = "a run that selects it does not start"
+        why = useless
         mend = reinstall(entry) if entry is not None else f"fix {name}"
     return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)
