@@ -65,7 +65,7 @@ def _helps(table: str, options: Any) -> dict[str, str]:
 def annotate(toml: str, config: Config) -> str:
     """The text of `dump_toml(config)` with each setting's help as a comment above it."""
     helps = {entry.path.replace("[]", ""): entry.help for entry in describe(Config)}
-    for kind in ("backends", "engines", "samplers", "algorithms"):
+    for kind in ("backends", "engines", "samplers", "algorithms", "transports"):
         for name, options in getattr(config, kind).items():
             helps |= _helps(f"{kind}.{name}", options)
     extensions, own = (

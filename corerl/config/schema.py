@@ -1,8 +1,8 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
 Every field has help text, which `corerl config` prints; a field without a default is required.
-Options of a single backend, engine or algorithm are in `backends.NAME`, `engines.NAME` and `algorithms.NAME`, as the
-plugin's own class.
+Options of a single plugin are in `backends.NAME`, `engines.NAME`, `algorithms.NAME` or `transports.NAME`, as its own
+class.
 """
 
 from __future__ import annotations
@@ -125,17 +125,6 @@ class ClusterConfig:
         "ended, as above; of ranks that wait for each other the one that they wait for; 0 waits for ever",
         default=3600.0,
         validator=[at_least(0), finite],
-    )
-    spare_timeout: float = option(
-        "seconds to wait for other devices of the cluster in the place of those of a machine that is gone; after that, "
-        "the groups that were on it go on smaller, on the devices that are left",
-        default=60.0,
-        validator=[at_least(0), finite],
-    )
-    scaler: str = option(
-        "a function 'module:function' that is asked after each step whether groups should have other sizes, such as "
-        "corerl.driver.scaling:balance, which moves devices between the actor's ranks and the engines; empty: never",
-        default="",
     )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
@@ -702,9 +691,9 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
-        "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "
-        "on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
+        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
+        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
         default="auto",
     )
     every: int = option(
@@ -857,6 +846,9 @@ class Config:
     samplers: Mapping[str, Mapping[str, Any]] = option("sampler-specific options, one table per sampler", factory=dict)
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
+    )
+    transports: Mapping[str, Mapping[str, Any]] = option(
+        "transport-specific options, one table per transport", factory=dict
     )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)

@@ -28,7 +28,7 @@ from corerl.plan.resolve import ROLES, has_value_head, ignored_tables, is_frozen
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plan.settle import settled, with_absolute_paths, with_choices
 from corerl.plan.user_code import require_no_code_of_a_model
-from corerl.weights.transports import AUTO
+from corerl.plugin.transports import AUTO
 
 
 @frozen(kw_only=True)

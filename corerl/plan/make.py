@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.config.functions import imported
 from corerl.config.load import as_config, recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -68,7 +66,6 @@ from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sources.recorded import SavedRollouts
-from corerl.weights.transports import AUTO, transport_named
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -131,10 +128,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     postprocess = load_postprocess(config.rollout, problems)
-    scaler: Callable[..., Any] | None = None
-    if config.cluster.scaler:
-        with problems.stage("cluster.scaler"):
-            scaler = imported(config.cluster.scaler, setting="cluster.scaler")
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -143,9 +136,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
     require_room_for_prompts(config, context, problems)
     named = config
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
-    with problems.stage("weights.transport", path="weights.transport"):
-        if config.weights.transport != AUTO:
-            transport_named(config.weights.transport)  # raises if unknown
     start = find_start(config, prompts, problems, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did; with the paths that the user gave, for errors.
     eval_sets, about_sets = load_eval_sets(named, prompts, reward, tokenizer, context, problems)
@@ -242,7 +232,6 @@ def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decis
         eval_sets=eval_sets,
         extensions=config.chosen_extensions,
         resized=resized,
-        scaler=scaler,
         record=record,
         kept=kept_digests(config, models),
         notices=(

@@ -68,7 +68,6 @@ class Plan:
     eval_sets: Sequence[EvalSet]  # that of data.held_out first, if there is one
     extensions: tuple[ExtensionChoice, ...]
     resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
-    scaler: Callable[..., Any] | None  # which decides on them; None if nobody does
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
     kept: Mapping[str, str]  # of what a role's export copies from its model's directory: role -> digest
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step

@@ -19,8 +19,10 @@ from corerl.messages import nearest
 from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, is_named, load, locate, usable
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
+from corerl.plugin.transports import AUTO
 
-TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS)  # the kinds with a table for each plugin
+# The kinds with a table for each plugin.
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS, Kind.TRANSPORTS)
 ROLES = tuple(field.name for field in fields(RolesConfig))
 
 
@@ -35,8 +37,9 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """The selected backends, engine, sampler, algorithm and extensions, in that order; one entry for each setting that
-    names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed them."""
+    """The selected backends, engine, sampler, algorithm, extensions and transport, in that order; one entry for each
+    setting that names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed
+    them."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -53,6 +56,11 @@ def selected(config: Config) -> list[Selection]:
         *(
             Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
             for index, each in enumerate(config.chosen_extensions)
+        ),
+        *(
+            [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.samples)]
+            if (transport := config.weights.transport) != AUTO
+            else []
         ),
     ]
 
@@ -168,8 +176,8 @@ def _require_valid(spec: AlgorithmSpec, name: str) -> None:
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class.
 
-    Tables of unselected backends, engines, samplers and algorithms stay as they are, and are checked if the plugin is
-    installed. If it is not, but its name is close to a known one, that is a problem too: a likely typo.
+    Tables of unselected plugins stay as they are, and are checked if the plugin is installed. If it is not, but its
+    name is close to a known one, that is a problem too: a likely typo.
     Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
     in a table.
     """
@@ -222,6 +230,7 @@ def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str
         engines=tables[Kind.ENGINES],
         samplers=tables[Kind.SAMPLERS],
         algorithms=tables[Kind.ALGORITHMS],
+        transports=tables[Kind.TRANSPORTS],
         roles=evolve(config.roles, **roles),
         extensions=extensions,
     )

@@ -51,7 +51,6 @@ def functions_of(config: Config) -> dict[str, str]:
         **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
         **_function_of_sampler(config),
         "rollout.postprocess": config.rollout.postprocess,
-        "cluster.scaler": config.cluster.scaler,
     }
     if config.run.mode != "eval":  # which asks nothing of the algorithm
         names["algorithm.loss"] = algorithm.loss

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported
     from corerl.plugin.context import Context as Context
+    from corerl.plugin.control import Failure as Failure
+    from corerl.plugin.control import RunControl as RunControl
     from corerl.plugin.events import CallFinished as CallFinished
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import SamplerSpec as SamplerSpec
     from corerl.plugin.spec import SlowPath as SlowPath
     from corerl.plugin.spec import ToolFormatSpec as ToolFormatSpec
+    from corerl.plugin.spec import TransportSpec as TransportSpec
     from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok
 else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pluggy
 
-from corerl.errors import ContractError, HookFailed, UserError
+from corerl.errors import ContractError, CorerlError, HookFailed, NoPlaces, WorkerDied
 from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
@@ -21,7 +21,7 @@ from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
-DRIVER_HOOKS = ("plan_ready", "observe")  # of extensions on the driver alone
+DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
 LIST_HOOKS = ("shutdown", *DRIVER_HOOKS)  # called plugin by plugin, so that each error and answer has a name
 
 
@@ -115,13 +115,21 @@ def call_each(
             yield impl.plugin_name, error
 
 
-def ask_each(manager: HookManager, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+def ask_each(
+    manager: HookManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
+) -> Iterator[tuple[str, Any]]:
     """Call the implementations of a list hook that decides something, outermost first; yield (plugin, what it returned)
-    for each. The first UserError is raised as it is, any other error as HookFailed with the plugin's name."""
+    for each. The first CorerlError is raised as it is, any other error as HookFailed; both have the plugin's name, but
+    for what the run's processes have met."""
     for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
+        if impl.plugin_name in skip:
+            continue
         try:
             answer = _call(manager, hook, impl, arguments)
-        except UserError:
+        except (WorkerDied, NoPlaces):
+            raise
+        except CorerlError as error:
+            error.add_note(f"raised in {hook} of {impl.plugin_name}")
             raise
         except (Exception, SystemExit) as error:
             failed = HookFailed(f"{impl.plugin_name}: {hook} failed: {one_line(error)}")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
     from corerl.plan.ready import PlanReady
     from corerl.plugin.context import Context
+    from corerl.plugin.control import Failure, RunControl
     from corerl.plugin.events import Event
     from corerl.plugin.spec import PlanAnswer
 
@@ -113,6 +114,19 @@ class Hooks:
         The extension is constructed for this call alone: its run directory may not be there, and must not be made; it
         gets no events and no `shutdown`. A UserError that it raises is a problem of the user's; any other error ends
         the start, with the extension's name."""
+
+    @hookspec
+    def between_steps(self, run: RunControl) -> None:
+        """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
+        nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
+        Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
+        `run.apply` is to be let pass."""
+
+    @hookspec
+    def ranks_failed(self, run: RunControl, failure: Failure) -> None:
+        """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
+        May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
+        without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
 
     @hookspec
     def observe(self, event: Event) -> None:

@@ -11,15 +11,16 @@ from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ContractError, CorerlError, PluginBroken
 from corerl.messages import note, one_line, printable
-from corerl.plugin.contract import DRIVER_HOOKS, HookManager, build_manager, call_each
+from corerl.plugin.contract import DRIVER_HOOKS, HookManager, ask_each, build_manager, call_each
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.spec import Process
 
 
 class Observers:
-    """The driver's extensions, (name, instance) pairs in the config's order. No error of theirs ends the run. Notices
-    are printed to stderr if none of the extensions named in `showing` is there to show them.
+    """The driver's extensions, (name, instance) pairs in the config's order. No error in `observe` ends the run; one in
+    a hook that decides does. Notices are printed to stderr if none of the extensions named in `showing` is there to
+    show them.
 
     Raises ContractError if one does not keep the contract.
     """
@@ -46,6 +47,12 @@ class Observers:
                 )
             if isinstance(event, Notice) and self._showing <= self._silenced:
                 note(event.text)
+
+    def ask(self, hook: str, **arguments: Any) -> None:
+        """Call a hook that decides something, in the config's order. Raises the first error, with the extension's
+        name. An extension that was disabled is not asked."""
+        for _ in ask_each(self._manager, hook, skip=self._silenced, **arguments):
+            pass
 
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""

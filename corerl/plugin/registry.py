@@ -32,6 +32,7 @@ from corerl.plugin.spec import (
     SamplerSpec,
     Spec,
     ToolFormatSpec,
+    TransportSpec,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Kind(Enum):
     ALGORITHMS = "algorithms"
     COMMANDS = "commands"
     TOOL_FORMATS = "tool_formats"
+    TRANSPORTS = "transports"
 
     @property
     def group(self) -> str:
@@ -71,11 +73,12 @@ class Kind(Enum):
             Kind.ALGORITHMS: AlgorithmSpec,
             Kind.COMMANDS: CommandSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
+            Kind.TRANSPORTS: TransportSpec,
         }[self]
 
 
 # The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
-CORE_COMMANDS = ("train", "eval", "scale", "export", "config", "plugins", "options")
+CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 
 # How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
@@ -91,6 +94,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         **dict.fromkeys(
             ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
         ),
+        "elastic": "pip install 'corerl[elastic]'",
         "forecast": "pip install 'corerl[forecast]'",
         "mlflow": "pip install 'corerl[mlflow]'",
         "wandb": "pip install 'corerl[wandb]'",
@@ -105,6 +109,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "verify": "pip install 'corerl[testing]'",
     },
     Kind.TOOL_FORMATS: {},
+    Kind.TRANSPORTS: {"delta": "pip install 'corerl[delta]'"},
 }
 
 
@@ -296,9 +301,10 @@ def locate(kind: Kind, name: str) -> Entry:
     return wanted[0]
 
 
-def load_implementation(kind: Kind, loaded: Loaded) -> Any:
-    """Import the class that the spec names, and with it torch. Raises PluginBroken with its cause chained."""
-    return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=lambda: _cure(loaded))
+def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
+    """Import the class that the spec names, and with it torch; or `value`, where the spec names several. Raises
+    PluginBroken with its cause chained."""
+    return _import(kind.noun, str(loaded), value or loaded.spec.implementation, cure=lambda: _cure(loaded))
 
 
 def scan(kind: Kind) -> Sequence[Entry]:

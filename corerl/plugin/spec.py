@@ -5,8 +5,8 @@ importable without torch.
     mine = "corerl_mine:SPEC"
 
 Engines go under `corerl.engines`, samplers under `corerl.samplers`, extensions under `corerl.extensions`, displays
-under `corerl.displays`, algorithms under `corerl.algorithms`, commands under `corerl.commands`, and formats of tool
-calls under `corerl.tool_formats`.
+under `corerl.displays`, algorithms under `corerl.algorithms`, commands under `corerl.commands`, weight transports under
+`corerl.transports`, and formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
@@ -401,8 +401,34 @@ class CommandSpec:
     config: type = NoOptions
 
 
+@frozen(kw_only=True)
+class TransportSpec:
+    """What a run knows of a weight transport before its two ends exist; its module imports no torch."""
+
+    sender: str  # "package.module:Class", a corerl.weights.WeightSender, constructed with (address, rank) on every rank
+    receiver: str  # "package.module:Class", a corerl.weights.Receiver, constructed with (address, index) by an engine
+    capability: Capability  # required of the backend
+    api: tuple[int, int]
+    summary: str
+    config: type = NoOptions  # both ends read the table as `Address.options`, complete and checked
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    one_device: bool = False  # both ends access the same device memory
+    joins: bool = False  # both ends join a process group, meeting at the address
+    # "package.module:function", called by the driver with the address of ranks that have ended: ends the receivers'
+    # wait if they do not notice that themselves, and never raises. Empty if they do.
+    give_up: str = ""
+
+
 Spec: TypeAlias = (
-    BackendSpec | EngineSpec | SamplerSpec | ExtensionSpec | DisplaySpec | AlgorithmSpec | ToolFormatSpec | CommandSpec
+    BackendSpec
+    | EngineSpec
+    | SamplerSpec
+    | ExtensionSpec
+    | DisplaySpec
+    | AlgorithmSpec
+    | ToolFormatSpec
+    | CommandSpec
+    | TransportSpec
 )
 
 

@@ -18,6 +18,7 @@ SELECTED_BY = {
     Kind.ENGINES: "rollout.engine",
     Kind.SAMPLERS: "rollout.sampler",
     Kind.ALGORITHMS: "algorithm.name",
+    Kind.TRANSPORTS: "weights.transport",
 }
 WIDTH = 100  # columns of a comment
 

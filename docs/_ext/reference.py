@@ -4,7 +4,7 @@ config        a table for each table of the TOML file, from corerl.config.schema
 plugins       a table for each table of an engine or algorithm of CoreRL's, and of its backends that are installed
 hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
 hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
-extensions    those that come with CoreRL and their options, from corerl.observability.specs
+extensions    those of CoreRL's wheels that are installed, and their options
 errors        the tree of errors with their exit status, from corerl.errors
 checks        the conformance suite, from the marks and names of its checks
 algorithm     that of algorithms, likewise
@@ -37,7 +37,7 @@ from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
 from corerl.plan.ready import PlanReady
 from corerl.plan.resolve import TABLES
-from corerl.plugin import events, hookspecs
+from corerl.plugin import control, events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
@@ -124,7 +124,7 @@ def hooks_reference() -> str:
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
     known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
-    known |= {**vars(types), **vars(events)}
+    known |= {**vars(types), **vars(events), **vars(control)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:
@@ -189,10 +189,11 @@ def public_reference(circle: str) -> str:
 def extensions_reference() -> str:
     lines: list[str] = []
     for loaded in (load(Kind.EXTENSIONS, name) for name in installed_names(Kind.EXTENSIONS)):
-        if not loaded.value.startswith("corerl."):
+        if not loaded.value.startswith(("corerl.", "corerl_")):
             continue
         where = "each rank" if loaded.spec.process is Process.WORKER else "the driver"
-        lines += [f"### `{loaded.name}`", "", f"In {where}: {loaded.spec.summary}.", ""]
+        summary = f"Of `{loaded.distribution}`, in {where}: {loaded.spec.summary}."
+        lines += [f"### `{loaded.name}`", "", summary, ""]
         lines += options_table(loaded.spec.config)
     return "\n".join(lines)
 

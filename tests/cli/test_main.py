@@ -235,7 +235,7 @@ def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str
         "try:\n"
         f"    main({argv!r})\n"
         "except SystemExit as ended:\n"
-        "    heavy = {'torch', 'ray', 'cattrs', 'transformers'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
         "    sys.exit(f'loaded {heavy}' if heavy else ended.code)\n"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))

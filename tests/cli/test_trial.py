@@ -11,7 +11,6 @@ from corerl.cli.main import main
 from corerl.cli.trial import beside
 from corerl.config.load import load_config
 from corerl.plan.user_code import code_of
-from corerl.plugin.registry import Kind
 from tests.end_to_end.command import write_small
 
 ENDINGS = {
@@ -24,6 +23,15 @@ ENDINGS = {
 def try_imports(file: str, overrides: list[str]) -> None:
     code = code_of(load_config(file, overrides))
     beside(code.modules, code.plugins)()
+
+
+def install_leaves(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose spec ends the process that imports it."""
+    metadata = site / "corerl_leaves-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
+    monkeypatch.syspath_prepend(site)
 
 
 @pytest.fixture
@@ -65,7 +73,7 @@ def test_an_import_that_ends_its_process_is_one_line(
 def test_an_import_that_ends_its_process_is_a_line_beside_keys_that_cannot_be_read(
     here: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "cluster.scaler=exits_mod:f"]
+    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "rollout.postprocess=exits_mod:f"]
     assert main(["config", "check", here, *wrong]) == 2
     lines = [line.removeprefix("corerl: error: ") for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(": ")[0] for line in lines[:2]] == ["run.stepps", "model.path"]
@@ -100,18 +108,17 @@ def test_a_working_directory_with_a_models_code_is_refused(
 
 
 @pytest.mark.processes
-def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])
-    plain = ("backends", "plain")  # from a wheel of its own
-    for overrides, modules, plugins in (
-        ([], [], []),
-        (["reward.name=leaves_mod:f"], ["leaves_mod"], []),
-        (["engines.sglang={}", "backends.no-such={}"], [], [("engines", "sglang")]),  # tables that are not selected too
-    ):
-        try_imports(here, ["backend.name=plain", "rollout.engine=fake", *overrides])
-        assert asked.pop() == ("corerl.cli.trial:look_imports", modules, [plain, *plugins])
-    beside([], [(Kind.ENGINES, "fake"), (Kind.ALGORITHMS, "grpo")])()
+    plain = ["backend.name=plain", "rollout.engine=fake"]
+    try_imports(here, [*plain, "engines.sglang={}", "backends.no-such={}"])  # wheels of CoreRL's are its own parts too
+    assert asked == []
+    try_imports(here, [*plain, "reward.name=leaves_mod:f"])
+    assert asked.pop() == ("corerl.cli.trial:look_imports", ["leaves_mod"], [])
+    install_leaves(tmp_path, monkeypatch)
+    try_imports(here, [*plain, "engines.leaves={}"])  # tables that are not selected are checked too
+    assert asked.pop() == ("corerl.cli.trial:look_imports", [], [("engines", "leaves")])
     assert asked == []
 
 
@@ -119,11 +126,7 @@ def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytes
 def test_plugins_are_listed_although_the_import_of_one_ends_its_process(
     here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metadata = tmp_path / "corerl_leaves-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    install_leaves(tmp_path, monkeypatch)
     assert main(["plugins", "engines"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "  ok: " in rows["fake"] and "  ok: " in rows["transformers"]

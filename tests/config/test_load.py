@@ -168,6 +168,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
             "bogus = 1",
             (
                 "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, algorithms, "
+                "transports, "
                 "roles, train, lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
             ),
         ),

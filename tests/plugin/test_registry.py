@@ -240,7 +240,7 @@ def test_importing_the_registry_is_light_and_no_installed_spec_imports_torch() -
     program = (
         "import sys\n"
         "from corerl.plugin.registry import Kind, installed\n"
-        "print(sorted({'importlib.metadata', 'cattrs', 'torch', 'ray'} & sys.modules.keys()))\n"
+        "print(sorted({'importlib.metadata', 'torch', 'ray'} & sys.modules.keys()))\n"
         "print([kind.value for kind in Kind if installed(kind)])\n"
         "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )

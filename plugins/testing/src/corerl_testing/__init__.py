@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from corerl.plugin.contract import build_manager as build_manager
     from corerl.plugin.host import PluginHost as PluginHost
     from corerl.plugin.observers import Observers as Observers
+    from corerl.plugin.transports import open_receiver as open_receiver
+    from corerl.plugin.transports import open_sender as open_sender
     from corerl.rollout.sources.recorded import read_rollout as read_rollout
     from corerl.rollout.sources.recorded import saved_rollouts as saved_rollouts
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
-    from corerl.weights.transports import open_sender as open_sender
     from corerl.weights.verify import difference as difference
     from corerl_doctor.smallest import drawn_model as drawn_model
     from corerl_doctor.smallest import smallest_config as smallest_config

@@ -1,4 +1,4 @@
-"""Who wants other sizes while a run goes on: `corerl scale`, by files in the run's directory, or `cluster.scaler`."""
+"""Who wants other sizes while a run goes on: `corerl scale`, by files in the run's directory, or a scaler."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ Scaler = Callable[[Sizing], Mapping[str, int]]  # returns sizes to change; {} fo
 class Scaling:
     """Asks a scaler after each step, with what the steps at the present sizes took."""
 
-    name: str  # as cluster.scaler
+    name: str  # as in the options
     scaler: Scaler
     _at: Mapping[str, int] = field(factory=dict)  # the present sizes
     _totals: dict[str, float] = field(factory=dict)
@@ -199,7 +199,7 @@ class Scaling:
         try:
             found = self.scaler(asked)
         except Exception as error:
-            raise CorerlError(f"cluster.scaler: {self.name} failed: {one_line(error)}") from error
+            raise CorerlError(f"scaler: {self.name} failed: {one_line(error)}") from error
         wanted = {name: value for name, value in self._checked(found, sizes).items() if sizes[name] != value}
         return [] if wanted in refused else [f"{name}={value}" for name, value in wanted.items()]
 
@@ -217,7 +217,7 @@ class Scaling:
         return checked
 
     def _returned(self, found: object, expected: str) -> CorerlError:
-        return CorerlError(f"cluster.scaler: {self.name} returned {short_repr(found)}, expected {expected}")
+        return CorerlError(f"scaler: {self.name} returned {short_repr(found)}, expected {expected}")
 
     def refused(self, wanted: Sequence[str], devices: Devices) -> None:
         """Note that these could not be had: they are not wanted again until the sizes are others, or there are more

@@ -7,19 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from corerl.driver.scaling import REQUEST
+from corerl_elastic.scaling import REQUEST
 from tests.end_to_end.command import Command, numbers, write_small
 from tests.end_to_end.faulty import NAME, fault
 
-SETTINGS = ["run.steps=5", "checkpoint.background=false", "extensions=[{name='console'}, {name='jsonl'}]"]
-USER = "tests.end_to_end.user_functions"
+pytestmark = pytest.mark.processes
+SETTINGS = ["run.steps=5", "checkpoint.background=false"]
+SCALERS = "plugins.elastic.tests.scalers"
 # That depend on all of a model's state.
 SEEN = ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "critic/loss", "critic/grad_norm")
 ROUNDING = 1e-4  # of sums in another order, over few steps
 
 
-def started(directory: Path, *overrides: str) -> Command:
-    return Command("train", write_small(directory), f"run.dir={directory}/run", *SETTINGS, *overrides, logs=directory)
+def started(directory: Path, *overrides: str, scaler: str = "") -> Command:
+    """A run with the extension, and one of `scalers.py` if it is named."""
+    elastic = f"{{name='elastic', options={{scaler='{f'{SCALERS}:{scaler}' if scaler else ''}'}}}}"
+    listed = f"extensions=[{{name='console'}}, {{name='jsonl'}}, {elastic}]"
+    command = ("train", write_small(directory), f"run.dir={directory}/run", listed, *SETTINGS, *overrides)
+    return Command(*command, logs=directory)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
 
 def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, waiting = tmp_path / "run", fault("optimizer_step", "wait", step=3, once=True)
-    with started(tmp_path, *waiting, f"cluster.scaler={USER}:down_and_up") as command:
+    with started(tmp_path, *waiting, scaler="down_and_up") as command:
         command.until((run_dir / "fault").exists, "in the middle of its fourth step")
         asked = ["backend.name=megatron", "backends.megatron.tensor_parallel=2"]
         with Command("scale", run_dir, *asked, logs=tmp_path) as scale:
@@ -66,7 +71,7 @@ def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     killed = fault("hand_over", "kill", step=3, once=True)
-    with started(tmp_path, *killed, f"cluster.scaler={USER}:one_rank_at_step_3") as command:
+    with started(tmp_path, *killed, scaler="one_rank_at_step_3") as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     assert "actor rank 1: its process died during hand_over" in command.out
@@ -82,7 +87,7 @@ def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_
         directory.mkdir()
     with started(one_rank, *asked, "roles.actor.ranks=1", "roles.critic.ranks=1") as command:
         assert command.finish() == 0, command.err
-    with started(resized, *asked, "roles.critic.ranks=2", f"cluster.scaler={USER}:ranks_down_and_up") as command:
+    with started(resized, *asked, "roles.critic.ranks=2", scaler="ranks_down_and_up") as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     assert re.findall(r"note: (\w+: \d) ranks? .*-> (\d)", command.out) == [
@@ -97,7 +102,7 @@ def test_ranks_that_train_while_others_are_sampled_change_too_and_their_copies_a
 ) -> None:
     killed = fault("optimizer_step", "kill", step=4, once=True)
     more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]
-    with started(tmp_path, *killed, *more, f"cluster.scaler={USER}:ranks_down_and_up") as command:
+    with started(tmp_path, *killed, *more, scaler="ranks_down_and_up") as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     assert len(re.findall(r"note: actor: \d ranks? .*-> \d", command.out)) == 2

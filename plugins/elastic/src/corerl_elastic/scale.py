@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("scale", help="change the numbers of ranks and engines of a running run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="RUN", help="the run's directory")
     parser.add_argument(
         "overrides",
@@ -27,10 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
     from corerl.config.load import CONFIG_FILE, load_config
     from corerl.driver.run_dir import is_occupied
-    from corerl.driver.scaling import ask
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean_path
     from corerl.plan.sizes import with_other_sizes
+    from corerl_elastic.scaling import ask
 
     run_dir = Path(args.what)
     if not args.overrides:

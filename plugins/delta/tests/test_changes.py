@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.weights import changes as module
-from corerl.weights.changes import apply_changes, encode_changes
+from corerl_delta import changes as module
+from corerl_delta.changes import apply_changes, encode_changes
 
 
 def restored(old: Any, new: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Change the sizes of a run's groups between its steps: ranks hand their state over, engines come and go."""
+"""The groups of a run's processes, by which plan and where they run; another plan takes effect between two steps, or
+where ranks or engines have ended and are about to start again."""
 
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,27 +15,23 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
-from corerl.driver.scaling import Devices
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, SaveFailed, UserError, WorkerDied
-from corerl.messages import one_line
+from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
 from corerl.plan.processes import EnginePlan, ProcessPlan
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
-from corerl.plan.sizes import REPLICAS, of_engines
+from corerl.plan.sizes import REPLICAS
 from corerl.plan.transports import ENGINES, senders
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
-
-OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")
 
 
 @define(kw_only=True, eq=False)
-class Sizes:
-    """The sizes of a run's groups, which its loop may change between two steps."""
+class Groups:
+    """The ranks of a run's roles and its engines: their plan, and their places."""
 
     plan: Plan  # of the groups as they are
     room: Room
@@ -47,7 +43,7 @@ class Sizes:
     address_of: Callable[[ProcessPlan, Sequence[str]], Address]  # of updates to these receivers
 
     @property
-    def now(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Ranks by role, and replicas, under the names of their settings."""
         processes = self.plan.processes
         sizes = {f"roles.{name}.ranks": len(role.assignments) for name, role in processes.roles.items()}
@@ -55,30 +51,15 @@ class Sizes:
             sizes[REPLICAS] = len(processes.engine.assignments)
         return sizes
 
-    @property
-    def devices(self) -> Devices:
-        reserved, unused, free = self.room.count(self.plan.processes.placement.bundle)
-        return Devices(reserved=reserved, unused=unused, free=free)
+    # ---- between two steps ------------------------------------------------------------------------------------------
 
-    def change(self, overrides: Sequence[str]) -> Iterator[str]:
-        """Change the groups as the overrides of the config say; yields a line for each that has changed. Engines that
-        are to end do so first, those to come start last: so devices can pass from one side to the other.
+    def change(self, plan: Plan) -> Iterator[str]:
+        """Let ranks and engines be as the plan says; yields a line for each group that has changed. Ranks are replaced
+        by others that go on with their state.
 
         Raises UserError or ResizeFailed for the first group that could not be changed, which then is as before;
         WorkerDied if ranks die."""
-        wanted = self.plan.resized(overrides)  # raises for all that is wrong with it
-        engines = [each for each in overrides if of_engines(each)]
-        parts = _by_role([each for each in overrides if not of_engines(each)])
-        fewer = len(_engines(wanted.processes)) < len(_engines(self.plan.processes))
-        plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
-        for part in [engines, *parts] if fewer else [*parts, engines]:
-            if part:
-                plans.append((plans[-1] if plans else self.plan).resized(part))
-                _require_same_surroundings(self.plan.processes, plans[-1].processes)
-        for plan in plans:
-            yield from self._change(plan)
-
-    def _change(self, plan: Plan) -> Iterator[str]:
+        require_same_surroundings(self.plan.processes, plan.processes)
         before, after = self.plan.processes, plan.processes
         moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
         replicas = len(_engines(before)), len(_engines(after))
@@ -149,90 +130,53 @@ class Sizes:
         if self.updates is not None and name == ACTOR:
             self.updates.resized(renew)
 
-    # ---- machines that are gone -------------------------------------------------------------------------------------
+    # ---- where processes have ended ---------------------------------------------------------------------------------
 
-    def refit(self) -> list[str]:
-        """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
-        smaller groups, on the devices that are left. Ranks have ended, and are to be started anew, by the plan and in
-        the room as they are then; engines are to be replaced. Returns a line for each group whose size has changed, and
-        for each device that did not answer. Raises NoPlaces if a group cannot be so small, or has no place."""
-        self.room.settle(within=self.plan.cluster.spare_timeout)
-        return self._refit(staying=[])
+    @property
+    def lost(self) -> dict[str, int]:
+        """How many of each group's processes were on a machine that is gone, without groups of which none was."""
+        counts = {name: sum(slot.lost for slot in slots) for name, slots in self.room.items()}
+        return {name: count for name, count in counts.items() if count}
 
-    def refit_engines(self) -> list[str]:
-        """The same while ranks are there, which stay. If one is on a machine that is gone, or they are to make room for
-        engines, the role's are ended, and WorkerDied says so."""
-        self.room.settle(within=self.plan.cluster.spare_timeout)
+    def require_ranks(self) -> None:
+        """While engines are replaced and ranks go on: raise WorkerDied if the machine of one is gone, once the ranks of
+        its role are ended."""
         for name, role in self.roles.items():
             for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
                 if slot.lost or slot.node != node:
                     role.group.processes.kill()
                     raise WorkerDied(f"{name} rank {rank}: its machine is gone")
-        placement = self.plan.processes.placement
-        if self.room.left(placement, ENGINES) + self.room.unused < placement.widths.get(ENGINES, 1):
-            self.roles[ACTOR].group.processes.kill()
-            raise WorkerDied(f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left")
-        return self._refit(staying=[*self.roles])
 
-    def _refit(self, *, staying: Sequence[str]) -> list[str]:
-        """`staying`: roles whose ranks are alive and are not started anew."""
+    def start_by(self, plan: Plan, *, staying: Sequence[str]) -> list[str]:
+        """Let what is about to start do so by this plan, on the devices that are left; roles that are `staying` go on.
+        Returns a line for each group whose size has changed. Raises CorerlError if there is no place for one."""
+        before, after = self.plan.processes, plan.processes
+        require_same_surroundings(before, after)
         engines = [ENGINES] if self.updates is not None else []
-        groups = [*self.roles, *engines]
-        lost = any(slot.lost for name in groups for slot in self.room[name])
-        lines: list[str] = []
-        if lost:
-            lines += self.room.silent
-            try:
-                plan = self._fewer(groups)
-                found = self.room.refit(plan.processes.placement, [*staying, *engines])
-                seen = _seen(plan.processes, found)
-            except CorerlError as error:
-                raise NoPlaces("; ".join([error.message, *lines])) from error
-            before, after = self.plan.processes, plan.processes
-            self.room.take(found)
-            self.plan = plan
-            write_config(plan.start.run_dir, plan.record)
-            for name, role in before.roles.items():
-                if len(role.assignments) != len(after.roles[name].assignments):
-                    lines.append(f"{name}: {_shape(role)} -> {_shape(after.roles[name])}")
-            if len(_engines(before)) != len(_engines(after)):
-                lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
+        found = self.room.refit(after.placement, [*staying, *engines])
+        seen = _seen(after, found)
+        self.room.take(found)
+        self.plan = plan
+        write_config(plan.start.run_dir, plan.record)
+        self.seat_engines()
+        if self.updates is not None:  # an engine may be beside another rank now, also where it is one of as many
+            self.updates.meets_at(functools.partial(self.address_of, seen))
+        lines = [
+            f"{name}: {_shape(role)} -> {_shape(after.roles[name])}"
+            for name, role in before.roles.items()
+            if len(role.assignments) != len(after.roles[name].assignments)
+        ]
+        if len(_engines(before)) != len(_engines(after)):
+            lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
+        return lines
+
+    def seat_engines(self) -> None:
+        """Let engines that are about to be replaced start where their places are by now."""
         if self.updates is not None and (engine := self.plan.processes.engine) is not None:
             slots = self.room[ENGINES]
             self.updates.fleet.reseat(with_devices(engine, slots), slots)
-            if lost:  # an engine may be beside another rank now, also where it is one of as many
-                self.updates.meets_at(functools.partial(self.address_of, seen))
-        return lines
 
-    def _fewer(self, groups: Sequence[str]) -> Plan:
-        """A plan for as many processes of each group as devices are left for. Devices that nobody uses go to groups
-        that have lost some, first to those that have none. One that still has none gets some of the group that has
-        most: as many as it had, but half of them at most. Raises UserError if there is none."""
-        plan, placement = self.plan, self.plan.processes.placement
-        sizes = {name: len(self.room[name]) for name in groups}
-        widths = {name: placement.widths.get(name, 1) for name in groups}
-        pools = {name: name if name in placement.apart else "" for name in groups}  # "" is of those that share theirs
-        bundles = {pool: self.room.left(placement, name) for name, pool in pools.items()}
-        had, least = dict.fromkeys(bundles, 0), dict.fromkeys(bundles, 0)
-        for name, pool in pools.items():
-            had[pool], least[pool] = max(had[pool], sizes[name] * widths[name]), max(least[pool], widths[name])
-        unused = self.room.unused
-        for wanted in (least, had):
-            for pool, count in bundles.items():
-                given = max(0, min(unused, wanted[pool] - count))
-                bundles[pool] += given
-                unused -= given
-        for pool in [pool for pool, count in bundles.items() if count < least[pool]]:
-            giver = max(bundles, key=lambda each: bundles[each])
-            given = min(had[pool] - bundles[pool], bundles[giver] // 2)
-            bundles[pool] += given
-            bundles[giver] -= given
-        for name, size in sizes.items():
-            left = bundles[pools[name]] // widths[name]
-            if left < size:
-                plan = _largest(plan, REPLICAS if name == ENGINES else f"roles.{name}.ranks", size, left)
-        _require_same_surroundings(self.plan.processes, plan.processes)
-        return plan
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         try:
@@ -263,7 +207,7 @@ def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPla
         for name in (ACTOR, ENGINES)
     )
     found = senders(receivers, ranks, one_machine=False)
-    if not found and TRANSPORTS[after.transport].one_device:
+    if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "
             "choose other sizes"
@@ -277,27 +221,6 @@ def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignme
         evolve(assignment, context=evolve(assignment.context, devices=slot.devices))
         for assignment, slot in zip(plan.assignments, slots, strict=True)
     ]
-
-
-def _largest(plan: Plan, setting: str, now: int, left: int) -> Plan:
-    """The plan with as much of the setting as it can have, `left` at most. Raises ConfigError if it can have none."""
-    refused: UserError | None = None
-    for size in range(left, 0, -1):
-        try:
-            return plan.resized([f"{setting}={size}"])
-        except UserError as error:
-            refused = refused or error
-    why = f", where it cannot be that or less: {one_line(refused)}" if refused is not None else ""
-    raise ConfigError(f"{setting}: devices are left for {left} of {now}{why}") from refused
-
-
-def _by_role(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides that are each of one role, by role; all together if any is of several."""
-    names = [OF_ROLE.match(each) for each in overrides]
-    found: dict[str, list[str]] = {}
-    for override, name in zip(overrides, names, strict=True):
-        found.setdefault(name[1] if name is not None and all(names) else "", []).append(override)
-    return list(found.values())
 
 
 def _engines(plan: ProcessPlan) -> Sequence[object]:
@@ -314,7 +237,7 @@ def _others(before: RolePlan, after: RolePlan) -> bool:
     return seen(before) != seen(after)
 
 
-def _require_same_surroundings(before: ProcessPlan, after: ProcessPlan) -> None:
+def require_same_surroundings(before: ProcessPlan, after: ProcessPlan) -> None:
     """Raise ConfigError if more than sizes would have to change."""
     if (before.transport, dict(before.common)) != (after.transport, dict(after.common)):
         raise ConfigError(

@@ -6,8 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from corerl.weights import checksum as module
-from corerl.weights.checksum import checksum, device_sum
+from corerl.weights import checksums as module
+from corerl.weights.checksums import checksum, device_sum
 
 MASK = 2**64 - 1
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.driver import scaling
-from corerl.driver.scaling import (
+from corerl.errors import ConfigError, CorerlError
+from corerl_elastic import scaling
+from corerl_elastic.scaling import (
     ANSWER,
     REQUEST,
     SETTLED,
@@ -32,7 +33,6 @@ from corerl.driver.scaling import (
     balance,
     begin,
 )
-from corerl.errors import ConfigError, CorerlError
 
 NONE_MORE = Devices(reserved=4, unused=0, free=0)
 DONE = Answer(changed=("actor: 1 rank -> 2 ranks", "engines: 2 -> 1"))
@@ -62,7 +62,8 @@ def steps(*each: Callable[[], object]) -> Callable[[], bool]:
 @pytest.mark.processes
 def test_a_module_with_a_scaler_imports_no_torch_for_it() -> None:
     """Rewards may be in it too, and each of their processes imports it."""
-    code = "import sys; from corerl import Sizing; print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
+    code = "import sys; import corerl_elastic; corerl_elastic.Sizing; "
+    code += "print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -333,7 +334,7 @@ A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
 def test_what_is_no_sizes_is_one_line(returned: Any, said: str) -> None:
     with pytest.raises(CorerlError) as caught:
         wanted(lambda _: returned)
-    assert caught.value.message == f"cluster.scaler: mine:decide returned {said}"
+    assert caught.value.message == f"scaler: mine:decide returned {said}"
 
 
 def test_an_error_of_the_function_is_one_line() -> None:
@@ -342,10 +343,10 @@ def test_an_error_of_the_function_is_one_line() -> None:
 
     with pytest.raises(CorerlError) as caught:
         wanted(fails)
-    assert caught.value.message == "cluster.scaler: mine:decide failed: ValueError: no idea"
+    assert caught.value.message == "scaler: mine:decide failed: ValueError: no idea"
     with pytest.raises(CorerlError) as caught:
         wanted(balance, {"roles.actor.ranks": 2})  # nothing samples
-    assert caught.value.message == "cluster.scaler: mine:decide failed: KeyError: 'rollout.replicas'"
+    assert caught.value.message == "scaler: mine:decide failed: KeyError: 'rollout.replicas'"
 
 
 # ---- balance ---------------------------------------------------------------------------------------------------------

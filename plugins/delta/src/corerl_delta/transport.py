@@ -1,6 +1,6 @@
 """Send only what changed since the previous update, through a shared directory: the `disk` transport, other files.
 
-    PATH/v00000007/changes-00000.bin          from the bits of `base` to those of this update (`corerl.weights.changes`)
+    PATH/v00000007/changes-00000.bin          from the bits of `base` to those of this update (`corerl_delta.changes`)
     PATH/v00000007/bucket-00000.safetensors   a whole bucket: if changes are not smaller, or a receiver needs it
     PATH/v00000007/manifest.json              as in `disk`; also `stamp`, which names this update, `base`, the stamp of
                                               the previous one, and `changes`, the buckets sent as changes
@@ -19,14 +19,10 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.changes import apply_changes, encode_changes
-from corerl.weights.manifest import Bucket
-from corerl.weights.transport import Address
-from corerl.weights.transports.disk import TENSOR, DiskReceiver, DiskSender, bucket_file
-from corerl.weights.verify import INTEGERS
+from corerl.weights import Address, Bucket, DiskReceiver, DiskSender, bucket_file
+from corerl_delta.changes import apply_changes, encode_changes
 
 
 def _changes_file(index: int) -> str:
@@ -35,15 +31,14 @@ def _changes_file(index: int) -> str:
 
 def _bits(flat: torch.Tensor) -> NDArray[Any]:
     """View a host tensor's elements as unsigned integers."""
-    signed = flat.view(INTEGERS[flat.element_size()]).numpy()
-    return signed.view(signed.dtype.str.replace("i", "u"))
+    return flat.view(torch.uint8).numpy().view(f"u{flat.element_size()}")
 
 
 class DeltaSender(DiskSender):
     """Keeps a copy of what it sent last, and writes the changes since then."""
 
-    def __init__(self, address: Address) -> None:
-        super().__init__(address)
+    def __init__(self, address: Address, rank: int = 0) -> None:
+        super().__init__(address, rank)
         self._digest = ""  # of the manifest that `_kept` follows
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
         self._kept_stamp = ""  # of the update that `_kept` holds; "" if it holds none whole
@@ -65,9 +60,9 @@ class DeltaSender(DiskSender):
         else:
             self._kept[bucket.index] = flat.clone()
         if data is None:
-            self._write_whole(bucket.index, self._partial)
+            self._write_whole(bucket.index, self.partial)
             return
-        (self._partial / _changes_file(bucket.index)).write_bytes(data)
+        (self.partial / _changes_file(bucket.index)).write_bytes(data)
         self._changes.append(bucket.index)
         self._count(len(data))
 
@@ -79,8 +74,8 @@ class DeltaSender(DiskSender):
     def admit(self, index: int) -> None:
         if self.taking[index]["holds"] != self._base and not self.broken:
             for bucket in self._changes:
-                if not (self._directory / bucket_file(bucket)).exists():
-                    self._write_whole(bucket, self._directory)
+                if not (self.directory / bucket_file(bucket)).exists():
+                    self._write_whole(bucket, self.directory)
         super().admit(index)
 
     def close(self) -> None:
@@ -88,9 +83,8 @@ class DeltaSender(DiskSender):
         self._kept, self._kept_stamp = {}, ""
 
     def _write_whole(self, index: int, directory: Path) -> None:
-        kept = self._kept[index]
-        save_file({TENSOR: kept}, directory / bucket_file(index))
-        self._count(kept.nbytes)
+        self.write(index, self._kept[index], directory)
+        self._count(self._kept[index].nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.sent = (self.sent or 0) + nbytes

@@ -11,11 +11,12 @@ import pytest
 
 from corerl.cli.main import main
 from corerl.config.load import to_plain
-from corerl.driver import scaling
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.scaling import REQUEST, Answer, Request, answer, asked
+from corerl_elastic import scaling
+from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
 from tests.driver.saved import make_config
 
+pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
 TOLD = "the sizes are changed when the step that runs has been trained on\n"
 
 

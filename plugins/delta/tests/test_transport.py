@@ -1,4 +1,4 @@
-"""What only `delta` promises; what all transports do is in test_transports."""
+"""What only `delta` promises; what all transports do is in core's test_transports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from attrs import field, frozen
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address
-from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
+from corerl.weights import Address, Bucket, Manifest, build_manifest
+from corerl_delta.transport import DeltaReceiver, DeltaSender
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("embed", (400, 20)),
@@ -211,7 +210,7 @@ class Breaks(DeltaSender):
     def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         super().transmit(bucket, flat)
         if self.breaks:
-            path = self._partial / f"changes-{bucket.index:05d}.bin"
+            path = self.partial / f"changes-{bucket.index:05d}.bin"
             data = bytearray(path.read_bytes())
             data[-6] ^= 1
             path.write_bytes(data)
