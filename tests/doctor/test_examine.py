@@ -14,7 +14,7 @@ from corerl.doctor import installation
 from corerl.doctor.child import look
 from corerl.doctor.examine import examine
 from corerl.doctor.installation import driver
-from corerl.doctor.plugins import finding_of
+from corerl.doctor.plugins import finding_of, look_named
 from corerl.errors import PluginNotFound
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Finding, Level
@@ -302,3 +302,15 @@ def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
     found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
     assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
     assert found.mend == f"see {tmp_path}/notices.jsonl"
+
+
+def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:
+    def told(backend: str) -> list[str]:
+        findings = [each for each in look_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
+        return [each.what.partition(": ")[2] for each in amiss(findings)]
+
+    assert told("FORGETS_OTHER_PAIRS") == []  # has a variant on four
+    assert told("RANK_DEPENDENT_METRICS") == []  # every rank has samples of its own
+    assert told("ANSWERS_ON_EVERY_RANK") == [
+        "its data_parallel is not always the number of ranks, and no variant has ranks=4"
+    ]
