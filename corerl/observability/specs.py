@@ -146,7 +146,7 @@ def _needs(package: str) -> Any:
 def _spec(where: str, config: type, summary: str, *, process: Process = Process.DRIVER, **more: Any) -> ExtensionSpec:
     """A spec; `where` is the class as "module:Class" in this package."""
     code = f"corerl.observability.{where}"
-    return ExtensionSpec(implementation=code, config=config, api=(1, 0), summary=summary, process=process, **more)
+    return ExtensionSpec(implementation=code, config=config, api=(2, 0), summary=summary, process=process, **more)
 
 
 CONSOLE = _spec(

@@ -185,6 +185,9 @@ def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, 
         others = (other for other, each in enumerate(bounds) if len(wanted[each]) == len(mine))
         twin = next((other for other in others if other != at and _near(mine, wanted[bounds[other]]).all()), None)
         told += "" if twin is None else f"; sample {at} has those of sample {twin}"
+    right = int((wrong - samples.offsets[np.searchsorted(samples.offsets, wrong, side="right") - 1]).min())
+    if right > 1:
+        told += f"; the first {right} tokens of each sample are right, as if longer ones saw what they are packed with"
     raise AssertionError(f"{told}; {len(wrong)} of {len(wanted)} differ")
 
 
@@ -304,7 +307,7 @@ def _after_the_first(found: Trajectory, wanted: Trajectory) -> str:
     """What the state after the first step says of a later difference; "" if it is not known."""
     if not found.first or not wanted.first:
         return ""
-    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"]):
+    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"], same_norm=True):
         return told
     mine, others, start = found.first["master"], wanted.first["master"], wanted.at_start["master"]
     wrong = [name for name in others if _l2(mine[name] - others[name]) > CLOSE * _l2(others[name] - start[name])]
@@ -330,8 +333,9 @@ def _in_the_first(found: Trajectory, wanted: Trajectory) -> str:
     )
 
 
-def _of_gradients(found: Tensors, wanted: Tensors) -> str:
-    """What is wrong with the gradients of the first step, of which first moments are a share; "" if nothing is."""
+def _of_gradients(found: Tensors, wanted: Tensors, *, same_norm: bool = False) -> str:
+    """What is wrong with the gradients of the first step, of which first moments are a share; "" if nothing is.
+    `same_norm`: before they were clipped, their norm was right."""
     require_same_tensors("exp_avg", found, wanted)
     wrong = [name for name in wanted if not _close(found[name], wanted[name])]
     if not wrong:
@@ -343,11 +347,23 @@ def _of_gradients(found: Tensors, wanted: Tensors) -> str:
                 return f"; in the first step {name} has the gradient of {other}: names are swapped"
     factors = [_factor(found[name], wanted[name]) for name in wrong]
     known = [factor for factor in factors if factor is not None]
-    if len(known) == len(wrong) and max(known) - min(known) <= CLOSE * abs(known[0]):
-        return f"; the gradients of the first step are {known[0]:.4g} times what they must be in {_such(wrong, wanted)}"
+    such = _such(wrong, wanted)
+    if len(known) == len(wrong):
+        one = max(known) - min(known) <= CLOSE * abs(known[0])
+        by = (
+            f"{known[0]:.4g} times"
+            if one
+            else f"{min(known):.4g} to {max(known):.4g} times, each by a factor of its own,"
+        )
+        if same_norm or not one:
+            return (
+                f"; the gradients of the first step, once clipped, are {by} what they must be in {such}: look at the "
+                "clip, which divides all gradients by one norm, that of the whole model, and only above the limit"
+            )
+        return f"; the gradients of the first step are {by} what they must be in {such}"
     return (
-        f"; the gradients of the first step differ in {_such(wrong, wanted)}: they may not be summed over all ranks, "
-        "or more than once, or some samples be left out"
+        f"; the gradients of the first step differ in {such}: samples or calls may be left out or count more than "
+        "once, or sums over ranks be missing in these tensors"
     )
 
 

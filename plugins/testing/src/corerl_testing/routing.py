@@ -125,9 +125,7 @@ def assert_balances(
         found = metrics_of(results).get("moe/aux_loss")
         if coef and found is not None:
             require_near(f"the metric 'moe/aux_loss' {when}", found, wanted.aux_loss, METRICS)
-        require(
-            (found is not None) == bool(coef), f"the metric 'moe/aux_loss' is {found} where aux_loss_coef is {coef}"
-        )
+        require((found is not None) == bool(coef), f"the metric 'moe/aux_loss' is {found}, but aux_loss_coef {coef:g}")
         require_near(f"the gradient norm {when}", grad_norm_of(results), wanted.grad_norm, GRAD_NORM)
         _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=tolerance)
         for name, grad in plain.router_grads.items() if coef else ():

@@ -79,11 +79,6 @@ def test_every_hook_is_implemented_once_with_arguments_that_are_the_hooks(loaded
         isinstance(cls, type) and issubclass(cls, BackendBase),
         f"{loaded.spec.implementation} is {cls!r}, expected a class that extends corerl.backend.Backend",
     )
-    unwritten = sorted(getattr(cls, "__abstractmethods__", ()))
-    require(
-        not unwritten,
-        f"{cls.__name__} lacks {', '.join(unwritten)}, which have no default; implement them",
-    )
     check_backend(build_manager([(f"backend:{loaded.name}", cls())]), f"backend:{loaded.name}")
 
 
