@@ -625,6 +625,21 @@ def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> N
             raise KeyError("ref")
 
 
+def test_the_host_says_which_hook_runs() -> None:
+    class Looking(Fake):
+        def note(self, hook: str, *arguments: Any) -> None:
+            seen.append((hook, host.running))
+            super().note(hook, *arguments)
+
+    seen: list[tuple[str, str]] = []
+    host, _ = ready(backend := Looking(forward=KeyError("x")))
+    train(host)
+    with pytest.raises(HookFailed):
+        host.forward(BATCH, (), "")
+    assert backend is host.backend and host.running == ""
+    assert seen[-3:] == [(hook, hook) for hook in ("forward_backward", "optimizer_step", "forward")]
+
+
 class Copied(Fake):
     """Of which a copy is under way."""
 
