@@ -44,8 +44,8 @@ PER_HEAD = re.compile(r"\.[qk]_norm\.weight$")  # whole, but each rank's heads g
 
 @frozen
 class Part:
-    """What a rank holds of a parameter along `dim`: `size` entries, first those at `places` of the whole one, each (start,
-    size), one after the other, then padding."""
+    """What a rank holds of a parameter along `dim`: `size` entries, first those at `places` of the whole one, each
+    (start, size), then padding."""
 
     dim: int
     size: int
