@@ -161,7 +161,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "C62": ("TF32 or a reduced precision of sums", "attention kernels leak between sequences", "masters are rounded"),
     # ---- under Ray ---------------------------------------------------------------------------------------------------
     "C36": ("weights are sent before the step has ended", "log-probs of engine and trainer have other temperatures"),
-    "C37": ("the worker imports another copy of the package",),
+    "C37": ("the worker imports another copy of the package", "its metadata is not that of the imported code"),
     "C38": ("a rank catches what its death raises in the others", "a thread keeps the process of another rank alive"),
     "C39": ("the spec's environment is empty", "the spec or its package imports torch"),
     "C40": ("a hook calls another hook's method itself", "results are changed by what a wrapper returns"),
@@ -183,7 +183,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "A15": ("a metric that is a mean, not (sum, number)", "a maximum that is summed"),
     "A16": ("a name that core has", "a name without ROLE/"),
     "A17": ("samples are counted, not episodes", "a group's size is taken for its number of episodes"),
-    "A18": ("by_prompt is set, but advantages are normalized over the batch",),
+    "A18": ("by_prompt is set, but advantages are normalized over the batch", "a mean over all prompts is subtracted"),
 }
 
 
