@@ -37,6 +37,7 @@ from corerl.driver.launch import launch
 from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
 from corerl.models.config import hf_config
 from corerl.plan.make import make_plan
+from corerl.rollout.sampler import PromptSampler
 from corerl_sglang.arguments import server_arguments
 from corerl_sglang.config import SglangConfig
 
@@ -143,7 +144,7 @@ def measure(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         config = config_of(fields, args, f"{directory}/run")
         with launch(partial(make_plan, config)) as run:
-            assert run.sampler is not None and run.updates is not None
+            assert isinstance(run.sampler, PromptSampler) and run.updates is not None
             sampler, fleet = run.sampler, run.updates.fleet
             with run.training():
                 run.push_weights()

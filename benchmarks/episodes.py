@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import ROOT, Comparison, Number, Report, finish, in_turns, parser
-from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.conversation import Conversation, Renderer
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction
-from corerl.rollout.agents.sampler import EpisodeSampler
+from corerl.rollout.sampler import SamplerContext
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.sampler import EpisodeSampler
 
 TURNS, SAMPLES, CALLS = 4, 8, 64
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
@@ -119,13 +120,10 @@ def measure(*, rounds: int, size: int, concurrency: int, against: Path | None) -
 
     def ours(function: Callable[[Episode], Any]) -> Side:
         sampler = EpisodeSampler(
-            tokenizer=TOKENIZER,
-            generate=generate,
-            seed=0,
+            EpisodesConfig(concurrency=concurrency),
+            SamplerContext(tokenizer=TOKENIZER, generate=generate, loop=loop, seed=0, params=PARAMS, calls=CALLS),
             function=EpisodeFunction(name="play", function=function),
             server=server,
-            config=EpisodesConfig(concurrency=concurrency),
-            calls=CALLS,
         )
 
         def play() -> Any:

@@ -42,11 +42,13 @@ from corerl.data.prompts import Prompt
 from corerl.driver.advantages import compute_advantages
 from corerl.driver.metrics import recomputed_mismatch, rollout_metrics, staleness_metrics
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
-from corerl.rollout.sampler import Rollout, Sampler, assemble
+from corerl.plugin.spec import NoOptions
+from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
 from corerl.rollout.sources.base import Scored
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
@@ -135,7 +137,9 @@ def answers(tokens: int) -> tuple[list[Prompt], GenerateRequest, Generation]:
 
 def make_batch(tokens: int) -> Batch:
     prompts, request, generation = answers(tokens)
-    sampler = Sampler(tokenizer=character_tokenizer("abcdefghijklmnopqrstuvwxyz"), generate=_nobody, seed=0)
+    tokenizer, loop = character_tokenizer("abcdefghijklmnopqrstuvwxyz"), EventLoop("benchmark")
+    context = SamplerContext(tokenizer=tokenizer, generate=_nobody, loop=loop, seed=0, params=request.params)
+    sampler = PromptSampler(NoOptions(), context)
     clock = Clock()
     gc.collect()
     forget_peak()

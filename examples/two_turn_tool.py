@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 
-from corerl.rollout import Episode, position_match
+from corerl.rollout import position_match
+from corerl_agents import Episode
 
 CALL = 0.2  # of the reward, for opening the right drawer
 

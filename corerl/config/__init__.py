@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.config.functions import imported as imported
+    from corerl.config.functions import signature_of as signature_of
+    from corerl.config.load import CONFIG_FILE as CONFIG_FILE
     from corerl.config.load import config_of as config_of
     from corerl.config.load import load_config as load_config
     from corerl.config.options import above as above
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig as ModelConfig
     from corerl.config.schema import OptimizerConfig as OptimizerConfig
     from corerl.config.schema import RoleConfig as RoleConfig
+    from corerl.config.schema import RolloutConfig as RolloutConfig
     from corerl.config.schema import TrainConfig as TrainConfig
     from corerl.config.schema import WeightsConfig as WeightsConfig
     from corerl.config.structuring import structure as structure

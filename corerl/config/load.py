@@ -30,7 +30,12 @@ KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 UNKNOWN = "unknown key; known: "  # how a problem begins for which there is no better advice
 # Tables of what all plugins of a kind have in common, with those of what only one knows.
-PLUGINS = {"algorithm": "algorithms", "backend": "backends", "rollout": "engines"}
+PLUGINS = {
+    "algorithm": ("algorithms",),
+    "backend": ("backends",),
+    "rollout": ("engines", "samplers"),
+    "weights": ("transports",),
+}
 DEEPEST = 32  # levels of tables and arrays
 More = Callable[[Config], Iterable[str]]  # further problems of a config that has some, a line for each
 
@@ -222,8 +227,8 @@ def _elsewhere(problem: Problem) -> str:
     found = [key] if key in class_fields(Config) else deeper(Config, key)  # a table of all rather than others inside
     said = f"; there is {' and '.join(found[:2])}" if found else ""
     if len(problem.keys) == 2 and problem.keys[0] in PLUGINS:
-        table = PLUGINS[problem.keys[0]]
-        said += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"
+        for table in PLUGINS[problem.keys[0]]:
+            said += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"
     return said
 
 

@@ -1,8 +1,8 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
 Every field has help text, which `corerl config` prints; a field without a default is required.
-Options of a single backend, engine or algorithm are in `backends.NAME`, `engines.NAME` and `algorithms.NAME`, as the
-plugin's own class.
+Options of a single plugin are in `backends.NAME`, `engines.NAME`, `algorithms.NAME` or `transports.NAME`, as its own
+class.
 """
 
 from __future__ import annotations
@@ -126,17 +126,6 @@ class ClusterConfig:
         default=3600.0,
         validator=[at_least(0), finite],
     )
-    spare_timeout: float = option(
-        "seconds to wait for other devices of the cluster in the place of those of a machine that is gone; after that, "
-        "the groups that were on it go on smaller, on the devices that are left",
-        default=60.0,
-        validator=[at_least(0), finite],
-    )
-    scaler: str = option(
-        "a function 'module:function' that is asked after each step whether groups should have other sizes, such as "
-        "corerl.driver.scaling:balance, which moves devices between the actor's ranks and the engines; empty: never",
-        default="",
-    )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,
@@ -229,7 +218,8 @@ class TrainConfig:
     )
     recompute: Literal["auto", "none", "full"] = option(
         "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer; "
-        "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
+        "auto: full if corerl-forecast is installed and predicts that training does not fit on this machine's GPUs "
+        "without, else none",
         default="auto",
     )
     aux_loss_coef: float = option(
@@ -378,7 +368,7 @@ class AlgorithmConfig:
     says; `settled` fills it in."""
 
     name: str = option(
-        "an installed algorithm (`corerl algorithms` lists them), 'distribution:name', or 'package.module:SPEC'",
+        "an installed algorithm (`corerl plugins` lists them), 'distribution:name', or 'package.module:SPEC'",
         default="grpo",
         validator=filled,
     )
@@ -630,42 +620,12 @@ class RewardConfig:
 
 
 @frozen(kw_only=True)
-class EpisodesConfig:
-    """How `rollout.function` is called."""
-
-    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
-    concurrency: int = option(
-        "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
-        default=256,
-        validator=between(1, MOST),
-    )
-    max_rows: int = option(
-        "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
-        "conversation of its own or continues the same messages as another; 1 refuses all of these",
-        default=16,
-        validator=between(1, MOST),
-    )
-    tool_calls: str = option(
-        "format of the policy's tool calls, which are read from its answers: one of those in docs/agents.md, an "
-        "installed one, or 'module:function'; auto: by the tokenizer's response template or chat template; none: left "
-        "as text",
-        default="auto",
-    )
-    reasoning: Literal["content", "separate"] = option(
-        "where an answer's message has the reasoning: in content, with its tags, or in reasoning_content, as from a "
-        "server with a reasoning parser",
-        default="content",
-    )
-    timeout: float = option(
-        "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",
-        default=600.0,
-        validator=[above(0), finite],
-    )
-
-
-@frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
+    sampler: str = option(
+        "an installed sampler, which turns prompts into samples; prompts: each sample is one response",
+        default="prompts",
+    )
     replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
         "times in a row, with no completed step in between, that an engine that died, failed or was ended by Ray for "
@@ -701,12 +661,6 @@ class RolloutConfig:
         "name; a sample keeps all tokens up to the one that completes the text, and the text is scored without it",
         default=(),
     )
-    function: str = option(
-        "'module:function' that plays each sample as an episode: it queries the policy over several turns, with tools "
-        "in between, at an OpenAI-compatible base URL; empty: a sample is one response",
-        default="",
-    )
-    episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
     source: Literal["synchronous", "streamed", "one-step-off", "asynchronous"] = option(
         "when engines sample; synchronous: while nothing trains; streamed: the same samples, but training begins with "
         "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
@@ -737,9 +691,9 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
-        "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "
-        "on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
+        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
+        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
         default="auto",
     )
     every: int = option(
@@ -879,9 +833,6 @@ class ExtensionChoice:
     options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
 
-DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "jsonl", "tensorboard", "curves"))
-
-
 @frozen(kw_only=True)
 class Config:
     """The complete configuration of a run; also written next to its results, as a file that can be loaded again."""
@@ -892,8 +843,12 @@ class Config:
     backend: BackendChoice = option("the training backend")
     backends: Mapping[str, Mapping[str, Any]] = option("backend-specific options, one table per backend", factory=dict)
     engines: Mapping[str, Mapping[str, Any]] = option("engine-specific options, one table per engine", factory=dict)
+    samplers: Mapping[str, Mapping[str, Any]] = option("sampler-specific options, one table per sampler", factory=dict)
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
+    )
+    transports: Mapping[str, Mapping[str, Any]] = option(
+        "transport-specific options, one table per transport", factory=dict
     )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
@@ -907,14 +862,20 @@ class Config:
     weights: WeightsConfig = option("weight updates from trainer to engines", factory=WeightsConfig)
     eval: EvalConfig = option("evaluation on held-out prompts", factory=EvalConfig)
     checkpoint: CheckpointConfig = option("saving and resuming", factory=CheckpointConfig)
-    extensions: tuple[ExtensionChoice, ...] = option(
-        "observers and wrappers in order, the first outermost", default=DEFAULT_EXTENSIONS
+    extensions: tuple[ExtensionChoice, ...] | None = option(
+        "observers and wrappers in order, the first outermost; unset: those installed that join by default",
+        default=None,
     )
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
         """The roles of this run by name, the actor first; others only if the run trains."""
         return {"actor": self.roles.actor, **(self.roles.beside_actor if self.run.trains else {})}
+
+    @property
+    def chosen_extensions(self) -> tuple[ExtensionChoice, ...]:
+        """Those that are listed; a plan's config lists also those that join by themselves."""
+        return self.extensions or ()
 
     @property
     def own_devices(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from corerl.data.chat import ChatPrompts
 from corerl.data.mixture import MixedPrompts
 from corerl.data.prompts import PromptSource, SortDigits
 from corerl.data.reports import NO_REPORTS, Reports
-from corerl.data.rows import PATHS, RowPrompts, open_rows, unreadable
+from corerl.data.rows import PATHS, RowPrompts, Rows, open_rows, unreadable
 from corerl.data.splits import find, is_pattern
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path
@@ -22,16 +22,18 @@ FILES = (".jsonl", ".parquet")
 GENERATED = {"sort-digits": SortDigits}
 
 
-def load_prompts(data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS, whole: bool = True) -> PromptSource:
+def load_prompts(
+    data: DataConfig, *, seed: int, reports: Reports = NO_REPORTS, whole: bool = True, given: Rows | None = None
+) -> PromptSource:
     """Load the prompts and check every row, with `reports` of how far that is. Unless these are the `whole` data of a
-    run, they may lack chats and tools that `data` has settings for. Raises ConfigError for bad settings, DataError for
-    bad files."""
+    run, they may lack chats and tools that `data` has settings for. `given` are rows in place of `data.source`'s.
+    Raises ConfigError for bad settings, DataError for bad files."""
     read: list[RowPrompts] = []
     alone = DataSource(source=data.source, split=data.split, subset=data.subset)
     source = (
         _mixed(data, seed, reports, read)
         if data.sources
-        else _source(data, alone, seed=seed, reports=reports, read=read)
+        else _source(data, alone, seed=seed, reports=reports, read=read, given=given)
     )
     if not whole:
         return source
@@ -92,9 +94,13 @@ def _source(
     seed: int,
     reports: Reports,
     read: list[RowPrompts],
+    given: Rows | None = None,
 ) -> PromptSource:
     """The source's prompts; rows of files that they come from are added to `read`."""
-    rows = _rows(data, source, setting=setting, seed=seed, reports=reports)
+    if given is None:
+        rows = _rows(data, source, setting=setting, seed=seed, reports=reports)
+    else:
+        rows = _prompts(given, data, source, seed=seed, reports=reports)
     if isinstance(rows, RowPrompts):
         read.append(rows)
     system = data.system if source.system is None else source.system
@@ -106,7 +112,6 @@ def _rows(data: DataConfig, source: DataSource, *, setting: str, seed: int, repo
     if source.source in GENERATED:
         return GENERATED[source.source](held_out=data.held_out, seed=seed)
     require_source(source.source, setting=setting)
-    answer_key = source.answer_key or data.answer_key
     try:
         common = (data.split, data.subset)
         found = find(source.source, split=source.split, subset=source.subset, common=common)
@@ -117,8 +122,15 @@ def _rows(data: DataConfig, source: DataSource, *, setting: str, seed: int, repo
             f"{setting}: reading {source.source} requires `datasets`, which is not installed; pip install "
             "'corerl[data]'"
         ) from error
-    rows = RowPrompts(
-        open_rows(found, source.source, reports),
+    rows = _prompts(open_rows(found, source.source, reports), data, source, seed=seed, reports=reports)
+    rows.notices = (found.notice, *rows.notices) if found.notice else rows.notices
+    return rows
+
+
+def _prompts(rows: Rows, data: DataConfig, source: DataSource, *, seed: int, reports: Reports) -> RowPrompts:
+    answer_key = source.answer_key or data.answer_key
+    found = RowPrompts(
+        rows,
         prompt_key=source.prompt_key or data.prompt_key,
         answer_key=answer_key,
         held_out=data.held_out,
@@ -130,6 +142,5 @@ def _rows(data: DataConfig, source: DataSource, *, setting: str, seed: int, repo
         reports=reports,
     )
     if answer_key != fields(type(data)).answer_key.default:
-        rows.require(answer_key, setting="data.answer_key")
-    rows.notices = (found.notice, *rows.notices) if found.notice else rows.notices
-    return rows
+        found.require(answer_key, setting="data.answer_key")
+    return found

@@ -95,6 +95,27 @@ class Rows(ABC):
         """The row's place, for messages."""
 
 
+class GivenRows(Rows):
+    """Objects that a plugin has."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        self._rows = rows
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def scan(self, column: str, *more: str) -> Iterator[tuple[str, Any]]:
+        yield from ((self.where(index), self[index]) for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index]
+        return dict(row) if isinstance(row, Mapping) else row
+
+    def where(self, index: int) -> str:
+        return f"row {index} of {self.name}"
+
+
 class JsonlRows(Rows):
     """One JSON object per line; blank lines are skipped. Only byte offsets are kept, which the scan finds."""
 

@@ -18,12 +18,10 @@ from corerl.engines.fleet import Counted, EngineFleet
 from corerl.event_loop import in_thread
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.episodes import EpisodeScorer
-from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Reward, Scorer, Scoring
+from corerl.rollout.rewards.outcomes import OutcomeScorer
 from corerl.rollout.rewards.pool import scorer
-from corerl.rollout.sampler import Sampler
+from corerl.rollout.sampler import Sampler, SamplerContext
 from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
 from corerl.rollout.sources.one_step_off import OneStepOff
@@ -35,12 +33,10 @@ in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources th
 STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
 
 
-def start_scorer(
-    reward: Reward, rewarding: RewardConfig, progress: Progress, stack: contextlib.ExitStack, *, episodes: bool
-) -> Scorer:
-    """A scorer of a run that samples, in processes of its own; of `episodes`, it scores those without a reward."""
+def start_scorer(reward: Reward, rewarding: RewardConfig, progress: Progress, stack: contextlib.ExitStack) -> Scorer:
+    """A scorer of a run that samples, in processes of its own; it scores the samples that bring no reward."""
     found: Scorer = stack.enter_context(scorer(reward, rewarding, partial(progress.count, SCORED)))
-    return EpisodeScorer(found, failed_value=rewarding.failed_value) if episodes else found
+    return OutcomeScorer(found, failed_value=rewarding.failed_value)
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
@@ -63,13 +59,26 @@ def start_source(
     plan: Plan, fleet: EngineFleet | None, reward: Scoring, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[Source, Sampler | None]:
     """The source, restored if the run resumes, and the sampler, if the run samples."""
-    rollout, engine, start = plan.rollout, plan.processes.engine, plan.start
-    told = partial(progress.count, DRAWN)
+    start = plan.start
     sampler: Sampler | None = None
-    if fleet is not None and engine is not None:
-        sampler = make_sampler(rollout, fleet, told, stack, calls=engine.calls)
+    if fleet is not None:
+        sampler = make_sampler(plan, fleet, progress, stack, special_tokens=plan.rollout.rewarding.special_tokens)
     state = start.state if plan.run.trains else {}
     return source_at(state, start.resume, plan, fleet, sampler, reward, progress, stack), sampler
+
+
+def samplers_of_sets(
+    plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress, stack: contextlib.ExitStack
+) -> list[Sampler]:
+    """The sampler of each set of held-out prompts: the run's, or one whose texts have special tokens as the set's own
+    reward reads them."""
+    if fleet is None or sampler is None:
+        return []
+    found = {plan.rollout.rewarding.special_tokens: sampler}
+    for kept in [each.rewarding.special_tokens for each in plan.eval_sets]:
+        if kept not in found:
+            found[kept] = make_sampler(plan, fleet, progress, stack, special_tokens=kept)
+    return [found[each.rewarding.special_tokens] for each in plan.eval_sets]
 
 
 def source_at(
@@ -96,35 +105,26 @@ def source_at(
 
 
 def make_sampler(
-    plan: RolloutPlan, fleet: EngineFleet, told: Counted, stack: contextlib.ExitStack, *, calls: int
+    plan: Plan, fleet: EngineFleet, progress: Progress, stack: contextlib.ExitStack, *, special_tokens: bool
 ) -> Sampler:
-    """A sampler of single responses, or of the episodes that the run's function plays, with at most `calls` at a time
-    in each engine. `told` hears how many samples are drawn."""
-    if plan.function is None:
-        return Sampler(
-            tokenizer=plan.tokenizer,
+    """The run's sampler, whose texts keep `special_tokens` or not; `stack` closes it."""
+    rollout, engine = plan.rollout, plan.processes.engine
+    made = rollout.sampler(
+        SamplerContext(
+            tokenizer=rollout.tokenizer,
             generate=fleet.generate,
-            seed=plan.seed,
-            template_options=plan.template_options,
-            special_tokens=plan.rewarding.special_tokens,
-            told=told,
+            loop=fleet.loop,
+            seed=rollout.seed,
+            params=rollout.params,
+            template_options=rollout.template_options,
+            special_tokens=special_tokens,
+            context_length=rollout.context_length,
+            calls=1 if engine is None else engine.calls,
+            on_progress=partial(progress.count, DRAWN),
         )
-    settings = plan.settings
-    server = ChatServer(fleet.loop, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
-    stack.callback(server.close)
-    return EpisodeSampler(
-        tokenizer=plan.tokenizer,
-        generate=fleet.generate,
-        seed=plan.seed,
-        function=plan.function,
-        server=server,
-        config=settings.episodes,
-        calls=calls,
-        context_length=plan.context_length,
-        template_options=plan.template_options,
-        special_tokens=plan.rewarding.special_tokens,
-        told=told,
     )
+    stack.callback(made.close)
+    return made
 
 
 def make_source(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.engines.base import UNLIMITED as UNLIMITED
     from corerl.engines.base import Engine as Engine
     from corerl.engines.base import EngineContext as EngineContext
     from corerl.engines.base import GenerateRequest as GenerateRequest
@@ -11,9 +12,13 @@ if TYPE_CHECKING:
     from corerl.engines.base import SamplingParams as SamplingParams
     from corerl.engines.base import Told as Told
     from corerl.engines.base import unheard as unheard
+    from corerl.engines.batching import settle as settle
+    from corerl.engines.continuation import split as split
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
     from corerl.engines.offered import shape_mismatch as shape_mismatch
     from corerl.engines.receiving import Receiving as Receiving
+    from corerl.engines.stops import Stops as Stops
+    from corerl.engines.stops import stops_of as stops_of
     from corerl.engines.transformers import named_views as named_views
 else:
     from corerl.imports import on_demand

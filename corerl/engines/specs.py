@@ -12,6 +12,8 @@ from corerl.plugin.spec import EngineSpec
 
 @frozen(kw_only=True)
 class TransformersConfig:
+    """Options of the engine `transformers`."""
+
     batch_size: int = option("rows generated at once", default=512, validator=at_least(1))
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "attention implementation of transformers; auto: sdpa if the model supports it, else eager", default="auto"

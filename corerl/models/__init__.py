@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from corerl.models.build import move_buffers as move_buffers
     from corerl.models.build import recompute_layers as recompute_layers
     from corerl.models.build import stored_buffers as stored_buffers
+    from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
     from corerl.models.experts import experts_of as experts_of
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers
+    from corerl.models.tokenizer import end_tokens as end_tokens
     from corerl.models.tokenizer import load_tokenizer as load_tokenizer
+    from corerl.models.tokenizer import plain as plain
+    from corerl.models.tokenizer import special_tokens as special_tokens
 else:
     from corerl.imports import on_demand
 

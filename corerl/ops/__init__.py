@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from corerl.ops.clip import scale_grads as scale_grads
     from corerl.ops.logprobs import token_logprobs as token_logprobs
     from corerl.ops.noise import gumbel as gumbel
+    from corerl.ops.noise import hash_key as hash_key
     from corerl.ops.transfer import upload as upload
 else:
     from corerl.imports import on_demand

@@ -8,21 +8,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config, EpisodesConfig
+from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
 UNSET = AlgorithmConfig()
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
-BALANCE = "corerl.driver.scaling:balance"
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
     checks = (
-        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _scaler, _cluster, _extensions),
+        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _cluster, _extensions),
         missing_directories,
     )
     return [line for check in checks for line in check(config)]
@@ -77,8 +76,6 @@ def _source(config: Config) -> Iterator[str]:
             f"rollout.stale: {rollout.stale!r}, but with rollout.source={rollout.source!r} no sample becomes too old; "
             "remove it, or set rollout.source='asynchronous'"
         )
-    if rollout.episodes != EpisodesConfig() and not rollout.function:
-        yield "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     if rollout.source == "synchronous" or config.run.mode == "eval":
         return
     if config.run.mode != "train":
@@ -278,15 +275,6 @@ def _asleep(config: Config) -> Iterator[str]:
                 )
 
 
-def _scaler(config: Config) -> Iterator[str]:
-    both = config.run.samples and config.run.trains
-    if config.cluster.scaler == BALANCE and not (both and config.cluster.placement == "disaggregated"):
-        yield (
-            f"cluster.scaler: {BALANCE!r} moves devices between ranks and engines that have their own; set run.mode="
-            "'train' and cluster.placement='disaggregated', or remove it"
-        )
-
-
 def _cluster(config: Config) -> Iterator[str]:
     if config.cluster.resources and not config.cluster.address:
         yield (
@@ -326,7 +314,7 @@ def _cluster(config: Config) -> Iterator[str]:
 
 
 def _extensions(config: Config) -> Iterator[str]:
-    counts = Counter(extension.name for extension in config.extensions)
+    counts = Counter(extension.name for extension in config.chosen_extensions)
     for name, count in counts.items():
         if count > 1:
             yield f"extensions: {name!r} is listed {count} times; keep one"

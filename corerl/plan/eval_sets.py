@@ -20,6 +20,7 @@ from corerl.messages import note
 from corerl.models.tokenizer import end_tokens
 from corerl.plan.notices import unanswered
 from corerl.plan.prompt_check import PromptCheck
+from corerl.plan.sampler import brings_rewards
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
@@ -74,7 +75,7 @@ def _load(
         source = load_prompts(data, seed=config.run.seed, reports=Reports(note), whole=False)
         held_out, own_reward = HeldOut(source, source.train), own.reward
     own_scores = reward_of(own_reward, table=f"{table}.reward") if own_reward else None
-    if not config.rollout.function:  # which may return parts of its own
+    if not brings_rewards(config):
         require_part(own_scores or reward, settings.correct_on or "", setting=f"{table}.correct_on")
     every = own.every if isinstance(own, EvalSource) else None
     return EvalSet(

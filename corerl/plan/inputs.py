@@ -17,13 +17,12 @@ from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
-from corerl.models.config import code_not_run, context_length, experts, hf_config
+from corerl.models.config import code_not_run, context_length, experts, hf_config, reads_pictures
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
+from corerl.plan.sampler import brings_rewards, rows_of_sampler
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.agents.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.agents.tool_calls import format_of
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
@@ -78,7 +77,8 @@ def load_sampled(
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
-        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note))
+        given = rows_of_sampler(config)
+        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note), given=given)
         if tokenizer is not None:
             characters = config.data.refused == "fail"  # else all prompts are looked at, and such ones left out
             require_encodable(prompts, tokenizer, config.data.chat_template_options, characters=characters)
@@ -88,27 +88,18 @@ def load_sampled(
         aside = config.rollout.source != "synchronous" and config.run.mode == "train"
         if prompts is not None and aside and not config.reward.processes:
             require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
-    if reward is not None and not config.rollout.function:  # which may return parts of its own
+    if reward is not None and not brings_rewards(config):
         with problems.stage("algorithm.dynamic_sampling_on"):
             require_part(reward, config.algorithm.dynamic_sampling_on, setting="algorithm.dynamic_sampling_on")
     return prompts, reward, params
 
 
-def load_functions(
-    rollout: RolloutConfig, problems: Problems
-) -> tuple[EpisodeFunction | None, Callable[[Scored], Any] | None]:
-    """The user's functions that play the samples and process them; None for one that is not set, or wrong."""
-    function: EpisodeFunction | None = None
-    if rollout.function:
-        with problems.stage("rollout.function"):
-            function = resolve_function(rollout.function, rollout.episodes.options)
-        with problems.stage("rollout.episodes.tool_calls"):
-            format_of(rollout.episodes.tool_calls, None)
-    postprocess: Callable[[Scored], Any] | None = None
+def load_postprocess(rollout: RolloutConfig, problems: Problems) -> Callable[[Scored], Any] | None:
+    """The user's function that processes samples; None if it is not set, or wrong."""
     if rollout.postprocess:
         with problems.stage("rollout.postprocess"):
-            postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
-    return function, postprocess
+            return imported(rollout.postprocess, setting="rollout.postprocess")
+    return None
 
 
 def longest_sample(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
@@ -198,6 +189,15 @@ def require_positions(config: Config, built: Mapping[str, PreTrainedModel], prob
         if (positions := position_limit(model, wanted=wanted)) is not None:
             whose = "" if role == ACTOR else f"{role}'s "
             problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {positions} positions; lower it")
+
+
+def kept_digests(config: Config, models: Mapping[str, PreTrainedConfig]) -> dict[str, str]:
+    """The digests of what exports of the roles that are trained copy from their models' directories, if anything."""
+    from corerl.models.files import kept_digest  # slow to import: takes seconds
+
+    trained = [role for role in models if config.run.trains and not is_frozen(config, role)]
+    paths = {role: path for role in trained if (path := config.model_of(role).path) and reads_pictures(models[role])}
+    return {role: kept_digest(path, models[role]) for role, path in paths.items()}
 
 
 def check_weights(

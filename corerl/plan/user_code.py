@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from attrs import frozen
@@ -11,7 +12,7 @@ from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.messages import listed
 from corerl.plan.resolve import TABLES, distributions_of, selected
-from corerl.plugin.registry import Kind
+from corerl.plugin.registry import Kind, scan
 from corerl.plugin.requirements import require_met
 
 CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
@@ -34,6 +35,8 @@ def code_of(config: Config) -> UserCode:
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.
     plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
+    # And the spec of an extension says whether it joins without being listed.
+    plugins += [(Kind.EXTENSIONS, f"{each.distribution}:{each.name}") for each in scan(Kind.EXTENSIONS)]
     return UserCode(
         modules=tuple(name.partition(":")[0] for name in functions_of(config).values()),
         plugins=tuple(dict.fromkeys(plugins)),
@@ -46,15 +49,22 @@ def functions_of(config: Config) -> dict[str, str]:
     names = {
         **{f"{table}.name": name for table, name in rewards_of(config).items()},
         **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
-        "rollout.function": config.rollout.function,
+        **_function_of_sampler(config),
         "rollout.postprocess": config.rollout.postprocess,
-        "cluster.scaler": config.cluster.scaler,
     }
     if config.run.mode != "eval":  # which asks nothing of the algorithm
         names["algorithm.loss"] = algorithm.loss
         names["algorithm.advantages"] = algorithm.advantages
         names["algorithm.postprocess"] = algorithm.postprocess
     return {setting: name for setting, name in names.items() if ":" in name}
+
+
+def _function_of_sampler(config: Config) -> dict[str, str]:
+    """The option `function` of the run's sampler, which is not known here to have one."""
+    name = config.rollout.sampler.rpartition(":")[2]
+    options = config.samplers.get(name, {})
+    given = options.get("function") if isinstance(options, Mapping) else getattr(options, "function", None)
+    return {f"samplers.{name}.function": given} if isinstance(given, str) else {}
 
 
 def rewards_of(config: Config) -> dict[str, str]:

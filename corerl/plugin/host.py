@@ -31,7 +31,7 @@ from corerl.plugin.contract import (
     call_chain,
     call_each,
     check_backend,
-    refuse_observers,
+    refuse_driver_hooks,
     require_instance,
 )
 from corerl.plugin.hookspecs import NEEDS, RESULTS, hookimpl
@@ -166,7 +166,7 @@ class PluginHost:
         wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
         self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
         check_backend(self._manager, label)
-        refuse_observers(self._manager)
+        refuse_driver_hooks(self._manager)
         self.backend = backend
         self.backend.declared, self.backend.label = capabilities or {}, name
         self.name = name

@@ -60,8 +60,6 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: Scoring, *, show
     If sources are mixed, each one also gets its `eval/NAME/reward`; all metrics of a set with a name are `eval/NAME/`.
     """
     prompts, params = held_out.source.held_out_prompts(), evolve(held_out.params, routed_experts=False)
-    if sampler.special_tokens != held_out.rewarding.special_tokens:
-        sampler = evolve(sampler, special_tokens=held_out.rewarding.special_tokens)
     rollout = await sampler.sample(prompts, rollout_step=STEP, samples=held_out.samples, params=params)
     scores = await reward.score(rollout)
     samples, _ = rollout.batch.episodes  # one for each answer

@@ -1,14 +1,16 @@
-"""Draw G samples for each of P prompts, and lay them out as one ragged batch for training."""
+"""Draw G samples for each of P prompts, and lay them out as one ragged batch for training: what a sampler is, and the
+one that comes with CoreRL, whose samples are single responses."""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
@@ -16,6 +18,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError
+from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
 from corerl.rollout.reasoning import Openings
@@ -35,11 +38,11 @@ class Rollout:
     `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
     `response_length` (both in tokens, the latter of sampled ones) and `truncated`.
 
-    With episodes, B >= P * G: one has a sample for each of its conversations, with the same `group` and `sample`. The
-    response is everything after the first prompt, including the environment's tokens, `span` in all. There are the rows
-    `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last answer is the
-    episode's) too; `response_length` counts loss tokens. The column `turn_rewards` has, at the last token of each
-    answer, its reward, if the episode's function returns one for each.
+    A sample may be an episode of several rows, one for each of its conversations, with the same `group` and `sample`;
+    then B >= P * G. The response is everything after the first prompt, including the environment's tokens, `span` in
+    all. There are the rows `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last
+    answer is the episode's) too; `response_length` counts loss tokens. The column `turn_rewards` has, at the last token
+    of each answer, its reward, if there is one for each.
     """
 
     batch: SampleBatch
@@ -47,7 +50,8 @@ class Rollout:
     # [B] responses, without special tokens unless reward.special_tokens, each behind the reasoning tag that the chat
     # template opens for it; of a conversation, the last answer
     texts: list[str]
-    # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
+    # [B] where samples bring rewards: that, why there is none, or None for `reward.name` to score it; an episode's rows
+    # have the same. Empty: all are scored by `reward.name`.
     outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
     def rows(self, groups: IntArray) -> IntArray:
@@ -106,16 +110,45 @@ class Generate(Protocol):
 
 
 @frozen(kw_only=True, eq=False)
-class Sampler:
-    """Turns prompts into samples using `generate`; its only state is the seed."""
+class SamplerContext:
+    """What a run gives its sampler."""
 
     tokenizer: PreTrainedTokenizerBase
-    generate: Generate
+    generate: Generate  # has the run's engines sample, with the newest weights that they hold
+    loop: EventLoop  # runs the sampler's coroutines
     seed: int
+    params: SamplingParams  # of samples that are trained on; those of evaluation have others
     template_options: Mapping[str, Any] = field(factory=dict)  # arguments of the tokenizer's chat template
     special_tokens: bool = False  # keep them in texts
-    told: Counted | None = None  # hears how many samples that somebody waits for are drawn, and how many there are
-    _openings: Openings = field(init=False, default=Factory(lambda self: Openings(self.tokenizer), takes_self=True))
+    context_length: int = 0  # maximum tokens of a row; 0: unlimited
+    calls: int = 1  # of `generate` that each engine answers at once
+    # Is called with how many samples that the run waits for are drawn, and how many there are.
+    on_progress: Counted | None = None
+
+
+class Sampler(ABC):
+    """Turns prompts into samples. A run makes one in its driver, with the options of its table; `draw` runs in the
+    event loop of the engines, for as many batches side by side as the run's source asks for."""
+
+    def __init__(self, options: Any, context: SamplerContext) -> None:
+        """Raises UserError if the options cannot be used here."""
+        self.options, self.context = options, context
+
+    @abstractmethod
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        """Draw what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
+        sample. `ahead`: nobody waits for it yet. `drew` gets all that is drawn, piece by piece. Cancelled when the run
+        ends, or drops these prompts."""
+
+    def close(self) -> None:  # noqa: B027  -- most hold nothing
+        """Release what the sampler holds: nothing is asked of it any more. May be called twice."""
 
     async def sample(
         self,
@@ -136,24 +169,11 @@ class Sampler:
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         return await self.draw(prompts, request, ahead=ahead)
 
-    async def draw(
-        self,
-        prompts: Sequence[Prompt],
-        request: GenerateRequest,
-        *,
-        ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
-    ) -> Rollout:
-        """Draw what `request` asks for, which is of these prompts. `ahead`: nobody waits for it yet. `drew` gets all
-        that is drawn, piece by piece."""
-        generation = await self.generate(request, urgent=not ahead, told=None if ahead else self.told, drew=drew)
-        return self.rollout(prompts, request, generation)
-
     def request(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> GenerateRequest:
         """The request that `sample` sends."""
-        encoded = encode(self.tokenizer, prompts, self.template_options)
+        encoded = encode(self.context.tokenizer, prompts, self.context.template_options)
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         offsets = offsets_of([len(ids) for ids in encoded])
         group, sample = rows_of(len(prompts), samples)
@@ -163,13 +183,33 @@ class Sampler:
             offsets=rows,
             # A prompt that occurs twice in a step (of a data set smaller than the step) must not draw the same twice.
             noise_keys=hash_keys(
-                self.seed,
+                self.context.seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
                 (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
             ),
             params=params,
         )
+
+
+class PromptSampler(Sampler):
+    """Samples of one response each. A sampler that only scores them, or changes their prompts, may begin from this."""
+
+    def __init__(self, options: Any, context: SamplerContext) -> None:
+        super().__init__(options, context)
+        self._openings = Openings(context.tokenizer)
+
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        told = None if ahead else self.context.on_progress
+        generation = await self.context.generate(request, urgent=not ahead, told=told, drew=drew)
+        return self.rollout(prompts, request, generation)
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
         """Build the rollout from the answer to `request`."""
@@ -190,17 +230,17 @@ class Sampler:
         """[P] the reasoning tag that the chat template opens at the end of each prompt, as texts show it."""
         opened = []
         for prompt, tokens in zip(prompts, request.by_row()[:: len(request) // len(prompts)], strict=True):
-            options = {**self.template_options, **prompt.template_options}
+            options = {**self.context.template_options, **prompt.template_options}
             tag = self._openings.of(tokens.tolist(), prompt.messages, tools=prompt.tools, options=options)
-            opened.append(self._openings.seen(tag, special_tokens=self.special_tokens))
+            opened.append(self._openings.seen(tag, special_tokens=self.context.special_tokens))
         return opened
 
     def _texts(self, said: Sequence[IntArray], stop: Sequence[str]) -> list[str]:
         """[R] responses as texts, without the stop token, which may not be a special one, and without a stop text: they
         are no part of the answer."""
         if stop:
-            stops = Stops(self.tokenizer, stop)
-            return [stops.text(tokens.tolist(), special_tokens=self.special_tokens) for tokens in said]
+            stops = Stops(self.context.tokenizer, stop)
+            return [stops.text(tokens.tolist(), special_tokens=self.context.special_tokens) for tokens in said]
         # Those of one length together: of each array transformers looks up the framework, and of a list every token.
         of_length: defaultdict[int, list[int]] = defaultdict(list)
         for row, tokens in enumerate(said):
@@ -208,7 +248,7 @@ class Sampler:
         texts = [""] * len(said)
         for rows in of_length.values():
             together = np.stack([said[row] for row in rows])
-            found = self.tokenizer.batch_decode(together, skip_special_tokens=not self.special_tokens)
+            found = self.context.tokenizer.batch_decode(together, skip_special_tokens=not self.context.special_tokens)
             for row, text in zip(rows, found, strict=True):
                 texts[row] = text
         return texts

@@ -16,7 +16,7 @@ from corerl.models.build import NOISE
 from corerl.models.peft_files import PLAIN
 from corerl.models.tokenizer import SHAPING
 from corerl.plan.experts import FURTHER, TERMS
-from corerl.rollout.agents.chat_requests import FIELDS, REFUSED
+from corerl_agents.chat_requests import FIELDS, REFUSED
 
 
 class Rule(NamedTuple):
@@ -82,7 +82,7 @@ REQUEST = (
 )
 TOKENIZER = (
     Rule("^chat_template$", "used", "writes prompts; without one, a prompt is its text"),
-    Rule("^response_template$", "used", 'by `rollout.episodes.tool_calls = "auto"`'),
+    Rule("^response_template$", "used", 'by `samplers.episodes.tool_calls = "auto"`'),
     Rule(
         "^response_schema$",
         "ignored",
@@ -130,6 +130,7 @@ CHECKPOINT = (
     Rule("^(rollout_step|kl_coef|source|schedules)$", "used", "where the run goes on"),
     Rule("^data$", "used", "compared with the data of now; a change is an error or said at the start"),
     Rule("^config$", "used", "compared with the config of now; a change is said at the start"),
+    Rule("^kept$", "used", "compared with what an export copies from `model.path`; a change is said"),
     Rule("^before$", "used", "samples of the first evaluation, for the comparison at the end"),
 )
 ADAPTERS = (

@@ -22,9 +22,9 @@ from corerl.engines.base import Generation, SamplingParams
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.agents.conversation import Conversation, Renderer
 from corerl.types import MemoryKind, ParallelLayout, SampleBatch, offsets_of
 from corerl.weights.manifest import build_manifest
+from corerl_agents.conversation import Conversation, Renderer
 
 HERE = Path(__file__).parent
 STYLE = """

@@ -59,7 +59,7 @@ def test_a_value_in_the_place_of_a_table_is_answered_with_the_tables_first_setti
     [
         ("run.steps = 'a'\n[backend]\nname = 'b'\n[[extensions]]\nname = 'c'\nx = 1\n", "b", ["c"]),
         ("[[extensions]]\nname = 'c'\n[[extensions]]\noptions = 3\n", "", ["c", ""]),
-        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", ["console", "jsonl", "tensorboard", "curves"]),
+        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", []),
     ],
     ids=["values", "missing", "tables"],
 )
@@ -71,7 +71,7 @@ def test_more_is_told_of_what_fits_where_something_does_not(
         load_config(write(tmp_path, text), more=lambda config: rest.append(config) or ["more"])  # type: ignore[func-returns-value]
     assert caught.value.message.splitlines() == [*problems_of(tmp_path / "run.toml"), "more"]
     (config,) = rest
-    assert (config.backend.name, [each.name for each in config.extensions]) == (backend, extensions)
+    assert (config.backend.name, [each.name for each in config.chosen_extensions]) == (backend, extensions)
 
 
 def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
@@ -167,8 +167,9 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         (
             "bogus = 1",
             (
-                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, algorithms, roles, train, "
-                "lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
+                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, algorithms, "
+                "transports, "
+                "roles, train, lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
             ),
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),
@@ -321,7 +322,8 @@ def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Pa
         "backend.shards": "what only one backend knows is in a table of its own, backends.NAME",
         "algorithm.clip_high": "what only one algorithm knows is in a table of its own, algorithms.NAME",
         "rollout.memory": (
-            "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME"
+            "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME; what only "
+            "one sampler knows is in a table of its own, samplers.NAME"
         ),
         "model.lora": "there is lora",
         "data.zzz": "",

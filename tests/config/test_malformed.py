@@ -51,7 +51,7 @@ def mutations() -> Iterator[Any]:
         for keys, value in leaves(data):
             if keys[:2] == ("model", "config"):
                 continue  # transformers' own fields: below
-            if keys[:3] == ("rollout", "episodes", "options"):
+            if keys[:3] == ("samplers", "episodes", "options"):
                 continue  # the user's function's own, which alone knows what it takes
             path = ".".join(keys)
             wrong = {"not": "this"} if not isinstance(value, str) else [1]

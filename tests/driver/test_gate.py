@@ -22,13 +22,13 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
-from corerl.rollout.sampler import Sampler
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.forgetful import LEFT_OUT, forgetting, model_with
 from tests.end_to_end.command import content, steps_done
 from tests.in_process import execute_here, small
+from tests.rollout.samplers import prompt_sampler
 
 
 def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1) -> SampleBatch:
@@ -97,7 +97,7 @@ def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens(monk
 
     lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
     prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
-    sampler = Sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
+    sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
     params = SamplingParams(max_tokens=1000, temperature=0.7)
     batch = asyncio.run(draw(prompts, sampler=sampler, generate=generate, params=params))
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>

@@ -9,7 +9,9 @@ import pytest
 from corerl.config.load import load_config
 from corerl.data.prompts import SortDigits
 from corerl.plan.make import make_plan
-from corerl_testing.episodes import scripted
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import resolve_function
+from corerl_agents.script import scripted
 from examples.two_turn_tool import fetch
 from tests.end_to_end.command import ROOT, metrics
 from tests.in_process import execute_here, small
@@ -44,9 +46,10 @@ def test_a_script_that_has_ended_refuses() -> None:
 
 
 def test_the_config_can_run() -> None:
-    function = make_plan(load_config(ROOT / "examples" / "two_turn_tool.toml")).rollout.function
-    assert function is not None and function.function is fetch
-    assert function.options == {"tool": True}
+    plan = make_plan(load_config(ROOT / "examples" / "two_turn_tool.toml"))
+    (options,) = plan.rollout.sampler.args  # type: ignore[attr-defined]  # of a partial
+    assert isinstance(options, EpisodesConfig) and options.options == {"tool": True}
+    assert resolve_function(options.function, options.options).function is fetch
 
 
 @pytest.mark.parametrize("source", ["synchronous", "one-step-off", "asynchronous"])
@@ -56,7 +59,8 @@ def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str
         small(
             tmp_path,
             *tiny,
-            "rollout.function=examples.two_turn_tool:fetch",
+            "rollout.sampler=episodes",
+            "samplers.episodes.function=examples.two_turn_tool:fetch",
             f"rollout.source={source}",
             "run.steps=2",
             "eval.every=2",

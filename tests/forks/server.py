@@ -47,7 +47,7 @@ PRELOAD = [
     *(
         "corerl.rollout.sources.base",
         "corerl.rollout.sources.asynchronous",
-        "corerl.rollout.agents.sampler",
+        "corerl_agents.sampler",
         "corerl.rollout.rewards.base",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),

@@ -15,7 +15,6 @@ from corerl.config.schema import (
     Config,
     DataConfig,
     DataSource,
-    EpisodesConfig,
     EvalConfig,
     EvalSource,
     ExtensionChoice,
@@ -232,17 +231,6 @@ def test_what_is_for_ranks_that_sleep_is_refused_where_none_does() -> None:
         ]
 
 
-def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own() -> None:
-    def lines(**how: Any) -> list[str]:
-        return contradictions(evolve(VALID, cluster=ClusterConfig(scaler="corerl.driver.scaling:balance", **how)))
-
-    assert lines(placement="disaggregated") == []
-    (line,) = lines()
-    assert line.startswith(
-        "cluster.scaler: 'corerl.driver.scaling:balance' moves devices between ranks and engines that"
-    )
-
-
 def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:
     def lines(*kinds: str) -> list[str]:
         cluster = ClusterConfig(offload_kinds=kinds, suspend_communicators=True, max_residual_gib=2.5)
@@ -434,16 +422,6 @@ def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
     assert line.startswith("cluster.resources: h200 requested")
 
 
-def test_episodes_are_played_by_a_function_from_any_source() -> None:
-    play = RolloutConfig(function="mine:play", episodes=EpisodesConfig(concurrency=8))
-    assert contradictions(evolve(VALID, rollout=play)) == []
-    assert contradictions(evolve(VALID, rollout=evolve(play, source="one-step-off"))) == []
-    assert contradictions(evolve(VALID, rollout=evolve(play, source="asynchronous"))) == []
-    assert contradictions(evolve(VALID, rollout=evolve(play, function=""))) == [
-        "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
-    ]
-
-
 def test_more_processes_than_a_machine_can_start_want_a_cluster() -> None:
     many = evolve(VALID, rollout=RolloutConfig(replicas=500), roles=RolesConfig(actor=RoleChoice(ranks=20)))
     (line,) = [each for each in contradictions(many) if "processes on this machine" in each]
@@ -458,9 +436,7 @@ def test_more_processes_than_a_machine_can_start_want_a_cluster() -> None:
         assert not any("processes on this machine" in each for each in contradictions(fine))
 
 
-@pytest.mark.parametrize(
-    "setting", ["roles.actor.ranks", "rollout.replicas", "reward.processes", "rollout.episodes.concurrency"]
-)
+@pytest.mark.parametrize("setting", ["roles.actor.ranks", "rollout.replicas", "reward.processes"])
 @pytest.mark.parametrize("number", ["1000000000", "9223372036854775807"])
 def test_an_absurd_number_of_processes_is_refused_before_anything_is_planned(setting: str, number: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{setting}: must be between [01] and \d+, got {number} "):

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 from corerl.config.schema import Config, LoraConfig
 from corerl.errors import Unsupported
 from corerl.models.files import look_at
-from corerl.models.smallest import smallest_config
 from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
 from corerl.plan.group import plan_group
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.check import check_capabilities
 from corerl.plugin.spec import BackendSpec
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
 from corerl_testing.plain.spec import SPEC
 from tests.driver.saved import config_in

@@ -235,7 +235,7 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
     tables = chats_of(tmp_path, bad=99)
     tables["data"]["chat_template_options"] = {"brief": True}
     plan = make_plan(config_in(tmp_path / "run", **tables))
-    sampler = make_sampler(plan.rollout, Mock(), None, Mock(), calls=1)
+    sampler = make_sampler(plan, Mock(), Mock(), Mock(), special_tokens=False)
     request = sampler.request([plan.rollout.prompts.prompt(0)], rollout_step=0, samples=1, params=plan.rollout.params)
     assert plan.rollout.tokenizer.decode(request.tokens) == "7>s"
     tables["data"]["chat_template_options"] = {"breif": True}

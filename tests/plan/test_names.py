@@ -52,11 +52,11 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
             "data": {"sources": [{"source": "sort-digits"}, {"source": "name_functions.py"}, {"source": "no.jsonl"}]},
             "roles": {"actor": {"backend": "plain", "options": {"no_such_option": 1}}},
             "backends": {"plain": {"nor_this": 1}},
-            "rollout": {"engine": "fke", "function": "no_such_module:f", "postprocess": "names_functions:there"},
+            "rollout": {"engine": "fke", "sampler": "episodes", "postprocess": "names_functions:there"},
+            "samplers": {"episodes": {"function": "no_such_module:f"}},
             "engines": {"fake": {"no_such_option": 2}},
             "extensions": [{"name": "jsonl", "options": {"sampels": 3}}],
             "reward": {"functions": [{"name": "exact-match"}, {"name": "names_functions:absent"}]},
-            "cluster": {"scaler": "sub/other.py:f"},
             "algorithm": {"name": "grpo", "loss": "no_loss:f", "advantages": "no_advantages:f"},
         }
     )
@@ -75,8 +75,7 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
         "roles.actor.options.no_such_option",
         "engines.fake.no_such_option",
         "reward.functions[1].name",
-        "rollout.function",
-        "cluster.scaler",
+        "samplers.episodes.function",
         "algorithm.loss",
         "algorithm.advantages",
     ]

@@ -684,7 +684,7 @@ def test_an_extension_that_would_wait_for_events_in_vain_is_refused() -> None:
     with pytest.raises(ContractError) as caught:
         PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
     assert caught.value.message == (
-        "extension:a implements observe, but events are sent on the driver only; remove it, or move it to a separate "
+        "extension:a implements observe, but it is called on the driver only; remove it, or move it to a separate "
         "extension whose spec has process=Process.DRIVER"
     )
 

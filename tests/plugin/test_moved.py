@@ -127,7 +127,7 @@ def test_what_a_row_names_was_there_and_is_elsewhere_now(row: Moved) -> None:
     if now := re.match(r"(corerl(?:_testing)?(?:\.\w+)?): ((?:\w+, )*\w+)", row.new):
         face = importlib.import_module(now[1])
         assert [each for each in now[2].split(", ") if not hasattr(face, each)] == []
-    elif not row.new.startswith("Backend"):
+    elif not row.new.startswith("Backend"):  # a wheel
         assert find_spec(row.new.partition(",")[0]) is not None
 
 

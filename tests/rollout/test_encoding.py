@@ -15,9 +15,9 @@ from corerl.data.prompts import Prompt, PromptSource, SortDigits, split
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.agents.conversation import Conversation, Refused, Renderer
 from corerl.rollout.encoding import encode, require_encodable, unusable
-from corerl.rollout.sampler import Sampler
+from corerl_agents.conversation import Conversation, Refused, Renderer
+from tests.rollout.samplers import prompt_sampler
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.
 TEMPLATE = (
@@ -67,7 +67,7 @@ def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
             truncated=np.zeros(2, dtype=bool),
         )
 
-    sampler = Sampler(tokenizer=tokenizer(), generate=generate, seed=0)
+    sampler = prompt_sampler(tokenizer=tokenizer(), generate=generate, seed=0)
     rollout = asyncio.run(sampler.sample([CHAT, TEXT], rollout_step=0, samples=1, params=SamplingParams()))
     first, second = encode(tokenizer(), [CHAT, TEXT])
     assert asked[0].tokens.tolist() == [*first, *second]

@@ -24,10 +24,10 @@ from corerl.rollout.encoding import encode
 from corerl.rollout.evaluation import EvalSet, Evaluation, counted, evaluate, majority_at
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import resolve_reward
-from corerl.rollout.sampler import Sampler
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
+from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
 PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
@@ -56,7 +56,7 @@ def evaluated(
     prompts: list[Prompt], reward: Reward = REWARD, *, generate: Any = None, show: int = 3, **own: Any
 ) -> Evaluation:
     """Greedily, but of several samples."""
-    sampler = Sampler(tokenizer=TOKENIZER, generate=generate or Draws(), seed=0)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=generate or Draws(), seed=0)
     held_out = EvalSet(source=Listed(prompts), **{"params": evolve(PARAMS, greedy="samples" not in own), **own})
     return asyncio.run(evaluate(sampler, held_out, at_once(reward), show=show))
 
@@ -158,7 +158,7 @@ def test_pass_at_k_of_a_known_policy_is_within_three_standard_errors(tmp_path: P
 
     params = SamplingParams(max_tokens=1, temperature=temperature, stop_tokens=(2,))
     right = Reward(name="right", function=lambda prompt, text: float(text in tuple(wanted)))
-    sampler = Sampler(tokenizer=TOKENIZER, generate=generate, seed=3)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=generate, seed=3)
     held_out = EvalSet(source=Listed(prompts), params=params, samples=G)
     found = asyncio.run(evaluate(sampler, held_out, at_once(right))).metrics
     assert found["eval/pass@1"] == found["eval/reward"]
@@ -198,7 +198,7 @@ def test_noise_is_that_of_no_training_step_and_of_no_other_sample() -> None:
     assert len(set(keys[1].ravel().tolist())) == 24
     np.testing.assert_array_equal(keys[0], keys[1][:, :4])
     assert sampled[1].metrics == sampled[2].metrics and sampled[1].samples == sampled[2].samples
-    sampler = Sampler(tokenizer=TOKENIZER, generate=draws, seed=0)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=draws, seed=0)
     trained = [sampler.request(PROMPTS, rollout_step=step, samples=8, params=PARAMS).noise_keys for step in range(50)]
     assert not set(np.concatenate(trained).tolist()) & set(keys[1].ravel().tolist())
     shown = sampled[1].samples

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from corerl.data.prompts import Prompt
 from corerl.rollout.encoding import encode, render
 from corerl.rollout.reasoning import TAGS, Openings, end_of_reasoning, generation_prompt, left_open, split
-from corerl_testing.episodes import byte_tokenizer
+from corerl_agents.script import byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 # Qwen3-Thinking and Qwen 3.5; Qwen 3 with its switch; DeepSeek R1; one that opens nothing.

@@ -15,6 +15,7 @@ from corerl.errors import ConfigError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
+from tests.rollout.samplers import prompt_sampler
 from tests.rollout.scored import scored
 
 TOKENIZER = load_tokenizer(
@@ -69,7 +70,7 @@ FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
 
 def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_out_by_hand() -> None:
     engine = Recorder(FOUR)
-    rollout = sample(Sampler(tokenizer=TOKENIZER, generate=engine, seed=0))
+    rollout = sample(prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0))
     request = engine.requests[0]
     assert request.tokens.tolist() == [1, 6, 5, 14, 1, 6, 5, 14, 1, 9, 14, 1, 9, 14]
     assert request.offsets.tolist() == [0, 4, 8, 11, 14]
@@ -114,7 +115,7 @@ def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() ->
         versions=np.zeros(6, dtype=np.int64),
         truncated=np.array([False, True]),
     )
-    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
     rollout = sample(sampler, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
     assert rollout.texts == ["10", "200"]
     assert rollout.batch.rows["response_length"].tolist() == [3, 3]
@@ -134,7 +135,7 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
         versions=np.zeros(7, dtype=np.int64),
         truncated=np.array([False, True]),
     )
-    sampler = Sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
+    sampler = prompt_sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
     rollout = sample(sampler, samples=1)
     assert rollout.texts == texts
     # The ids, with the one that ended the sample, are told either way.
@@ -143,7 +144,9 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
 
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
-    rollout = sample(Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0))
+    rollout = sample(
+        prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0)
+    )
     np.testing.assert_array_equal(rollout.batch.columns["routed_experts"], experts)
     parts = [evolve(FOUR, routed_experts=experts), evolve(FOUR, routed_experts=experts + 1)]
     joined = Generation.concatenate(parts).routed_experts
@@ -159,7 +162,7 @@ def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_i
     def told(done: int, of: int) -> None:
         counts.append((done, of))
 
-    sampler = Sampler(tokenizer=TOKENIZER, generate=engine, seed=0, told=told)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
     ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, drew=drawn.append))
     awaited = sample(sampler)
@@ -170,7 +173,7 @@ def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_i
 
 def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
     engine = Recorder(FOUR)
-    sampler = Sampler(tokenizer=TOKENIZER, generate=engine, seed=seed)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=seed)
     sample(sampler, prompts, step=step, samples=4 // len(prompts))
     return engine.requests[0].noise_keys.tolist()
 
@@ -200,7 +203,7 @@ def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_oth
 
 
 def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained_on() -> None:
-    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
     rollout = sample(sampler, params=evolve(PARAMS, stop=("00", "5")))
     assert rollout.texts == ["12", "9", "", ""]
     assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
@@ -225,9 +228,9 @@ def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
         "{% if not (messages | last).content.startswith('5') %}<think>{% endif %}{% endif %}"
     )
     chats = [evolve(each, messages=({"role": "user", "content": each.text},)) for each in PROMPTS]
-    plain = sample(Sampler(tokenizer=thinking, generate=Recorder(FOUR), seed=3), PROMPTS)
+    plain = sample(prompt_sampler(tokenizer=thinking, generate=Recorder(FOUR), seed=3), PROMPTS)
     recorder = Recorder(FOUR)
-    seen = sample(Sampler(tokenizer=thinking, generate=recorder, seed=3), chats)
+    seen = sample(prompt_sampler(tokenizer=thinking, generate=recorder, seed=3), chats)
     assert thinking.decode(recorder.requests[0].by_row()[0]) == "21>s:<bos><think>"
     assert seen.texts == ["<think>12", "<think>9", "5", "000"]
     assert plain.texts == ["12", "9", "5", "000"]

@@ -476,17 +476,18 @@ def described(error: BaseException) -> str:
         return type(error).__name__ + where
 
 
-# Code outside these directories and site-packages is the user's.
-NOT_THE_USERS = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
+STANDARD = os.path.dirname(os.__file__)  # Python's own library
 
 
 def _users_own(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return not installed and not file.startswith("<") and not any(map(Path(file).is_relative_to, NOT_THE_USERS))
+    """Whether code is the user's: neither installed nor CoreRL's, whose wheels may lie in a source tree."""
+    file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts) or Path(file).is_relative_to(STANDARD)
+    return not installed and not file.startswith("<") and package != "corerl" and not package.startswith("corerl_")
 
 
 def short(text: str) -> str:
+    """A text as a message quotes it."""
     return repr(_cut(text, LONGEST))
 
 

@@ -9,9 +9,9 @@ from corerl.engines.base import SamplingParams
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import Scoring
 from corerl.rollout.rewards.lookup import resolve_reward
-from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import BatchSampler
 from tests.rollout.engines import Engines, aside
+from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
 PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
@@ -30,7 +30,7 @@ def upcoming(count: int) -> list[int]:
 def drawing(engines: Engines, *, seed: int = 7, reward: Scoring | None = None, **parts: Any) -> BatchSampler:
     given = {
         "stream": stream(seed),
-        "sampler": Sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
+        "sampler": prompt_sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
         "reward": reward or aside(REWARD),
         "params": PARAMS,
         "prompts": PROMPTS,

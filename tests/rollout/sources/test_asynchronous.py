@@ -17,18 +17,19 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
-from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.agents.chat_server import ChatServer
-from corerl.rollout.agents.episodes import Episode, EpisodeFunction, EpisodeScorer
-from corerl.rollout.agents.sampler import EpisodeSampler
 from corerl.rollout.rewards.base import Reward, Scorer, Scores
+from corerl.rollout.rewards.outcomes import OutcomeScorer
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import DynamicSampling, Scored
 from corerl.rollout.sources.recorded import write_rollout
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode, EpisodeFunction
+from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.rollout.engines import LIMIT, Engines, aside, logprobs, row_of
@@ -103,7 +104,7 @@ def episodes(use: Use[Engines]) -> Iterator[Sampling]:
 
     def make(engines: Engines, function: Callable[..., Any], **config: Any) -> Sampler:
         fronts.append(ChatServer(engines.fleet.loop, temperature=1.0, top_p=1.0))
-        return EpisodeSampler(
+        return episode_sampler(
             tokenizer=drawing.TOKENIZER,
             generate=engines.fleet.generate,
             seed=7,
@@ -141,7 +142,7 @@ def asynchronous(
     parts: dict[str, Any] = {"reward": aside(reward), "refill": refill}
     if episodes is not None:
         parts |= {"sampler": episodes, "params": evolve(drawing.PARAMS, max_tokens=10)}
-        parts["reward"] = aside(EpisodeScorer(reward, failed_value=-1.0))
+        parts["reward"] = aside(OutcomeScorer(reward, failed_value=-1.0))
     draws = drawing.drawing(engines, **parts)
     return Asynchronous(draws, engines.fleet, steps=steps, max_staleness=max_staleness, waits=waits, told=told)
 
@@ -519,7 +520,9 @@ def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(use: Use
 
     failing = use(Engines())
     source = asynchronous(failing, episodes=episodes(failing, never))
-    with pytest.raises(RewardError, match=r"^rollout.function 'mine:play' raised KeyError: .*; all 6 samples failed"):
+    with pytest.raises(
+        RewardError, match=r"^samplers.episodes.function 'mine:play' raised KeyError: .*; all 6 samples failed"
+    ):
         failing.next(source)
     source.close()
 

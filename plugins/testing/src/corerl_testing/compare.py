@@ -55,6 +55,7 @@ class Trajectory:
 
 
 def together(reports: Sequence[training.Trained]) -> Trajectory:
+    """The trajectory that all ranks' reports of `scenarios.training` give, which must agree on steps and on Adam's."""
     steps = list(zip(*(report.results for report in reports), strict=True))
     for number, results in enumerate(steps):
         applied = [result.applied for result in results]

@@ -12,9 +12,8 @@ from attrs import evolve
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
 from corerl.errors import PluginIncompatible
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Loaded
-from corerl.weights.transports import TRANSPORTS
+from corerl.plugin.registry import Kind, Loaded, scan
+from corerl.plugin.transports import transport_named
 from corerl_testing.compare import metrics_of
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal, require_near
@@ -30,7 +29,8 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
 ) -> None:
     from corerl_testing import groups
 
-    transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(Capability(each.capability)).full]
+    own = [entry.name for entry in scan(Kind.TRANSPORTS) if entry.distribution == "corerl"]
+    transports = [name for name in own if loaded.spec.support(transport_named(name).capability).full]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
         init = group.init().result()

@@ -1,0 +1,81 @@
+"""`[samplers.episodes]`, and what the driver knows of the sampler before a run; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from attrs import frozen
+
+from corerl.config import above, between, finite, option
+from corerl.errors import ConfigError
+from corerl.plugin import Problem, SamplerRun, SamplerSpec
+
+MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
+
+
+@frozen(kw_only=True)
+class EpisodesConfig:
+    function: str = option(
+        "'module:function' that plays each sample as an episode: it queries the policy over several turns, with tools "
+        "in between, at an OpenAI-compatible base URL",
+        default="",
+    )
+    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    concurrency: int = option(
+        "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
+        default=256,
+        validator=between(1, MOST),
+    )
+    max_rows: int = option(
+        "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
+        "conversation of its own or continues the same messages as another; 1 refuses all of these",
+        default=16,
+        validator=between(1, MOST),
+    )
+    tool_calls: str = option(
+        "format of the policy's tool calls, which are read from its answers: one of those in docs/agents.md, an "
+        "installed one, or 'module:function'; auto: by the tokenizer's response template or chat template; none: left "
+        "as text",
+        default="auto",
+    )
+    reasoning: Literal["content", "separate"] = option(
+        "where an answer's message has the reasoning: in content, with its tags, or in reasoning_content, as from a "
+        "server with a reasoning parser",
+        default="content",
+    )
+    timeout: float = option(
+        "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",
+        default=600.0,
+        validator=[above(0), finite],
+    )
+
+
+def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """Whether the function and the format of tool calls are there, and the function can be called."""
+    from corerl_agents.episodes import resolve_function
+    from corerl_agents.tool_calls import format_of
+
+    if not options.function:
+        yield Problem("function", "empty; set it to 'module:function', which plays an episode")
+        return
+    tried: dict[str, Callable[[], Any]] = {
+        "function": lambda: resolve_function(options.function, options.options),
+        "tool_calls": lambda: format_of(options.tool_calls, None),
+    }
+    for setting, resolve in tried.items():
+        try:
+            resolve()
+        except ConfigError as error:
+            yield Problem(setting, error.message.removeprefix(f"samplers.episodes.{setting}: "))
+
+
+SPEC = SamplerSpec(
+    implementation="corerl_agents.sampler:EpisodeSampler",
+    config=EpisodesConfig,
+    api=(2, 0),
+    summary="samples are episodes: a function of yours queries the policy at an OpenAI-compatible URL",
+    check=check,
+    rewards=True,
+    episodes=True,
+)

@@ -1,0 +1,488 @@
+"""Keep a conversation as tokens: each request appends its new messages' tokens; what was sampled stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import field, frozen
+
+from corerl.data import read_message
+from corerl.engines import Generation, SamplingParams, Stops
+from corerl.messages import note, short_repr, shorten
+from corerl.models import plain
+from corerl.models import special_tokens as special_tokens_of
+from corerl.rollout import Openings, Rejected, TextEncoder, left_open, render, split, wrong_option
+from corerl.types import Array, BoolArray, FloatArray, IntArray
+from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+SHOWN = 60  # characters of a value that a refusal shows
+TEXTS = ("content", "reasoning_content", "reasoning")  # fields of an answer; servers have both names of the latter
+
+
+class Refused(Exception):
+    """A request cannot be answered. The client is told why, and the conversation is unchanged."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.message, self.status, self.code = message, status, code
+
+
+class Diverges(Refused):
+    """The request does not continue this conversation: it was written with other tools, or in other words."""
+
+
+def _empty(dtype: type) -> Any:
+    return field(factory=lambda: np.zeros(0, dtype=dtype))
+
+
+@frozen(kw_only=True)
+class Answer:
+    """One answer of the policy."""
+
+    text: str  # the whole answer with the reasoning tag that the chat template opens, for the reward
+    content: str  # without special tokens and tool calls, for the client
+    calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
+    reasoning: str = ""  # for the client, where it is not in the content
+    parts: tuple[str, str] = field(default=("", ""), eq=False)  # reasoning and rest, as clients may send them back
+
+    @property
+    def message(self) -> dict[str, Any]:
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        calls = {"tool_calls": list(self.calls)} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **reasoning, **calls}
+
+
+@frozen(kw_only=True, eq=False)
+class Said:
+    """A request's new tokens, and the answer that was sampled behind them."""
+
+    asked: IntArray  # [n]
+    tokens: IntArray  # [m] of the answer
+    logprobs: FloatArray  # [m]
+    versions: IntArray  # [m]
+    experts: Array | None = None  # [n + m, MoE layers, experts per token] if the engine reports them
+    # Those of earlier tokens that nobody knew until the pass that read these: places [k] in the row, and experts [k].
+    earlier: IntArray = _empty(np.int64)
+    learned: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.asked) + len(self.tokens)
+
+
+@frozen(kw_only=True, eq=False)
+class Row:
+    """A conversation as it is trained on."""
+
+    tokens: IntArray  # [n]
+    loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
+    logprobs: FloatArray  # [n] 0.0 outside the loss mask
+    versions: IntArray  # [n] 0 outside the loss mask
+    turn_rewards: FloatArray  # [n] at the last token of each answer that this row is trained on, 0 elsewhere
+    routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
+    prompt_length: int  # tokens of the first request
+    turns: int  # answers that this row is trained on
+    text: str  # of the last answer
+    truncated: bool  # rollout.max_tokens cut the last answer, or left no room for another
+    final: bool  # the last answer is the episode's last one
+
+    @classmethod
+    def unanswered(cls, prompt: IntArray) -> Row:
+        """The bare prompt of an episode that was never answered."""
+        nothing = np.zeros(len(prompt))
+        return cls(
+            tokens=prompt,
+            loss_mask=nothing.astype(np.bool_),
+            logprobs=nothing.astype(np.float32),
+            versions=nothing.astype(np.int64),
+            turn_rewards=nothing.astype(np.float32),
+            prompt_length=len(prompt),
+            turns=0,
+            text="",
+            truncated=False,
+            final=True,
+        )
+
+
+@frozen(kw_only=True)
+class Difference:
+    """Where messages do not continue a conversation."""
+
+    number: int  # of the message
+    changed: bool  # whether it is an answer of the policy that was changed
+    text: str
+
+
+@frozen(kw_only=True, eq=False)
+class Conversation:
+    """All that was said up to an answer; initially empty. Immutable: each answer makes a new one, which shares with
+    this one what was said before."""
+
+    messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
+    text: str = ""  # of the last answer, including tool calls
+    # Indices of the messages that were sampled, each with `Answer.parts`.
+    answers: Mapping[int, tuple[str, str]] = field(factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
+    options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
+    said: tuple[Said, ...] = ()
+
+    @property
+    def tokens(self) -> IntArray:
+        """[n]"""
+        return _joined([part for said in self.said for part in (said.asked, said.tokens)], np.int64)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the first request."""
+        return len(self.said[0].asked) if self.said else 0
+
+    @property
+    def begun(self) -> int:
+        """Number of tokens after the first request's."""
+        return sum(map(len, self.said)) - self.prompt_length
+
+    @property
+    def routed_experts(self) -> Array | None:
+        """[n, MoE layers, experts per token] those a token was sampled with, or else of the pass that first read it."""
+        if not self.said or (last := self.said[-1].experts) is None:
+            return None
+        whole = np.full((sum(map(len, self.said)), *last.shape[1:]), -1, last.dtype)
+        end = 0
+        for said in self.said:
+            begin, end = end, end + len(said)
+            if said.experts is not None:
+                whole[begin:end] = said.experts
+            if said.learned is not None:
+                whole[said.earlier] = said.learned
+        return whole
+
+    def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
+        """Append what `asked` adds, then the one row of `generation`."""
+        experts, before = generation.routed_experts, sum(map(len, self.said))
+        earlier: IntArray = np.zeros(0, np.int64)
+        if experts is not None:
+            known = self.routed_experts
+            unknown = np.ones(before, np.bool_) if known is None else (known < 0).any(axis=(1, 2))
+            earlier = np.flatnonzero(unknown)
+        said = Said(
+            asked=asked.tokens,
+            tokens=generation.tokens,
+            logprobs=generation.logprobs,
+            versions=generation.versions,
+            experts=None if experts is None else experts[before:].copy(),  # not a view: those before would stay
+            earlier=earlier,
+            learned=None if experts is None else experts[earlier],
+        )
+        return Conversation(
+            messages=(*asked.messages, answer.message),
+            text=answer.text,
+            answers={**self.answers, len(asked.messages): answer.parts},
+            tools=asked.tools,
+            options=asked.options,
+            said=(*self.said, said),
+        )
+
+    def shared(self, other: Conversation) -> int:
+        """How many first answers are those of another conversation."""
+        both = zip(self.said, other.said, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
+
+    def row(
+        self, *, shared: int = 0, truncated: bool = False, final: bool = True, rewards: Sequence[float] = ()
+    ) -> Row:
+        """The row that trains on all answers but the first `shared` ones; `rewards` are of all answers."""
+        own = self.said[shared:]
+        lengths = [length for said in self.said for length in (len(said.asked), len(said.tokens))]
+        chosen = [sampled and number >= shared for number in range(len(self.said)) for sampled in (False, True)]
+        loss_mask = np.repeat(np.array(chosen, np.bool_), lengths)
+        logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
+        logprobs[loss_mask] = _joined([said.logprobs for said in own], np.float32)
+        versions[loss_mask] = _joined([said.versions for said in own], np.int64)
+        turn_rewards = np.zeros(len(loss_mask), np.float32)
+        turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
+        return Row(
+            tokens=self.tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            turn_rewards=turn_rewards,
+            routed_experts=self.routed_experts,
+            prompt_length=self.prompt_length,
+            turns=len(self.said) - shared,
+            text=self.text,
+            truncated=truncated,
+            final=final,
+        )
+
+    def difference(self, messages: Sequence[Message], *, since: int = 0) -> Difference | None:
+        """Where these messages first differ from this conversation's, which they are known to share up to number
+        `since`, or that they add none; None if they continue it."""
+        both = zip(self.messages[since:], messages[since : len(self.messages)], strict=False)
+        for number, (had, got) in enumerate(both, start=since):
+            if had == got:
+                continue
+            # A client may add fields to an answer, such as tool calls that it parsed itself.
+            answer = number in self.answers
+            if answer and _says(got, had, self.answers[number]):
+                got = {**got, **{key: had[key] for key in TEXTS if key in had}}
+            for key in sorted(had if answer else {*had, *got}):
+                of = normalized if answer and key == "tool_calls" else _as_is
+                if of(had.get(key)) != of(got.get(key)):
+                    return Difference(
+                        number=number,
+                        changed=answer and got.get("role") == "assistant",
+                        text=f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, but the episode has "
+                        f"{short_repr(had.get(key), SHOWN)} there",
+                    )
+        if len(messages) > len(self.messages):
+            return None
+        return Difference(
+            number=len(messages),
+            changed=False,
+            text=f"messages: got {len(messages)}, but the episode already has {len(self.messages)}, including its "
+            "last answer",
+        )
+
+
+@frozen(kw_only=True, eq=False)
+class Asked:
+    """What a request adds to a conversation."""
+
+    messages: tuple[Message, ...]  # the conversation's own first, then the new ones
+    tools: tuple[Mapping[str, Any], ...]
+    tokens: IntArray  # [n] to append to the conversation's
+    most_calls: int | None = None  # calls of tools that are read from the answer; None: all
+    options: Mapping[str, Any] = field(factory=dict)
+    written: str = ""  # what the chat template writes for it
+    opened: str = ""  # the reasoning tag that is left open there, and what follows it
+
+
+def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """A request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
+    Refused."""
+    read = tuple(_read(number, message) for number, message in enumerate(messages))
+    if not read or (read[-1]["role"] == "assistant" and read[-1].get("tool_calls")):
+        raise Refused("messages: nothing to answer; the last message must not be a tool call")
+    return read
+
+
+class Renderer:
+    """Encode new messages with the tokenizer's chat template. Without a template, message texts are concatenated, and
+    the first request begins as the tokenizer begins a text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        calls: Reader | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        special_tokens: bool = False,
+        unshown_tools: bool = False,
+        separate_reasoning: bool = False,
+        unread: str = "",
+    ) -> None:
+        """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
+        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client.
+        `unshown_tools`: tools that the chat template does not show to the model are noted, not refused. `unread`: what
+        to note at the first request with tools."""
+        self._special_tokens = special_tokens
+        self._separate_reasoning = separate_reasoning
+        self._unread = unread
+        self._openings = Openings(tokenizer)
+        # The headers of gpt-oss's messages have a word that is no special token.
+        names = sorted(map(re.escape, special_tokens_of(tokenizer).values()), key=len, reverse=True)
+        self._special = re.compile("|".join([r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>", *names]))
+        self._tokenizer = tokenizer
+        self._texts = TextEncoder(tokenizer)
+        self._stops = functools.cache(functools.partial(Stops, tokenizer))  # looks through the vocabulary
+        self._calls = calls
+        self._options = options or {}
+        self._unshown_tools = unshown_tools
+        self._shows_tools = False  # once it is known that it does
+
+    def ask(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        most_calls: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Asked:
+        """What `messages`, which continue those of `conversation`, add to it. With `most_calls=0` tools are not shown;
+        `options` go before the renderer's own. Raises Diverges if tools or options make it another conversation, and
+        Refused if the template rejects them."""
+        if most_calls == 0:
+            tools = conversation.tools  # what was shown stays
+        elif conversation.said and list(tools) != list(conversation.tools):
+            raise Diverges("tools: differ from those of the request that began the conversation")
+        merged = {**self._options, **self._checked(options or {})}
+        if tools and most_calls != 0 and self._unread:
+            _note_once(self._unread)
+        tokens, written, opened = self._tokens(conversation, messages, tools, merged)
+        if not len(tokens) and not conversation.said:
+            raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
+        new = messages[len(conversation.messages) :]
+        return Asked(
+            messages=(*conversation.messages, *new),
+            tools=tuple(tools),
+            tokens=np.asarray(tokens, dtype=np.int64),
+            most_calls=most_calls,
+            options=merged,
+            written=written,
+            opened=opened,
+        )
+
+    def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in options:
+            if (wrong := wrong_option(self._tokenizer, name)) is not None:
+                raise Refused(f"chat_template_kwargs.{shorten(name, SHOWN)}: {wrong}", code="unsupported_parameter")
+        return options
+
+    def _tokens(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> tuple[list[int], str, str]:
+        """The tokens that the messages add, the text that they are, and what of it is left open."""
+        said = len(conversation.messages)
+        template = bool(self._tokenizer.chat_template)
+        if tools and not template:
+            raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
+        if not template:
+            text = "".join(message["content"] for message in messages[said:])
+            return (self._texts.behind(text) if said else self._texts.begun([text])[0]), text, ""
+        if not said:
+            text = self._rendered(messages, tools, options)
+            if tools and not self._shows_tools:
+                self._require_shown(text, messages, options)
+            return plain(self._tokenizer, [text])[0], text, self._opened(text, messages, tools, options)
+        # Find what the template writes after the last answer, whatever it makes of the answer itself.
+        mark = uuid.uuid4().hex
+        # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
+        texts = [
+            {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
+            for number, message in enumerate(messages)
+        ]
+        texts[said - 1] = {"role": "assistant", "content": mark}
+        # An answer and the beginning that its request gave it are one message.
+        beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
+        marked = [message for number, message in enumerate(texts) if number not in beginnings]
+        before, found, following = self._rendered(marked, tools, options).rpartition(mark)
+        if not found:
+            raise Diverges("messages: the chat template omits the last answer, so nothing can follow it")
+        had = conversation.options
+        if options != had and before != self._rendered(marked, tools, had).rpartition(mark)[0]:
+            raise Diverges(
+                f"chat_template_kwargs: got, with the run's own, {short_repr(options, SHOWN)}, but earlier messages "
+                f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now"
+            )
+        tokens = self._texts.behind(following)
+        # It begins with the answer's end token, which was already sampled unless the answer was cut.
+        ended = tokens[:1] == conversation.tokens[-1:].tolist()
+        return tokens[1:] if ended else tokens, following, self._opened(following, marked, tools, options)
+
+    def _opened(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str:
+        """The reasoning tag that is left open where the answer begins."""
+        if messages[-1]["role"] == "assistant":
+            return left_open(messages[-1]["content"])
+        return self._openings.of(text, messages, tools=tools, options=options)
+
+    def _require_shown(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
+        """Raise Refused, or tell the user, if `text` is what the template would write without tools."""
+        self._shows_tools = text != self._rendered(messages, (), options)
+        if self._shows_tools:
+            return
+        what = "the tokenizer's chat template does not show them to the model"
+        if not self._unshown_tools:
+            raise Refused(
+                f"tools: {what}; use a tokenizer (model.tokenizer) whose template does, or describe them in a message "
+                "and set samplers.episodes.tool_calls to how the model writes calls, or to 'none'"
+            )
+        _note_once(f"tools of a request: {what}, so it knows only what messages say of them")
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        try:
+            return render(self._tokenizer, messages, tools=tools, options=options)
+        except Rejected as rejected:
+            raise Refused(f"messages: {rejected}") from rejected
+
+    def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
+        """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
+        tool calls are read from it; malformed ones stay text."""
+        stops = self._stops(params.stop)
+        ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
+        said = (tokens[:-1] if ended else tokens).tolist()
+        ended = ended or stops.end(said) is not None
+        content = stops.text(said, special_tokens=False)
+        whole = stops.text(said, special_tokens=True)
+        text = whole if self._special_tokens else content
+        if asked.opened and asked.messages[-1]["role"] != "assistant":
+            text = self._openings.seen(asked.opened, special_tokens=self._special_tokens) + text
+        # Delimiters of calls and of reasoning are special tokens in some tokenizers.
+        found = Answered(content=whole)
+        if self._calls is not None and asked.tools and asked.most_calls != 0 and ended:
+            found = self._calls.read(whole, asked.tools, opened=asked.opened, prompt=asked.written)
+        calls = tuple(as_sent(found.calls[: asked.most_calls], number=len(asked.messages)))
+        parts = split(found.content, asked.opened) if found.reasoning is None else (found.reasoning, found.content)
+        reasoning, rest = (self._special.sub("", part).strip() for part in parts)
+        apart = self._separate_reasoning or found.reasoning is not None
+        return Answer(
+            text=text,
+            content=rest if apart and reasoning else self._special.sub("", found.content) if calls else content,
+            calls=calls,
+            reasoning=reasoning if apart else "",
+            parts=(reasoning, rest),
+        )
+
+
+@functools.cache
+def _note_once(line: str) -> None:
+    note(line)
+
+
+def _read(number: int, message: Any) -> Message:
+    """Normalize a message as the data's are; clients leave out empty content."""
+    if isinstance(message, Mapping) and not message.get("content"):
+        message = {**message, "content": ""}
+    try:
+        return read_message(message)
+    except ValueError as error:
+        raise Refused(f"messages[{number}] {error}") from error
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _says(got: Message, had: Message, parts: tuple[str, str]) -> bool:
+    """Whether a message has the texts of an answer whose reasoning and rest are `parts`: clients send the reasoning as
+    they got it, or in a field of its own, or leave out such a field. White space at the ends does not count."""
+    content = str(got.get("content", "")).strip()
+    given = [value.strip() for key in TEXTS[1:] if isinstance(value := got.get(key), str)]
+    if given and (next(filter(None, given), ""), content) == parts:
+        return True
+    return not any(given) and content == had["content"].strip()
+
+
+def _joined(parts: Sequence[Array], dtype: type) -> Any:
+    return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="unsafe")

@@ -1,0 +1,148 @@
+"""Episodes: a user's function talks with the policy over any number of turns, and may return the episode's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+
+from corerl.config import imported, signature_of
+from corerl.data import Prompt
+from corerl.errors import ConfigError
+from corerl.messages import short_repr
+from corerl.rollout import Failure, Judged, Outcome, begin, described, in_coroutine, in_thread, number, short
+from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
+
+
+@frozen(kw_only=True)
+class Episode:
+    """The argument of a user's function: a prompt, and the URL where the policy answers."""
+
+    prompt: Prompt  # text, answer, and the row's fields
+    base_url: str  # OpenAI-compatible, for this episode alone
+    api_key: str = API_KEY
+    model: str = MODEL
+    _server: ChatServer  # the one at base_url
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
+        chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
+        return [dict(message) for message in chat]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
+        library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused, and in
+        a coroutine."""
+        if in_coroutine():
+            raise RuntimeError(
+                "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
+                "episode.chat_async(...)`"
+            )
+        thread, turn = threading.current_thread(), 1 + sum(message.get("role") == "assistant" for message in messages)
+        name, thread.name = thread.name, f"{thread.name}, turn {turn}"  # a stack trace shows it
+        try:
+            return _choice(self._ask(messages, parameters).result())
+        finally:
+            thread.name = name
+
+    async def chat_async(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """`chat` for coroutines: as many requests side by side as there are tasks that wait for them."""
+        return _choice(await asyncio.wrap_future(self._ask(messages, parameters)))
+
+    def _ask(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        return self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise RuntimeError(answer["error"]["message"])
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+@frozen(kw_only=True, eq=False)
+class EpisodeFunction:
+    """A user's function with its name in the config and its options."""
+
+    name: str
+    # (episode, **options) -> a number, numbers by name, one for each turn, or None; or an awaitable of that
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = field(factory=dict)
+
+    async def play(self, episode: Episode, *, name: str = "episode function") -> float | Outcome | None:
+        """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
+        coroutines, and are cancelled with this one; other functions run in threads of this `name`, which nothing
+        ends."""
+        if inspect.iscoroutinefunction(self.function):
+            value = self._called(episode)  # which runs none of it yet
+        else:
+            value = await in_thread(functools.partial(self._called, episode), name=name)
+        if inspect.isawaitable(value):
+            value = await asyncio.wrap_future(begin(self._awaited(value, episode.prompt), name=name))
+        if value is None or isinstance(value, Failure):
+            return value
+        try:
+            if (reward := _reward(value)) is not None:
+                return reward
+            what = f"returned {short_repr(value)}, wanted a finite number, numbers by name, one for each turn, or None,"
+        except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
+            what = f"returned a value that raised {described(error)}"
+        return self.failure("no-number", what, episode.prompt)
+
+    def _called(self, episode: Episode) -> Any:
+        try:
+            return self.function(episode, **self.options)
+        except BaseException as error:  # SystemExit too: it would end the thread silently
+            return self.failure("raised", f"raised {described(error)}", episode.prompt)
+
+    async def _awaited(self, value: Awaitable[Any], prompt: Prompt) -> Any:
+        try:
+            return await value
+        except BaseException as error:  # here, as who waits for it gets another TimeoutError, from nowhere
+            return self.failure("raised", f"raised {described(error)}", prompt)
+
+    def late(self, timeout: float, prompt: Prompt) -> Failure:
+        return self.failure("timeout", f"took longer than samplers.episodes.timeout={timeout:g} seconds", prompt)
+
+    def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
+        message = f"samplers.episodes.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
+        return Failure(kind=kind, message=" ".join(message.split()))
+
+
+def _reward(value: Any) -> float | Judged | None:
+    """What a function returned as a reward; None if it is none."""
+    if getattr(value, "ndim", 0) == 1:  # of numpy, torch or jax
+        value = value.tolist()
+    if not isinstance(value, Mapping | list | tuple):
+        return number(value)
+    numbers = [number(each) for each in (value.values() if isinstance(value, Mapping) else value)]
+    # As float32, in which rewards are added up again where they are placed at tokens.
+    found = tuple(float(np.float32(each)) for each in numbers if each is not None)
+    if len(found) < len(numbers) or not found or number(sum(found)) is None:
+        return None
+    if isinstance(value, Mapping):
+        return Judged(reward=sum(found), parts=dict(zip(map(str, value), found, strict=True)))
+    return Judged(reward=sum(found), turns=found)
+
+
+def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
+    """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
+    function = imported(name, setting="samplers.episodes.function")
+    signature = signature_of(function)
+    try:
+        if signature is not None:
+            signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"samplers.episodes.function: {name!r} takes {signature}, but is called as function(episode, "
+            f"**options) with samplers.episodes.options={dict(options)}: {error}"
+        ) from error
+    return EpisodeFunction(name=name, function=function, options=options)

@@ -1,0 +1,380 @@
+"""Play episodes concurrently: each is a coroutine, its function and its requests run beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from attrs import define, evolve, field
+
+from corerl.data import Prompt
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, stops_of
+from corerl.messages import note
+from corerl.rollout import Failure, Judged, Outcome
+from corerl.types import IntArray
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import (
+    Answer,
+    Asked,
+    Difference,
+    Diverges,
+    Message,
+    Refused,
+    Renderer,
+    Row,
+    read_messages,
+)
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.gathering import Gathering
+from corerl_agents.histories import History, Turn
+from corerl_agents.tool_calls import format_of, unread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Draw = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
+
+
+@define(kw_only=True, eq=False)
+class EpisodeState:
+    """One episode and its state."""
+
+    number: int  # episodes start, and are batched, in this order
+    prompt: Prompt
+    sample: int = 0  # its number among those of its prompt
+    key: int  # noise key
+    root: History = field(init=False)  # while it is played
+    outcome: float | Outcome | None = None
+    _rows: list[Row] | None = None  # once it has ended
+    answered: int = 0  # requests so far
+    empty: list[tuple[int, History]] = field(factory=list)  # `answered` at each answer without a token, and its history
+    refusal: str = ""  # why its last request was refused, until another one is answered
+
+    @property
+    def name(self) -> str:
+        """For its threads and tasks, so that a stack trace tells whose they are."""
+        return f"prompt {self.prompt.index}, sample {self.sample}"
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for history in self.root for turn in history.turns]
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is trained on, so far."""
+        return self.root.rows if self._rows is None else self._rows
+
+    @property
+    def ended(self) -> bool:
+        return self._rows is not None
+
+    def end(self) -> None:
+        """Answer no more, and keep the rows alone: the garbage collector would look through all that the episodes of a
+        batch have said, again and again."""
+        for turn in self.turns:
+            turn.answer.cancel()
+        self._rows = self.root.rows
+        del self.root
+        self.empty.clear()
+
+
+class EpisodeRunner:
+    """Plays episodes, as many at once as the config allows. For coroutines of one event loop; plain functions run in
+    threads, one for each episode."""
+
+    def __init__(
+        self,
+        *,
+        server: ChatServer,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        function: EpisodeFunction,
+        config: EpisodesConfig,
+        longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
+    ) -> None:
+        """`longest_prompt`: tokens that the first request of a row may have."""
+        self._server = server
+        self._tokenizer = tokenizer
+        calls = format_of(config.tool_calls, tokenizer)
+        self._renderer = Renderer(
+            tokenizer,
+            calls,
+            template_options,
+            special_tokens=special_tokens,
+            unshown_tools=config.tool_calls != "auto",
+            separate_reasoning=config.reasoning == "separate",
+            unread=unread(config.tool_calls, calls, tokenizer),
+        )
+        self._params = params
+        self._function = function
+        self._timeout = config.timeout
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._starting = asyncio.Lock()  # those that are asked for first
+        self._longest_prompt = longest_prompt
+        self._most_rows = config.max_rows
+        self._noted_changed = False
+        # Searches the vocabulary: once for each list of texts.
+        self._stops_of = functools.cache(functools.partial(stops_of, tokenizer=tokenizer))
+
+    async def play(
+        self,
+        states: Sequence[EpisodeState],
+        draw: Draw,
+        *,
+        gathers: bool = False,
+        told: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        """Play these episodes to their end; `draw` gets one row each time or, if this `gathers`, those that are asked
+        for together. `told` is called with how many have ended. Raises what `draw` raises, and ends all episodes then,
+        as it does when it is cancelled: their requests are answered no more, though their functions may go on."""
+        gathering = Gathering(draw) if gathers else None
+        ended = 0
+        told(ended)
+
+        async def one(state: EpisodeState) -> None:
+            nonlocal ended
+            await self._play(state, draw, gathering)
+            ended += 1
+            told(ended)
+
+        try:
+            async with asyncio.TaskGroup() as playing:
+                async with self._starting:
+                    for state in states:
+                        await self._places.acquire()
+                        task = playing.create_task(one(state), name=f"episode of {state.name}")
+                        task.add_done_callback(lambda _: self._places.release())
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+            raise first from first.__cause__
+
+    async def _play(self, state: EpisodeState, draw: Draw, gathering: Gathering | None) -> None:
+        state.root = History(key=state.key)
+        # Gets the error of engines that could not answer.
+        failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+        async def drawn(request: GenerateRequest) -> Generation:
+            try:
+                return await (gathering.generate(request, state.number) if gathering else draw(request))
+            except Refused:
+                raise
+            except Exception as error:  # the run's, not the client's
+                if not failed.done():
+                    failed.set_exception(error)
+                raise _over() from error
+
+        base_url = self._server.open(
+            functools.partial(self._answer, state, drawn), functools.partial(setattr, state, "refusal")
+        )
+        if gathering is not None:
+            gathering.joins()
+        episode = Episode(prompt=state.prompt, base_url=base_url, server=self._server)
+        function = asyncio.create_task(self._function.play(episode, name=f"function of {state.name}"), name=state.name)
+        try:
+            waited: list[asyncio.Future[Any]] = [function, failed]
+            await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            state.outcome = self._outcome(state, function)
+        finally:
+            state.end()
+            function.cancel()
+            failed.cancel()
+            self._server.shut(base_url)
+            if gathering is not None:
+                gathering.leaves()
+
+    def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Outcome | None]) -> float | Outcome | None:
+        if not function.done():
+            return self._function.late(self._timeout, state.prompt)
+        outcome = function.result()
+        # A client's own error seldom says more than the status.
+        if isinstance(outcome, Failure) and state.refusal and state.refusal not in outcome.message:
+            outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
+        if not state.answered and not isinstance(outcome, Failure):
+            outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
+        if isinstance(outcome, Judged) and outcome.turns:
+            answers = sorted((turn.history for turn in state.turns if turn.history), key=lambda each: each.since)
+            what = f"returned {len(outcome.turns)} rewards, one for each turn, "
+            if len(outcome.turns) not in (len(answers), len(answers) + len(state.empty)):
+                return self._function.failure("no-number", f"{what}but got {len(answers)} answers", state.prompt)
+            if len({each.since for each in answers}) < len(answers):
+                what += "but sent requests side by side, whose answers have no order; return their sum"
+                return self._function.failure("no-number", what, state.prompt)
+            rewarded = [(each.since, each) for each in answers]
+            if len(outcome.turns) > len(answers):  # an answer without a token has no place of its own
+                rewarded = sorted([*state.empty, *rewarded], key=lambda each: each[0])
+            for (_, history), reward in zip(rewarded, outcome.turns, strict=True):
+                history.reward += reward
+        return outcome
+
+    # ---- the requests of one episode --------------------------------------------------------------------------------
+
+    async def _answer(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> ChatAnswer:
+        turn = self._turn(state, draw, chat)
+        if isinstance(turn, ChatAnswer):
+            return turn
+        turn.unheard = False
+        try:
+            answer, drawn = await asyncio.shield(turn.answer)
+        except asyncio.CancelledError:
+            if turn.answer.cancelled():
+                raise _over() from None
+            turn.unheard = True  # the client has gone
+            raise
+        return ChatAnswer(
+            text=answer.content,
+            reasoning=answer.reasoning,
+            tool_calls=answer.calls,
+            finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
+            prompt_token_ids=turn.request.tokens,
+            token_ids=drawn.tokens,
+            tokens=self._texts(drawn.tokens) if chat.logprobs else (),
+            logprobs=drawn.logprobs.tolist() if chat.logprobs else (),
+        )
+
+    def _texts(self, tokens: IntArray) -> list[str]:
+        """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
+
+    def _turn(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> Turn | ChatAnswer:
+        """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
+        if state.ended:
+            raise _over()
+        if of_row := state.prompt.template_options:
+            chat = evolve(chat, template_options={**of_row, **chat.template_options})
+        history, asked, difference = self._continued(state.root, chat)
+        conversation, place = history.conversation, history.place(asked, chat)
+        if (turn := history.unheard(place)) is not None:
+            self._require_row(state.root, history, difference)
+            turn.asked_again(state.answered)
+            return turn
+        if not conversation.said and len(asked.tokens) > self._longest_prompt:
+            raise Refused(
+                f"messages: the first request of a row has {len(asked.tokens)} tokens, but only "
+                f"{self._longest_prompt} fit into rollout.context_length besides rollout.max_tokens="
+                f"{self._params.max_tokens}; shorten it",
+                code="context_length_exceeded",
+            )
+        tokens = np.concatenate([conversation.tokens, asked.tokens])
+        begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
+        if begun >= self._params.max_tokens:
+            return self._no_room(state, history, asked, tokens)
+        self._require_row(state.root, history, difference)
+        request = self._request(history.key_at(place), tokens, begun, chat)
+        name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
+        answer = asyncio.create_task(self._drawn(state, draw, history, asked, request), name=name)
+        turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
+        history.turns.append(turn)
+        return turn
+
+    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, Asked, Difference | None]:
+        """The longest history that the request continues, what it adds to it, and why that is no longer one."""
+        messages = read_messages(chat.messages)
+        known, difference = root.continued(messages)
+        for history in known:
+            try:
+                return history, self._asked(history, messages, chat), difference
+            except Diverges as diverges:
+                difference = difference or Difference(number=0, changed=False, text=diverges.message)
+        return root, self._asked(root, messages, chat), difference
+
+    def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> Asked:
+        return self._renderer.ask(
+            history.conversation,
+            messages,
+            chat.tools,
+            most_calls=chat.most_calls,
+            options=chat.template_options,
+        )
+
+    def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
+        """Raise Refused if a request that continues this history would begin one row too many. `difference` is why it
+        continues no other."""
+        if history.conversation.said and not history.heard:
+            return
+        if root.begun >= self._most_rows:
+            why = difference.text if difference else "messages: another request goes on from the same ones"
+            raise Refused(
+                f"{why}; this would begin one more row than samplers.episodes.max_rows={self._most_rows}; append "
+                "messages to those of an answer and change none, or raise it",
+                code="too_many_rows",
+            )
+        # Few want this: a client that strips answers makes a row of every turn.
+        if difference and difference.changed and not self._noted_changed:
+            self._noted_changed = True
+            note(
+                f"an answer came back changed, so the request begins another row of its episode: {difference.text}; to "
+                "go on in the same row, send answers as they came"
+            )
+
+    async def _drawn(
+        self, state: EpisodeState, draw: Draw, history: History, asked: Asked, request: GenerateRequest
+    ) -> tuple[Answer, Generation]:
+        """Have the turn sampled: then its history may be continued."""
+        (turn,) = (turn for turn in history.turns if turn.request is request)
+        try:
+            drawn = await draw(request)
+        except Refused:
+            history.turns.remove(turn)
+            raise
+        answer = self._renderer.answer(asked, drawn.tokens, request.params)
+        conversation = history.conversation.answered(asked, answer, drawn)
+        turn.after = History(
+            key=int(request.noise_keys[0]),
+            conversation=conversation,
+            truncated=bool(drawn.truncated[0]) and conversation.begun >= self._params.max_tokens,
+            since=turn.since,
+        )
+        state.answered += 1
+        state.refusal = ""
+        return answer, drawn
+
+    def _request(self, key: int, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+        """The engine request for the next part of a row's one response."""
+        params = self._params
+        try:
+            ends, texts = self._stops_of(tuple(request.stop))
+        except ValueError as error:
+            raise Refused(f"stop: {error}") from error
+        if request.stop:
+            params = evolve(
+                params,
+                stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *ends])),
+                stop=tuple(dict.fromkeys([*params.stop, *texts])),
+            )
+        # As a row's limit, not in `params`: rows with different limits can be drawn together.
+        limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
+        return GenerateRequest(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            noise_keys=np.array([key]),
+            params=params,
+            begun=np.array([begun]),
+            answered=np.array([0]),
+            limits=np.array([limit]),
+        )
+
+    def _no_room(self, state: EpisodeState, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
+        """An empty answer, cut before its first token; Refused if the function goes on after it."""
+        if 0 < history.full < len(asked.messages):
+            raise Refused(
+                f"the row has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer has "
+                "finish_reason='length', or begin another with shorter messages",
+                code="context_length_exceeded",
+            )
+        history.full = len(asked.messages)
+        state.empty.append((state.answered, history))
+        return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
+
+
+def _over() -> Refused:
+    return Refused("the episode is over; its requests are no longer answered", status=410, code="episode_over")

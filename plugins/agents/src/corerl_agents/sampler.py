@@ -1,0 +1,145 @@
+"""Sample episodes: conversations that a user's function has with the policy."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from corerl.data import Prompt
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
+from corerl.types import TURN_REWARDS, Array, Output, SampleBatch, offsets_of
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Row
+from corerl_agents.episodes import EpisodeFunction, resolve_function
+from corerl_agents.runner import EpisodeRunner, EpisodeState
+
+
+class EpisodeSampler(Sampler):
+    """A sampler whose samples are conversations, each played by a user's function.
+
+    A conversation counts as one long response, in which the environment's tokens stand between the policy's. Noise
+    follows the sample token by token, so that neither timing nor batching changes what is sampled.
+    `rollout.max_tokens` bounds everything after the first request, including the environment's tokens. A request that
+    continues no conversation whole begins another row of its sample.
+    """
+
+    options: EpisodesConfig
+
+    def __init__(
+        self,
+        options: EpisodesConfig,
+        context: SamplerContext,
+        *,
+        function: EpisodeFunction | None = None,
+        server: ChatServer | None = None,
+    ) -> None:
+        """`function` and `server` in place of those that the options and the run's sampling name."""
+        super().__init__(options, context)
+        params = context.params
+        self._function = function or resolve_function(options.function, options.options)
+        self._server = server or ChatServer(
+            context.loop, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+        )
+        self._runners: dict[SamplingParams, EpisodeRunner] = {}
+
+    def close(self) -> None:
+        self._server.close()
+
+    async def draw(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
+        in the rollout's `outcomes`."""
+        states, told = states_of(prompts, request), None if ahead else self.context.on_progress
+        await self._runner(request.params).play(
+            states,
+            functools.partial(self.context.generate, urgent=not ahead, drew=drew),
+            # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
+            # Engines that answer several calls at once wait for no request that could be drawn beside another.
+            gathers=self.context.calls == 1 and drew is None,
+            told=lambda ended: None if told is None else told(ended, len(states)),
+        )
+        return played(prompts, request, states)
+
+    def _runner(self, params: SamplingParams) -> EpisodeRunner:
+        """One for all groups that are played ahead: it limits how many."""
+        if params not in self._runners:
+            context = self.context
+            self._runners[params] = EpisodeRunner(
+                server=self._server,
+                tokenizer=context.tokenizer,
+                params=params,
+                function=self._function,
+                config=self.options,
+                longest_prompt=context.context_length - params.max_tokens if context.context_length else UNLIMITED,
+                template_options=context.template_options,
+                special_tokens=context.special_tokens,
+            )
+        return self._runners[params]
+
+
+def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:
+    """An episode for each row of `request`."""
+    group, sample = rows_of(len(prompts), len(request) // len(prompts))
+    return [
+        EpisodeState(number=number, prompt=prompts[index], sample=int(each), key=int(key))
+        for number, (index, each, key) in enumerate(zip(group, sample, request.noise_keys, strict=True))
+    ]
+
+
+def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
+    """The rollout of these episodes, all of which have ended."""
+    group, sample = rows_of(len(prompts), len(request) // len(prompts))
+    rows = [state.rows or [Row.unanswered(prompt)] for state, prompt in zip(states, request.by_row(), strict=True)]
+    episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
+    batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
+    return Rollout(
+        batch=batch.with_rows(group=group[episode], sample=sample[episode], episode=episode),
+        prompts=tuple(prompts),
+        texts=[row.text for each in rows for row in each],
+        outcomes=[state.outcome for state, each in zip(states, rows, strict=True) for _ in each],
+    )
+
+
+def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
+    lengths = np.array([len(row.tokens) for row in rows])
+    columns: dict[str, Array] = {
+        "loss_mask": np.concatenate([row.loss_mask for row in rows]),
+        "rollout_logprobs": np.concatenate([row.logprobs for row in rows]),
+        "versions": np.concatenate([row.versions for row in rows]),
+        TURN_REWARDS: np.concatenate([row.turn_rewards for row in rows]),
+    }
+    if (shape := next((row.routed_experts for row in rows if row.routed_experts is not None), None)) is not None:
+        columns[Output.ROUTED_EXPERTS.value] = np.concatenate(
+            [
+                np.full((len(row.tokens), *shape.shape[1:]), -1, shape.dtype)
+                if row.routed_experts is None
+                else row.routed_experts
+                for row in rows
+            ]
+        )
+    prompt_length = np.array([row.prompt_length for row in rows])
+    return SampleBatch(
+        tokens=np.concatenate([row.tokens for row in rows]),
+        offsets=offsets_of(lengths),
+        columns=columns,
+        rows={
+            "prompt_length": prompt_length,
+            "response_length": np.array([int(row.loss_mask.sum()) for row in rows]),
+            "span": lengths - prompt_length,
+            "truncated": np.array([row.truncated for row in rows], dtype=np.bool_),
+            "turns": np.array([row.turns for row in rows]),
+            "final": np.array([row.final for row in rows], dtype=np.bool_),
+        },
+        temperature=temperature,
+    )

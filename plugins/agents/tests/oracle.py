@@ -1,0 +1,68 @@
+"""Episodes against engines that say what a function of noise and position says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.models import load_tokenizer
+from corerl.ops import hash_key
+from corerl.rollout import Rollout, in_thread
+from corerl.rollout.sampler import Generate
+
+TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
+PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))
+PROMPTS = [Prompt(index=40, text="21>", answer="12"), Prompt(index=8, text="5>", answer="5", fields={"tool": "77>"})]
+
+
+class Oracle:
+    """A row's next token is a function of its noise and of how many came before: seldom the end."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        rows, stops = [], request.params.stop_tokens
+        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
+            row: list[int] = []
+            while len(row) < left and not (row and row[-1] in stops):
+                draw = hash_key(int(key), int(begun) + len(row)) % 14
+                row.append(draw if draw > 3 else 2)
+            rows.append(row)
+        tokens = np.concatenate([np.array(row) for row in rows])
+        return Generation(
+            tokens=tokens,
+            offsets=np.cumsum([0, *map(len, rows)]),
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.array([row[-1] not in stops for row in rows]),
+        )
+
+
+def engines(draw: Callable[[GenerateRequest], Generation]) -> Generate:
+    """Engines that answer any number of calls at once, each in a thread."""
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return await in_thread(functools.partial(draw, request), name="engine")
+
+    return generate
+
+
+Play = Callable[..., Rollout]
+
+
+def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> None:
+    np.testing.assert_array_equal(one.batch.tokens, other.batch.tokens)
+    np.testing.assert_array_equal(one.batch.offsets, other.batch.offsets)
+    for name, column in other.batch.columns.items():
+        np.testing.assert_array_equal(one.batch.columns[name], column, err_msg=name)
+    for name, row in other.batch.rows.items():
+        if name not in but:
+            np.testing.assert_array_equal(one.batch.rows[name], row, err_msg=name)
+    assert one.texts == other.texts

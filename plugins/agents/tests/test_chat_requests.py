@@ -1,0 +1,143 @@
+"""Bodies as clients send them, and the table of them in the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import completion_create_params
+
+from corerl_agents.chat_requests import FIELDS, REFUSED, ChatRequest, read_request
+from corerl_agents.conversation import Refused
+
+USER = {"role": "user", "content": "hello"}
+RUN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}  # also what docs/agents.md has as examples
+PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def read(**fields: Any) -> ChatRequest:
+    return read_request(json.dumps({"messages": [USER], **fields}).encode(), RUN)
+
+
+def rows() -> list[list[str]]:
+    """The cells of the page's table of fields: names, values that are taken, values that are refused, what happens."""
+    section = PAGE.read_text().partition("\n## What a request may ask for\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall("`([^`]+)`", cell)
+
+
+def test_the_documentation_has_every_field_and_what_it_says_is_taken_or_refused_is() -> None:
+    names = [name for row in rows() for name in quoted(row[0])]
+    assert sorted(names) == sorted([*FIELDS, *RUN])
+    for fields, taken, refused, _ in rows():
+        for name in quoted(fields):
+            for value in map(json.loads, quoted(taken)):
+                read(**{name: value})
+            read(**({name: None} if name != "messages" else {}))
+            assert quoted(refused), name
+            for value in map(json.loads, quoted(refused)):
+                with pytest.raises(Refused, match=f"^{name}: "):
+                    read(**{name: value})
+
+
+def test_a_request_says_what_is_asked_for_in_either_of_a_fields_names() -> None:
+    assert read() == ChatRequest(messages=[USER])
+    limits = [read(max_tokens=7), read(max_completion_tokens=7), read(max_tokens=9, max_completion_tokens=7)]
+    assert [request.max_tokens for request in limits] == [7, 7, 7]
+    assert [read(stop=stop).stop for stop in ("x", ["x", "yz"], None)] == [["x"], ["x", "yz"], ()]
+    choices = [{}, {"tool_choice": "auto", "parallel_tool_calls": True}, {"parallel_tool_calls": False}]
+    choices += [{"tool_choice": "none"}, {"tool_choice": "none", "parallel_tool_calls": True}]
+    assert [read(tools=[TOOL], **choice).most_calls for choice in choices] == [None, None, 1, 0, 0]
+    assert read(chat_template_kwargs={"brief": True}).template_options == {"brief": True}
+    written = read(logprobs=True, return_token_ids=True, stream=True, stream_options={"include_usage": True})
+    assert (written.logprobs, written.token_ids, written.stream, written.stream_usage) == (True, True, True, True)
+    assert read(user="me", seed=3) == read() != read(max_tokens=7)  # the same answer
+
+
+@pytest.mark.parametrize("value", [None, 0, False, "", [], {}, 1])
+def test_a_field_that_nobody_knows_is_refused_whatever_its_value(value: Any) -> None:
+    with pytest.raises(Refused) as refused:
+        read(max_token=value)
+    told = f"max_token: got {value!r}, wanted no such field; did you mean 'max_tokens'?; leave it out"
+    assert (refused.value.message, refused.value.code) == (told, "unsupported_parameter")
+
+
+def test_another_value_than_the_runs_own_is_refused_and_the_own_may_be_none() -> None:
+    for name, value in (("temperature", 1.0), ("top_p", 0.5), ("top_k", 5), ("top_k", False), ("top_p", True)):
+        told = f"{name}: got {value!r}, but this run samples with rollout.{name}={RUN[name]!r}, as its loss assumes; "
+        with pytest.raises(Refused, match=f"^{re.escape(told)}leave it out$"):
+            read(**{name: value})
+    body = json.dumps({"messages": [USER], "top_k": -1}).encode()
+    assert read_request(body, RUN) == read()
+    with pytest.raises(Refused, match="^top_k: got -1, but this run samples with rollout.top_k=5"):
+        read_request(body, {**RUN, "top_k": 5})  # it would be from all
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{", "the request is not valid JSON"),
+        (b"[" * 200_000, "the request is not valid JSON: it is nested more deeply than can be read"),
+        (
+            rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
+            "the request is not valid JSON: a text in it has half",
+        ),
+        (b"{}", "messages: missing"),
+        (b"[]", "messages: missing"),
+        (b'{"messages": {}}', "messages: missing or not a list; send a list of messages"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(body: bytes, told: str) -> None:
+    with pytest.raises(Refused, match=f"^{re.escape(told)}"):
+        read_request(body, RUN)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("n", 2, "n: got 2, wanted 1; leave it out"),
+        ("n", True, "n: got True, wanted 1; leave it out"),
+        ("ignore_eos", 0, "ignore_eos: got 0, wanted False; leave it out"),
+        ("response_format", {"type": "json_object"}, "wanted {'type': 'text'}; leave it out"),
+        ("tool_choice", "required", "tool_choice: got 'required', wanted 'auto' or 'none'; leave it out"),
+        ("max_tokens", 0, "max_tokens: got 0, wanted a whole number of at least 1"),
+        ("max_tokens", True, "max_tokens: got True, wanted a whole number of at least 1"),
+        ("stop", [3], r"stop: got \[3\], wanted a string or a list of strings"),
+        ("tools", {"a": 1}, "tools: got {'a': 1}, wanted a list of objects"),
+        ("stream", 1, "stream: got 1, wanted True or False"),
+        ("user", "x" * 10**6, None),
+        ("metadata", "x" * 10**6, f"metadata: got '{'x' * 56}..., wanted an object"),
+    ],
+)
+def test_an_error_says_what_was_sent_and_what_is_wanted(name: str, value: Any, told: str | None) -> None:
+    if told is None:
+        read(**{name: value})
+        return
+    with pytest.raises(Refused, match=f"{told}$") as refused:
+        read(**{name: value})
+    assert "\n" not in refused.value.message
+
+
+def test_every_field_of_openais_requests_is_taken_or_refused_with_a_reason() -> None:
+    known = {
+        *completion_create_params.CompletionCreateParamsBase.__annotations__,
+        *completion_create_params.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert known - FIELDS.keys() - RUN.keys() - REFUSED.keys() == set()
+    text = PAGE.read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in text] == []
+
+
+def test_how_much_a_model_thinks_is_an_option_of_its_template() -> None:
+    with pytest.raises(
+        Refused, match=r"^reasoning_effort: got 'low', wanted no such field: .*send chat_template_kwargs$"
+    ):
+        read(reasoning_effort="low")

@@ -1,0 +1,303 @@
+"""With OpenAI's own client, and with the same requests without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import platform
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+import pytest
+
+from corerl.rollout import EventLoop, in_thread
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.conversation import Refused
+from tests.machine import paced
+
+platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start
+USER: Any = {"role": "user", "content": "hello"}
+TOOLS: Any = [{"type": "function", "function": {"name": "add"}}]
+CALLS = [
+    {"id": f"call0010{index}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for index in range(2)
+]
+
+
+class Desk:
+    """Answers all requests alike, and keeps them."""
+
+    def __init__(self) -> None:
+        self.requests: list[ChatRequest] = []
+        self.threads: set[str] = set()
+        self.refuses = False
+
+    async def __call__(self, request: ChatRequest) -> ChatAnswer:
+        self.requests.append(request)
+        self.threads.add(threading.current_thread().name)
+        if self.refuses:
+            raise Refused("not now", status=410, code="episode_over")
+        return ChatAnswer(
+            text="" if request.tools else "hi ü",
+            tool_calls=CALLS if request.tools else (),
+            finish_reason="tool_calls" if request.tools else "stop",
+            prompt_token_ids=np.array([7, 8, 9, 7, 8]),
+            token_ids=np.array([3, 4, 2]),
+            tokens=["hi", "ü", "<eos>"],
+            logprobs=[-1.0, -0.5, 0.0],
+        )
+
+
+@pytest.fixture(scope="module")
+def front(loop: EventLoop) -> Iterator[ChatServer]:
+    made = ChatServer(loop, temperature=0.7, top_p=1.0)
+    yield made
+    made.close()
+
+
+def connected(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
+
+
+def sent(connection: http.client.HTTPConnection, url: str, body: Any, method: str = "POST") -> tuple[int, str, str]:
+    """Status, media type and content of the answer."""
+    connection.request(method, urlsplit(url).path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def post(url: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+    """Status of the answer, and what its JSON says."""
+    connection = connected(url)
+    status, _, content = sent(connection, url, body, method)
+    connection.close()
+    return status, json.loads(content)
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=paced(20))
+
+
+def test_openais_client_reads_an_answer(front: ChatServer) -> None:
+    desk = Desk()
+    with client(front.open(desk)) as ours:
+        answer = ours.chat.completions.create(
+            model="any",
+            messages=[USER],
+            logprobs=True,
+            temperature=0.7,
+            max_completion_tokens=7,
+            stop="x",
+            extra_body={"return_token_ids": True},
+        )
+    assert (answer.object, answer.model) == ("chat.completion", "policy")
+    assert answer.usage is not None
+    assert answer.usage.to_dict() == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "hi ü", None)
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert choice.logprobs.content[1].to_dict() == {
+        "token": "ü",
+        "logprob": -0.5,
+        "bytes": [195, 188],
+        "top_logprobs": [],
+    }
+    assert answer.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8] and choice.to_dict()["token_ids"] == [3, 4, 2]
+    (request,) = desk.requests
+    assert (request.max_tokens, list(request.stop), list(request.messages)) == (7, ["x"], [USER])
+    assert desk.threads == {"tested"}
+
+
+def test_what_is_not_asked_for_is_left_out_of_an_answer(front: ChatServer) -> None:
+    said = front.ask(front.open(Desk()), {"messages": [USER]}).result()
+    assert said["choices"][0]["logprobs"] is None and "token_ids" not in said["choices"][0]
+    assert "prompt_token_ids" not in said
+
+
+def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
+    (choice,) = front.ask(front.open(Desk()), body).result()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": CALLS}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_openais_client_reads_a_stream_of_one_chunk_and_the_usage_if_it_asks_for_that(front: ChatServer) -> None:
+    with client(front.open(Desk())) as ours:
+        text, usage = ours.chat.completions.create(
+            model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
+        )
+        (calls,) = ours.chat.completions.create(
+            model="policy", messages=[USER], tools=TOOLS, stream=True, extra_body={"return_token_ids": True}
+        )
+        with ours.chat.completions.stream(model="policy", messages=[USER], tools=TOOLS) as stream:
+            whole = stream.get_final_completion()
+    assert (text.object, text.choices[0].delta.content, text.choices[0].finish_reason) == (
+        *("chat.completion.chunk", "hi ü", "stop"),
+    )
+    assert text.usage is None and usage.choices == [] and usage.id == text.id
+    assert usage.usage is not None and usage.usage.total_tokens == 8
+    delta = calls.choices[0].delta.to_dict()
+    assert delta["tool_calls"] == [{"index": index, **call} for index, call in enumerate(CALLS)]
+    assert calls.choices[0].finish_reason == "tool_calls" and calls.choices[0].to_dict()["token_ids"] == [3, 4, 2]
+    assert calls.to_dict()["prompt_token_ids"] == [7, 8, 9, 7, 8]
+    assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
+
+
+def test_a_stream_is_events_and_a_refused_one_an_error_like_any_other(front: ChatServer) -> None:
+    url = front.open(Desk()) + "/chat/completions"
+    connection = connected(url)
+    status, kind, content = sent(connection, url, {"messages": [USER], "stream": True})
+    connection.close()
+    assert (status, kind.partition(";")[0]) == (200, "text/event-stream")
+    first, done, rest = content.split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["object"] == "chat.completion.chunk"
+    assert (done, rest) == ("data: [DONE]", "")
+    status, answer = post(url, {"messages": [USER], "stream": True, "n": 2})
+    assert (status, answer["error"]["message"]) == (400, "n: got 2, wanted 1; leave it out")
+
+
+def test_the_one_model_is_listed(front: ChatServer) -> None:
+    with client(front.open(Desk())) as ours:
+        assert [model.id for model in ours.models.list()] == ["policy"]
+
+
+def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(front: ChatServer) -> None:
+    desk, refusals = Desk(), list[str]()
+    url = front.open(desk, refusals.append)
+    for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
+        short, long = front.ask(url, body).result(), post(f"{url}/chat/completions", body)[1]
+        assert {**short, "id": "", "created": 0} == {**long, "id": "", "created": 0}
+    assert refusals[0] == refusals[1] and refusals[2] == refusals[3] and len(refusals) == 4
+    messages = [dict(USER)]
+    said = front.ask(url, {"messages": messages, "tools": TOOLS}).result()
+    messages[0]["content"] = said["choices"][0]["message"]["tool_calls"][0]["id"] = "other"
+    assert desk.requests[-1].messages == [USER] and CALLS[0]["id"] == "call00100"
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        front.ask(url, {"messages": [USER], "max_tokens": np.int64(3)})
+
+
+def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it_is_shut(front: ChatServer) -> None:
+    first, second = Desk(), Desk()
+    urls = [front.open(first), front.open(second)]
+    assert post(urls[1] + "/chat/completions", {"messages": [USER]})[0] == 200
+    assert (len(first.requests), len(second.requests)) == (0, 1)
+    second.refuses = True
+    expected = {"message": "not now", "type": "invalid_request_error", "param": None, "code": "episode_over"}
+    assert post(urls[1] + "/chat/completions", {"messages": [USER]}) == (410, {"error": expected})
+    front.shut(urls[0])
+    for status, answer in (
+        post(urls[0] + "/chat/completions", {"messages": [USER]}),
+        post(urls[0] + "/models", None, "GET"),
+    ):
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert "no running episode has this URL; send requests to an" in answer["error"]["message"]
+    assert front.ask(urls[0], {"messages": [USER]}).result()["error"]["code"] == "not_found"
+    assert not first.requests
+
+
+def test_a_path_that_does_not_exist_says_which_do(front: ChatServer) -> None:
+    refusals: list[str] = []
+    url = front.open(Desk(), refusals.append)
+    path = urlsplit(url).path
+    for method, tried, status in (("POST", "/completions", 404), ("GET", "/chat/completions", 405)):
+        answered, answer = post(url + tried, None, method)
+        told = f"no such path; this server has POST {path}/chat/completions and GET {path}/models"
+        assert answer["error"]["message"] == f"{method} {path}{tried}: {told}"
+        assert (answered, answer["error"]["code"]) == (status, "not_found")
+    assert len(refusals) == 2
+    message = post(url.removesuffix(path) + "/", None, "GET")[1]["error"]["message"]
+    assert message.startswith("GET /: no running episode has this URL; send requests to an episode's base_url")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyError("tool_call_id"), "KeyError: 'tool_call_id'"), (SystemExit("no\nway"), "SystemExit: no")],
+)
+def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_to_whoever_runs_it(
+    front: ChatServer, capfd: pytest.CaptureFixture[str], error: BaseException, told: str
+) -> None:
+    async def breaks(request: ChatRequest) -> ChatAnswer:
+        raise error
+
+    status, answer = post(front.open(breaks) + "/chat/completions", {"messages": [USER]})
+    assert (status, answer["error"]["message"]) == (500, told)
+    assert capfd.readouterr().err.count("in breaks\n") == 1
+    assert front.ask(front.open(Desk()), {"messages": [USER]}).result()["choices"]  # it still serves
+
+
+def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
+    loop: EventLoop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    made = ChatServer(loop, temperature=1.0, top_p=1.0)
+    url = made.open(Desk())
+    connection, sockets = connected(url), set()
+    for _ in range(2):
+        assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
+        sockets.add(connection.sock)
+    assert len(sockets) == 1  # which is kept
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=paced(20))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    asked, answer = threading.Event(), threading.Event()
+
+    async def slow(request: ChatRequest) -> ChatAnswer:
+        asked.set()
+        await in_thread(answer.wait, name="slow")
+        return await Desk()(request)
+
+    slow_url = made.open(slow)
+    gone = connected(slow_url)
+    gone.request("POST", urlsplit(slow_url).path + "/chat/completions", json.dumps({"messages": [USER]}))
+    assert asked.wait(paced(20))
+    gone.close()  # a client that waits no longer, which harms nobody
+    answer.set()
+    assert sent(connection, url + "/chat/completions", {"messages": [USER]})[0] == 200
+    made.close()
+    made.close()
+    connection.close()
+    with pytest.raises(ConnectionRefusedError):
+        connected(url).connect()
+    assert capfd.readouterr() == ("", "")
+
+    async def closes() -> None:
+        ChatServer(loop, temperature=1.0, top_p=1.0).close()
+
+    loop.run(closes())
+    own_loop = EventLoop("short")
+    left = ChatServer(own_loop, temperature=1.0, top_p=1.0)
+    url = left.open(Desk())
+    own_loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        left.ask(url, {"messages": [USER]})
+    left.close()
+
+
+def test_who_answers_is_told_that_the_client_has_gone_and_others_are_answered(front: ChatServer) -> None:
+    begun, gone = threading.Event(), threading.Event()
+
+    async def answering(request: ChatRequest) -> ChatAnswer:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        return await Desk()(request)
+
+    url = front.open(answering)
+    connection = connected(url)
+    connection.request("POST", f"{urlsplit(url).path}/chat/completions", json.dumps({"messages": [USER]}))
+    assert begun.wait(paced(20))
+    assert post(f"{url}/models", None, "GET")[0] == 200 and not gone.is_set()
+    connection.close()
+    assert gone.wait(paced(20))
+    front.shut(url)

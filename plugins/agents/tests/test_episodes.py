@@ -1,0 +1,144 @@
+"""What a user's function may be, and what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corerl.data import Prompt
+from corerl.errors import ConfigError
+from corerl.rollout import Failure, Judged
+from corerl_agents.episodes import Episode, EpisodeFunction, resolve_function
+from tests.machine import paced
+
+
+def test_the_function_is_found_and_tried_before_anything_starts() -> None:
+    found = resolve_function("examples.two_turn_tool:fetch", {"tool": False})
+    assert (found.name, found.options) == ("examples.two_turn_tool:fetch", {"tool": False})
+    with pytest.raises(
+        ConfigError, match="^samplers.episodes.function: 'examples.two_turn_tool:fetsh': .* did you mean"
+    ):
+        resolve_function("examples.two_turn_tool:fetsh", {})
+    with pytest.raises(
+        ConfigError, match=r"^samplers.episodes.function: .* with samplers.episodes.options=\{'tol': 1\}: .*'tol'"
+    ):
+        resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
+
+
+def test_an_episode_begins_with_the_prompts_own_messages() -> None:
+    chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    episodes = [
+        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", server=None)  # type: ignore[arg-type]
+        for prompt in (Prompt(index=40, text="21>", answer="12"), Prompt(index=1, text="s u", answer="", messages=chat))
+    ]
+    assert episodes[0].messages == [{"role": "user", "content": "21>"}]
+    assert episodes[1].messages == list(chat) and episodes[1].messages is not episodes[1].messages
+
+
+async def impatient(episode: Episode) -> float:
+    raise TimeoutError("the tool did not answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (
+            lambda episode: 10**5000,
+            "no-number",
+            "returned int that is too large to be shown, wanted a finite number,",
+        ),
+        (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number, numbers"),
+        (lambda episode: {"right": None}, "no-number", "returned {'right': None}, wanted a finite number, numbers"),
+        (
+            lambda episode: [1.0, math.inf],
+            "no-number",
+            "returned [1.0, inf], wanted a finite number, numbers by name, ",
+        ),
+        (lambda episode: [[1.0]], "no-number", "returned [[1.0]], wanted a finite number, numbers by name, one for "),
+        (
+            lambda episode: [],
+            "no-number",
+            "returned [], wanted a finite number, numbers by name, one for each turn, or ",
+        ),
+        (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
+        (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number, numbers by name, one for "),
+        (impatient, "raised", "raised TimeoutError: the tool did not answer (plugins/agents/tests/test_episodes.py:"),
+    ],
+)
+def test_what_is_no_reward_fails_the_episode(function: Callable[[Episode], Any], kind: str, told: str) -> None:
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+    failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode))
+    assert isinstance(failure, Failure) and failure.kind == kind
+    assert failure.message.startswith(f"samplers.episodes.function 'mine:play' {told}")
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), torch.tensor(1.0).bfloat16(), np.float32(1), 1])
+def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> None:
+    async def later(episode: Episode) -> object:
+        return value
+
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+    for function in (later, lambda episode: value):
+        assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode)) == 1.0
+
+
+def test_an_episode_may_return_parts_or_a_reward_for_each_turn() -> None:
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+
+    def returned(value: object) -> object:
+        return asyncio.run(EpisodeFunction(name="mine:play", function=lambda episode: value).play(episode))
+
+    assert returned({"right": 1, "short": -0.5}) == Judged(reward=0.5, parts={"right": 1.0, "short": -0.5})
+    for value in ([1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), torch.tensor([1.0, 0.5])):
+        assert returned(value) == Judged(reward=1.5, turns=(1.0, 0.5))
+    third = float(np.float32(0.1))  # as the column of the batch has it, so that the sums are equal
+    assert returned([0.1, 0.1]) == Judged(reward=2 * third, turns=(third, third))
+
+
+def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:
+    ended, loops = asyncio.Event(), set()
+
+    async def exits() -> None:
+        sys.exit("bad argument")
+
+    async def function(episode: Episode) -> float:
+        loops.add(asyncio.get_running_loop())
+        match episode.prompt.index:
+            case 0:
+                await ended.wait()
+            case 1:
+                await exits()
+            case 2:
+                await asyncio.gather(asyncio.sleep(0), exits())  # in a task of its own
+            case 3:
+                raise KeyboardInterrupt
+            case 4:
+                ended.set()
+        return 1.0
+
+    mine = EpisodeFunction(name="mine:play", function=function)
+
+    async def play(index: int) -> float | Failure | None:
+        episode = Episode(prompt=Prompt(index=index, text="5>", answer=""), base_url="", server=None)  # type: ignore[arg-type]
+        return await asyncio.wait_for(mine.play(episode), paced(20))
+
+    async def all_of_them() -> dict[int, float | Failure | None]:
+        first = asyncio.ensure_future(play(0))
+        outcomes = {index: await play(index) for index in range(1, 5)}
+        return {0: await first, **outcomes}
+
+    outcomes = asyncio.run(all_of_them())
+    said = {index: each.message if isinstance(each, Failure) else each for index, each in outcomes.items()}
+    raised = "samplers.episodes.function 'mine:play' raised"
+    assert {index: each for index, each in said.items() if index in (0, 4)} == {0: 1.0, 4: 1.0}
+    exit_at = f"{raised} SystemExit: bad argument (plugins/agents/tests/test_episodes.py:"
+    assert all(str(said[index]).startswith(exit_at) for index in (1, 2))
+    assert str(said[3]).startswith(f"{raised} KeyboardInterrupt")
+    assert len(loops) == 1

@@ -1,0 +1,697 @@
+"""Episodes that are more than one conversation: rows are compared with what the engine was asked and what it drew."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, frozen
+
+from corerl.algorithms import LossInputs
+from corerl.algorithms.losses import clipped
+from corerl.config import ModelConfig, RolloutConfig
+from corerl.data import Prompt, plan_steps
+from corerl.data.packing import pack
+from corerl.driver.advantages import compute_advantages
+from corerl.engines import GenerateRequest, Generation
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine
+from corerl.models import load_tokenizer
+from corerl.rollout import EventLoop, Reward, Rollout, Scored
+from corerl.rollout.evaluation import EvalSet, evaluate
+from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.sources.base import exact_share
+from corerl.rollout.sources.recorded import read_rollout, write_rollout
+from corerl.types import ParallelLayout
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.script import scripted
+from corerl_testing.trial import Trial
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.samplers import episode_sampler
+from tests.end_to_end.command import metrics
+from tests.engines.models import TIED, context, hf_tensors, random_model, update
+from tests.in_process import execute_here, small
+from tests.machine import paced
+from tests.rollout.engines import at_once
+from tests.rollout.listed import Listed
+
+ONE = PROMPTS[:1]
+LONG = evolve(PARAMS, max_tokens=40)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def asking(episode: Episode, messages: list[Any], text: str, **parameters: Any) -> list[Any]:
+    """The messages with this one and its answer."""
+    asked = [*messages, user(text)]
+    return [*asked, episode.chat(asked, **{"max_tokens": 4, **parameters})["message"]]
+
+
+class Recorded(Oracle):
+    """Remembers each row that it was asked for, and what was drawn for it, by itself or by another engine."""
+
+    def __init__(self, other: Callable[[GenerateRequest], Generation] | None = None) -> None:
+        super().__init__()
+        self.other = other
+        self.said: list[tuple[list[int], list[int], int]] = []  # tokens before, tokens drawn, noise key
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        drawn = self.other(request) if self.other else super().__call__(request)
+        answers = np.split(drawn.tokens, drawn.offsets[1:-1])
+        for before, said, key in zip(request.by_row(), answers, request.noise_keys, strict=True):
+            self.said.append((before.tolist(), said.tolist(), int(key)))
+        return drawn
+
+
+def assert_trained_once(rollout: Rollout, recorded: Recorded) -> None:
+    """Each answer of the engine is trained on in one place, behind the tokens that it was drawn behind."""
+    batch, found = rollout.batch, []
+    for row in range(len(batch)):
+        low, high = batch.offsets[row : row + 2].tolist()
+        tokens, mask = batch.tokens[low:high].tolist(), batch.columns["loss_mask"][low:high]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int))).tolist()
+        found += [(tokens[:begin], tokens[begin:end]) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        assert batch.rows["turns"][row] == len(edges) // 2
+    assert sorted(found) == sorted((before, said) for before, said, _ in recorded.said)
+    sampled = batch.columns["loss_mask"]
+    assert not batch.columns["rollout_logprobs"][~sampled].any() and not batch.columns["versions"][~sampled].any()
+    if recorded.other is None:
+        np.testing.assert_array_equal(batch.columns["rollout_logprobs"][sampled], -batch.tokens[sampled])
+        assert set(batch.columns["versions"][sampled].tolist()) == {3}
+
+
+def texts(rollout: Rollout) -> list[str]:
+    """Of each row, with what is trained on in brackets."""
+    batch, found = rollout.batch, []
+    for row in range(len(batch)):
+        low, high = batch.offsets[row : row + 2].tolist()
+        mask = batch.columns["loss_mask"][low:high]
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        parts = [TOKENIZER.decode(part, skip_special_tokens=True) for part in np.split(batch.tokens[low:high], cuts)]
+        found.append("".join(f"[{part}]" if (place % 2) ^ mask[0] else part for place, part in enumerate(parts)))
+    return found
+
+
+def said_in(rollout: Rollout) -> list[str]:
+    return [text.replace("[", "").replace("]", "") for text in texts(rollout)]
+
+
+# ---- one request after the other -------------------------------------------------------------------------------------
+
+
+def test_a_conversation_that_is_summarized_goes_on_in_a_row_of_its_own(play: Play) -> None:
+    def summarizing(episode: Episode, *, goes_on: bool = True) -> float:
+        said = asking(episode, asking(episode, [], "21>"), "9>")
+        if goes_on:
+            asking(episode, asking(episode, [], f"1{said[1]['content']}1>"), "8>")
+        return 2.0
+
+    recorded, until_then = Recorded(), Recorded()
+    rollout = play(summarizing, generate=recorded, samples=2, params=LONG)
+    assert rollout.outcomes == [2.0] * 8
+    assert_trained_once(rollout, recorded)
+    rows = rollout.batch.rows
+    assert {name: rows[name].tolist() for name in ("group", "sample", "episode", "turns", "final")} == {
+        "group": [0] * 4 + [1] * 4,
+        "sample": [0, 0, 1, 1] * 2,
+        "episode": [0, 0, 1, 1, 2, 2, 3, 3],
+        "turns": [2] * 8,
+        "final": [False, True] * 4,
+    }
+    # Until then it is the episode that does not go on, and what follows has noise of its own.
+    alone = play(lambda episode: summarizing(episode, goes_on=False), generate=until_then, samples=2, params=LONG)
+    assert texts(alone) == texts(rollout)[::2] and alone.texts == rollout.texts[::2]
+    keys, before = ({key for _, _, key in each.said} for each in (recorded, until_then))
+    assert len(before) == 4 and before < keys and len(keys) == 8
+    for row in (1, 3, 5, 7):  # the summary is written whole
+        begin = texts(rollout)[row].partition("[")[0]
+        assert begin.startswith("1") and rows["prompt_length"][row] == len(TOKENIZER.encode(begin))
+
+
+def test_a_sub_agents_conversation_is_a_row_and_leaves_the_first_one_as_it_is(play: Play) -> None:
+    def calling(episode: Episode, *, sub: bool = True) -> None:
+        messages = asking(episode, [], "21>")
+        if sub:
+            asking(episode, asking(episode, [{"role": "system", "content": "0"}], "5>"), "6>")
+        asking(episode, messages, "9>")
+
+    recorded = Recorded()
+    rollout = play(calling, generate=recorded, samples=1, prompts=ONE, params=LONG)
+    assert_trained_once(rollout, recorded)
+    assert [text.partition("[")[0] for text in texts(rollout)] == ["21>", "05>"]
+    assert rollout.batch.rows["final"].tolist() == [True, False]
+    alone = play(lambda episode: calling(episode, sub=False), samples=1, prompts=ONE, params=LONG)
+    assert texts(rollout)[:1] == texts(alone) and rollout.texts[:1] == alone.texts
+    assert rollout.texts[1] == texts(rollout)[1].rpartition("[")[2].removesuffix("]")
+
+
+def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
+    def going_back(episode: Episode) -> None:
+        shared = asking(episode, [], "21>")
+        first = asking(episode, shared, "9>")
+        asking(episode, shared, "77>")
+        asking(episode, shared, "9>")  # the same once more is another sample
+        asking(episode, first, "3>")
+
+    recorded = Recorded()
+    rollout = play(going_back, generate=recorded, samples=3, prompts=ONE, params=LONG)
+    assert_trained_once(rollout, recorded)
+    assert rollout.batch.rows["turns"].tolist() == [3, 1, 1] * 3
+    assert rollout.batch.rows["final"].tolist() == [True, False, False] * 3
+    assert len({key for _, _, key in recorded.said}) == 9  # of each episode its own, and of each branch
+    for first in (0, 3, 6):
+        rows = [rollout.batch.take(np.array([row])) for row in range(first, first + 3)]
+        shared = np.flatnonzero(np.diff(rows[0].columns["loss_mask"]))[1] + 1  # the first answer's end
+        assert len({tuple(row.tokens[:shared].tolist()) for row in rows}) == 1
+        assert [bool(row.columns["loss_mask"][:shared].any()) for row in rows] == [True, False, False]
+
+
+class Same(Recorded):
+    """Answers everything alike, as one does that samples greedily."""
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        rows, said = len(request), [9, 2]  # "5"
+        for before, key in zip(request.by_row(), request.noise_keys, strict=True):
+            self.said.append((before.tolist(), said, int(key)))
+        return Generation(
+            tokens=np.array(said * rows),
+            offsets=2 * np.arange(rows + 1),
+            logprobs=-np.array(said * rows, np.float32),
+            versions=np.full(2 * rows, 3),
+            truncated=np.zeros(rows, np.bool_),
+        )
+
+
+def test_repetitions_that_were_answered_alike_go_on_each_in_a_row_of_its_own(play: Play) -> None:
+    def votes(episode: Episode) -> float:
+        for _ in range(5):
+            asking(episode, asking(episode, [], "21>"), "9>")
+        return 1.0
+
+    recorded = Same()
+    rollout = play(votes, generate=recorded, samples=1, prompts=ONE, params=LONG, max_rows=5)
+    assert rollout.outcomes == [1.0] * 5 and texts(rollout) == ["21>[5]9>[5]"] * 5
+    assert_trained_once(rollout, recorded)
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_what_a_row_shares_that_was_cut_is_trained_on_in_one_that_was_not(play: Play, cut_first: bool) -> None:
+    def branching(episode: Episode) -> None:
+        shared = asking(episode, [], "21>")
+        ends: list[dict[str, Any]] = [{"max_tokens": None}, {"max_tokens": 1}]
+        for number, end in enumerate(ends if cut_first else reversed(ends)):
+            asking(episode, shared, f"{number}>", **end)
+
+    recorded = Recorded()
+    prompts = [evolve(PROMPTS[0], index=index) for index in range(20)]
+    rollout = play(branching, generate=recorded, samples=1, prompts=prompts, params=evolve(PARAMS, max_tokens=8))
+    assert_trained_once(rollout, recorded)
+    cut, turns = (rollout.batch.rows[name].reshape(-1, 2) for name in ("truncated", "turns"))
+    some = cut.sum(axis=1) == 1
+    assert 0 < some.sum() < 20
+    assert turns[some][cut[some]].tolist() == [1] * some.sum() and turns[some][~cut[some]].tolist() == [2] * some.sum()
+    assert turns[~some].tolist() == [[2, 1]] * (20 - some.sum())
+
+
+def test_a_row_without_room_is_told_so_to_all_who_ask_and_ends_who_goes_on(play: Play) -> None:
+    reasons: list[str] = []
+
+    def full(episode: Episode) -> None:
+        first = asking(episode, [], "21>")
+        long = [*first, user("0123456789")]
+        reasons.extend(episode.chat(long)["finish_reason"] for _ in range(3))  # as side by side
+        with pytest.raises(RuntimeError, match="has used up its rollout.max_tokens=12; end it when an answer has"):
+            episode.chat([*long, {"role": "assistant", "content": ""}, user("7>")])
+        reasons.append(episode.chat([*first, user("7>")], max_tokens=1)["finish_reason"])
+
+    play(full, samples=1, prompts=ONE)
+    assert reasons == ["length"] * 4
+
+
+def test_an_answer_that_a_client_changes_begins_a_row_and_is_told_once(
+    play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stripping(episode: Episode) -> None:
+        first = asking(episode, [], "21>")
+        first[1] = {**first[1], "content": "5"}  # what the policy has thought is left out, say
+        second = asking(episode, first, "9>")
+        asking(episode, second, "8>")
+
+    recorded = Recorded()
+    rollout = play(stripping, generate=recorded, samples=4, prompts=ONE)
+    assert_trained_once(rollout, recorded)
+    assert [text.partition("[")[0] for text in texts(rollout)] == ["21>", "21>59>"] * 4
+    assert rollout.batch.rows["turns"].tolist() == [1, 2] * 4
+    told = "corerl: note: an answer came back changed, so the request begins another row of its episode: messages[1].co"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_other_tools_begin_a_row_and_so_do_arguments_that_change_what_the_template_wrote(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789>uabt:;?", path="")
+    tokenizer.chat_template = (
+        "{% if brief %}b{% endif %}{% for tool in tools or [] %}t{% endfor %}"
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>;{% endfor %}a:"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    model, rollout = ModelConfig(path=str(tmp_path)), RolloutConfig(max_tokens=99)
+    with scripted(ONE[0], ["1", "2", "3", "4", "5"], model=model, rollout=rollout) as script:
+        messages = asking(script.episode, [], "5")
+        for other in ({}, {"tools": tools}, {"chat_template_kwargs": {"brief": True}}):
+            asking(script.episode, messages, "6", **other)
+        asking(script.episode, [*messages, user("6"), {"role": "assistant", "content": "3"}], "7", tools=tools)
+        assert script.text == "5"
+    assert sorted("".join(text for text, _ in row) for row in script.rows) == [
+        "bu:5<eos>;a:1<eos>;u:6<eos>;a:4<eos>",
+        "tu:5<eos>;a:1<eos>;u:6<eos>;a:3<eos>;u:7<eos>;a:5<eos>",
+        "u:5<eos>;a:1<eos>;u:6<eos>;a:2<eos>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stripped", "rows"),
+    [
+        (False, ["u:5<eos>;a:[<think>1</think>2<eos>];u:6<eos>;a:[<think>3</think>4<eos>];u:7<eos>;a:[5<eos>]"]),
+        (
+            True,  # by a client, whose answers then come back changed
+            [
+                "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:[5<eos>]",
+                "u:5<eos>;a:2<eos>;u:6<eos>;a:[<think>3</think>4<eos>]",
+                "u:5<eos>;a:[<think>1</think>2<eos>]",
+            ],
+        ),
+    ],
+)
+def test_thinking_that_the_template_drops_from_earlier_turns_is_trained_on_as_it_was_sampled(
+    stripped: bool, rows: list[str], tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789uathinkes<>/:;", path="")
+    tokenizer.chat_template = (  # as Qwen3's
+        "{% for m in messages %}{{ m.role[0] }}:"
+        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<eos>;{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    model, rollout = ModelConfig(path=str(tmp_path)), RolloutConfig(max_tokens=199)
+    thoughts = ["<think>1</think>2", "<think>3</think>4", "5"]
+    with scripted(ONE[0], thoughts, model=model, rollout=rollout) as script:
+        messages: list[Any] = []
+        for question in ("5", "6", "7"):
+            messages = asking(script.episode, messages, question, max_tokens=99)
+            if stripped:
+                messages[-1] = {**messages[-1], "content": messages[-1]["content"].split("</think>")[-1]}
+    dropped = "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:5<eos>;"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == dropped
+    told = ["".join(f"[{text}]" if sampled else text for text, sampled in row) for row in script.rows]
+    assert sorted(told) == rows
+
+
+def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play) -> None:
+    told: list[str] = []
+
+    def many(episode: Episode) -> None:
+        shared = asking(episode, [], "21>")
+        for messages, text in (([], "5>"), (shared, "9>"), (shared, "9>"), (shared[:1], "1>")):
+            try:
+                asking(episode, messages, text)
+            except RuntimeError as error:
+                told.append(str(error))
+
+    rollout = play(many, samples=1, prompts=ONE, max_rows=1)
+    begins = "; this would begin one more row than samplers.episodes.max_rows=1; append messages to those of an answer "
+    assert all(begins in each for each in told)
+    reasons = [each.split(begins)[0] for each in told]
+    assert reasons[:2] == [
+        "messages[0].content: got '5>', but the episode has '21>' there",
+        "messages: got 3, but the episode already has 4, including its last answer",
+    ]
+    assert len(reasons) == 3 and reasons[2].startswith("messages[1].content: got '1>', but the episode has ")
+    assert len(rollout.batch) == 1 and rollout.outcomes == [None]
+    told.clear()
+    assert len(play(many, samples=1, prompts=ONE, max_rows=3).batch) == 3 and len(told) == 1
+
+
+def test_each_row_has_the_room_of_max_tokens(play: Play) -> None:
+    reasons: list[str] = []
+
+    def full(episode: Episode) -> None:
+        for begin in ("21>", "5>"):
+            messages = [user(begin)]
+            while True:
+                choice = episode.chat(messages)
+                reasons.append(choice["finish_reason"])
+                if choice["finish_reason"] == "length":
+                    break
+                messages += [choice["message"], user("0123")]
+        last = [*messages, choice["message"], user("0123")] if choice["message"]["content"] else messages
+        said = episode.chat(last)["finish_reason"] if last is not messages else "length"
+        with pytest.raises(RuntimeError, match="has used up its rollout.max_tokens=12; end it when an answer has"):
+            episode.chat(last)
+        assert said == "length"
+
+    rollout = play(full, samples=1, prompts=ONE)
+    assert reasons.count("length") == 2
+    rows = rollout.batch.rows
+    assert rows["truncated"].tolist() == [True, True] and (rows["span"] <= 12).all()
+
+
+# ---- requests side by side -------------------------------------------------------------------------------------------
+
+
+def test_requests_side_by_side_give_the_same_rows_whichever_comes_first(play: Play) -> None:
+    orders: list[list[str]] = []
+
+    async def side_by_side(episode: Episode) -> float:
+        came: list[str] = []
+        orders.append(came)
+
+        async def chat(messages: list[Any]) -> list[Any]:
+            await asyncio.sleep(0.02 * random.SystemRandom().random())
+            came.append(messages[-1]["content"])
+            ask = functools.partial(episode.chat, messages, max_tokens=4)
+            choice = await asyncio.get_running_loop().run_in_executor(threads, ask)
+            return [*messages, choice["message"]]
+
+        shared = await chat([user("21>")])
+        ends = await asyncio.gather(
+            *(chat([*shared, user("9>")]) for _ in range(3)),  # best of three
+            *(chat([*shared, user(text)]) for text in ("1>", "2>")),
+            *(chat([user(text)]) for text in ("3>", "4>", "5>")),  # agents of its own
+        )
+        await asyncio.gather(*(chat([*end, user("7>")]) for end in ends[3:]))
+        return 1.0
+
+    def played() -> Rollout:
+        recorded, came = Recorded(), Came(1, 8, 5)
+
+        def generate(request: GenerateRequest) -> Generation:
+            came.wait()
+            return recorded(request)
+
+        rollout = play(side_by_side, generate=generate, samples=1, prompts=ONE, params=LONG, calls=64)
+        assert_trained_once(rollout, recorded)
+        return rollout
+
+    with ThreadPoolExecutor(8) as threads:
+        first, second = played(), played()
+        while orders[0] == orders[-1]:  # seldom
+            second = played()
+    assert first.outcomes == [1.0] * 8 and first.batch.rows["episode"].tolist() == [0] * 8
+    assert sorted(first.batch.rows["turns"].tolist()) == [1] * 2 + [2] * 5 + [2]
+    assert_equal(second, first)
+    assert len(set(said_in(first))) == 8  # the three are three samples
+
+
+class Came:
+    """Lets requests pass once all of their wave have come, so that none is answered before another one comes."""
+
+    def __init__(self, *waves: int) -> None:
+        self.ends = np.cumsum(waves).tolist()
+        self.came = 0
+        self.changed = threading.Condition()
+
+    def wait(self) -> None:
+        with self.changed:
+            self.came += 1
+            end = next(end for end in self.ends if end >= self.came)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.came >= end, timeout=paced(20))
+
+
+def ask_and_leave(episode: Episode, asked: threading.Event, message: dict[str, Any]) -> None:
+    """Close the connection once the engine was `asked`."""
+    asked.clear()
+    url = urlsplit(episode.base_url)
+    connection = HTTPConnection(url.netloc, timeout=paced(20))
+    connection.request("POST", f"{url.path}/chat/completions", json.dumps({"messages": [message], "max_tokens": 4}))
+    assert asked.wait(20)
+    connection.close()
+    for _ in range(2):  # once these are answered, the server has seen that
+        other = HTTPConnection(url.netloc, timeout=paced(20))
+        other.request("GET", f"{url.path}/models")
+        assert other.getresponse().status == 200
+        other.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_who_asks_again_when_another_row_has_begun_is_counted_and_was_the_last_to_ask(play: Play, rows: int) -> None:
+    asked, release = threading.Event(), threading.Event()
+    refused: list[str] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        asked.set()
+        assert release.wait(20)
+        return Oracle()(request)
+
+    def impatient(episode: Episode) -> None:
+        ask_and_leave(episode, asked, user("7>"))
+        release.set()
+        asking(episode, [], "21>")
+        try:
+            asking(episode, [], "7>")
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    rollout = play(impatient, samples=1, prompts=ONE, generate=slow, params=LONG, calls=8, max_rows=rows)
+    begun = [text.partition("[")[0] for text in texts(rollout)]
+    last = rollout.batch.rows["final"].tolist()
+    assert (len(refused), sorted(zip(begun, last, strict=True))) == (
+        (0, [("21>", False), ("7>", True)]) if rows == 2 else (1, [("21>", True)])
+    )
+
+
+def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_answer_of_the_first(play: Play) -> None:
+    asked, release = threading.Event(), threading.Event()
+    recorded = Recorded()
+
+    def slow(request: GenerateRequest) -> Generation:
+        asked.set()
+        assert release.wait(20)
+        return recorded(request)
+
+    def impatient(episode: Episode) -> float:
+        ask_and_leave(episode, asked, user("21>"))
+        with ThreadPoolExecutor(1) as threads:
+            again = threads.submit(asking, episode, [], "21>")
+            release.set()
+            first = again.result()
+        second = asking(episode, first, "9>")
+        release.clear()
+        ask_and_leave(episode, asked, user("5>"))  # for good: nobody hears the answer
+        release.set()
+        asking(episode, second, "8>")
+        return 1.0
+
+    rollout = play(impatient, samples=1, prompts=ONE, generate=slow, params=LONG, calls=8)
+    assert rollout.outcomes == [1.0]
+    assert rollout.batch.rows["turns"].tolist() == [3] and len(recorded.said) == 4
+    del recorded.said[[before for before, _, _ in recorded.said].index(TOKENIZER.encode("5>"))]
+    assert_trained_once(rollout, recorded)
+
+
+# ---- what rows are worth ---------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_scored_once_by_its_last_answer(play: Play) -> None:
+    def calling(episode: Episode) -> None:
+        messages = asking(episode, [], "21>")
+        asking(episode, [], "5>")
+        asking(episode, messages, "9>")
+
+    rollout = play(calling, samples=2, params=LONG)
+    seen: list[tuple[str, list[int]]] = []
+
+    def reward(prompt: Prompt, response: str, tokens: Sequence[int]) -> float:
+        seen.append((response, list(tokens)))
+        return float(len(seen))
+
+    scores = OutcomeScorer(Reward(name="r", function=reward), failed_value=0.0).score(rollout)
+    assert scores.rewards.tolist() == [1, 1, 2, 2, 3, 3, 4, 4] and not scores.failed.any()
+    final = rollout.batch.rows["final"]
+    assert [text for text, _ in seen] == [text for text, last in zip(rollout.texts, final, strict=True) if last]
+    for text, tokens in seen:
+        assert TOKENIZER.decode(tokens, skip_special_tokens=True) == text
+
+
+def test_rows_of_an_episode_stay_together_where_samples_are_taken_joined_written_and_shown(
+    play: Play, tmp_path: Path
+) -> None:
+    def some(episode: Episode) -> None:
+        for begin in ("21>", "5>", "7>")[: 1 + episode.prompt.index % 3]:
+            asking(episode, [], begin)
+
+    prompts = [evolve(PROMPTS[0], index=index, answer="12") for index in range(3)]
+    rollout = play(some, samples=2, prompts=prompts)
+    assert rollout.batch.rows["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
+    rewards = np.repeat(np.arange(6, dtype=np.float32), [1, 1, 2, 2, 3, 3])
+    scored = Scored(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
+    taken = scored.take(np.array([2, 0]))
+    assert taken.rewards.tolist() == [4, 4, 4, 5, 5, 5, 0, 1]
+    joined = Scored.concatenate([taken, scored.take(np.array([0, 1]))])
+    assert joined.rewards.tolist() == [4, 4, 4, 5, 5, 5, 0, 1, 0, 1, 2, 2, 3, 3]
+    _, episode_of = joined.rollout.batch.episodes
+    assert episode_of.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 6, 7, 7]
+    assert joined.rollout.batch.rows["group"].tolist() == [0] * 6 + [1, 1, 2, 2, 3, 3, 3, 3]
+    assert [sample.reward for sample in joined.samples()] == [4, 5, 0, 1, 0, 1, 2, 3]
+    assert [sample.reward for sample in joined.shown()] == [4, 0, 0]
+    final = [rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])]
+    assert [sample.response for sample in scored.samples()] == final
+    assert exact_share(rollout) == sum(text == "12" for text in final) / 6
+    read = read_rollout(write_rollout(tmp_path, scored))
+    assert_equal(read.rollout, rollout)
+
+
+def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
+    def some(episode: Episode) -> None:
+        for begin in ("21>", "5>", "7>")[: 1 + episode.prompt.index % 3]:
+            asking(episode, [], begin)
+
+    prompts = [evolve(PROMPTS[0], index=index, answer="12", source="ab"[index % 2]) for index in range(3)]
+    rollout = play(some, samples=1, prompts=prompts)
+    assert len(rollout.batch) == 6
+
+    @frozen
+    class Given:
+        special_tokens: bool = False
+
+        async def sample(self, *_: Any, **__: Any) -> Rollout:
+            return rollout
+
+    reward = at_once(OutcomeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
+    given: Any = Given()
+    found = asyncio.run(evaluate(given, EvalSet(source=Listed(prompts), params=PARAMS), reward, show=2))
+    told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]
+    assert told == pytest.approx([5 / 3, 2, 1])
+    assert [sample.reward for sample in found.samples] == [0, 1, 4] and len(found.shown) == 2
+    assert [sample.response for sample in found.samples] == [
+        rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
+    ]
+
+
+def test_an_evaluation_counts_right_episodes_of_several_samples(loop: EventLoop, front: ChatServer) -> None:
+    def some(episode: Episode) -> float | None:
+        answers = [asking(episode, [], begin)[-1]["content"] for begin in ("21>", "5>")]  # two rows
+        return None if "1" in answers[1] else 0.0
+
+    sampler = episode_sampler(
+        tokenizer=TOKENIZER,
+        generate=engines(Oracle()),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=some),
+        server=front,
+        config=EpisodesConfig(),
+    )
+    reward = at_once(OutcomeScorer(Reward(name="one", function=lambda prompt, text: 1.0), failed_value=0.0))
+    prompts = [evolve(PROMPTS[0], index=index) for index in range(8)]
+    held_out = EvalSet(source=Listed(prompts), params=PARAMS, samples=4)
+    found = loop.run(evaluate(sampler, held_out, reward))
+    right = np.array([["1" in found.samples[4 * p + s].response for s in range(4)] for p in range(8)])
+    assert 0 < right.mean() < 1 and [each.sample for each in found.samples] == [0, 1, 2, 3] * 8
+    assert found.metrics["eval/reward"] == found.metrics["eval/pass@1"] == right.mean()
+    assert found.metrics["eval/pass@4"] == right.any(1).mean()
+    pairs = [row[list(pair)].any() for row in right for pair in itertools.combinations(range(4), 2)]
+    assert found.metrics["eval/pass@2"] == pytest.approx(np.mean(pairs))
+
+
+def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_once(
+    play: Play, tmp_path: Path
+) -> None:
+    model = random_model(TIED, seed=3)
+    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    assert not update([engine], hf_tensors(model, tmp_path), version=4, path=tmp_path / "weights")[0].error
+    recorded = Recorded(engine.generate)
+    worth = {0: 1.0, 1: -0.5, 2: 0.25}
+    played: list[int] = []
+
+    def three_rows(episode: Episode) -> float:
+        number = len(played)
+        played.append(number)
+        shared = asking(episode, [], "21>")
+        if number:  # the others are one row
+            asking(episode, shared, "9>")
+            asking(episode, shared, "77>")
+            asking(episode, [], "5>")
+        return worth[number]
+
+    rollout = play(three_rows, generate=recorded, samples=3, prompts=ONE, concurrency=1, params=LONG)
+    engine.close()
+    assert_trained_once(rollout, recorded)
+    assert np.bincount(rollout.batch.rows["episode"]).tolist() == [1, 3, 3]
+    rewards = OutcomeScorer(Reward(name="r", function=len), failed_value=0.0).score(rollout).rewards
+    assert rewards.tolist() == [1.0, *[-0.5] * 3, *[0.25] * 3]
+
+    samples = rollout.batch.with_columns(old_logprobs=rollout.batch.columns["rollout_logprobs"])
+    grpo = Trial("grpo")
+    found = compute_advantages(samples, rewards, grpo.plan.estimate, grpo.config.algorithm, kl_coef=0.0, max_tokens=40)
+    layout = ParallelLayout.data_parallel(rank=0, world_size=2)
+    (plan,) = plan_steps(
+        found.samples, layout, tokens_per_micro_batch=24, aggregation="token-mean", max_tokens=40, seed=0
+    )
+    for dp_rank in range(2):
+        for micro in pack(found.samples, plan.share(dp_rank), sequence_multiple=1).micro_batches:
+            rows = np.split(micro.tokens, micro.cu_seqlens[1:-1])
+            columns = {name: torch.from_numpy(column) for name, column in micro.columns.items()}
+            logprobs = torch.cat([logprobs_of(model, row) for row in rows])
+            clipped(LossInputs(logprobs=logprobs, columns=columns)).loss.backward()
+    trained = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    # By hand: GRPO's advantages of three episodes, at each token that the engine drew, in the order of its answers.
+    three = np.array([1.0, -0.5, 0.25])
+    better = np.repeat((three - three.mean()) / (three.std(ddof=1) + 1e-6), [1, 4, 4])
+    tokens = sum(len(said) for _, said, _ in recorded.said)
+    model.zero_grad()
+    for (before, said, _), advantage in zip(recorded.said, better, strict=True):
+        logprobs = logprobs_of(model, np.array(before + said))[len(before) :]
+        (-advantage * logprobs.sum() / tokens).backward()
+    for one, other in zip(trained, [each.grad for each in model.parameters() if each.grad is not None], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def logprobs_of(model: Any, tokens: Any) -> torch.Tensor:
+    """[L] of one sequence, 0 at its first token."""
+    row = torch.as_tensor(tokens)
+    logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    return torch.cat([torch.zeros(1), torch.log_softmax(logits, -1).gather(-1, row[1:, None])[:, 0]])
+
+
+def branches(episode: Episode) -> float:
+    """One to three rows, as the run's first prompts have it."""
+    first = asking(episode, [], "2>")
+    if episode.prompt.index % 2:
+        asking(episode, first, "1>")
+        asking(episode, first, "3>")
+        asking(episode, [], "5>")
+    return float(len(first[1]["content"]))
+
+
+@pytest.mark.parametrize("source", ["synchronous", "asynchronous"])
+def test_a_run_trains_on_all_rows_of_its_episodes(source: str, tmp_path: Path) -> None:
+    tiny = ["model.tokenizer=characters:0123456789>s", "model.config.vocab_size=16", "rollout.max_tokens=16"]
+    function = ["rollout.sampler=episodes", f"samplers.episodes.function={__name__}:branches"]
+    steps = ["run.steps=2", "eval.every=2", "checkpoint.every=0", "train.mini_batches=2"]
+    summary = execute_here(small(tmp_path, *tiny, *function, f"rollout.source={source}", *steps))
+    assert summary.steps_done == 2 and set(summary.evaluation) >= {"eval/reward", "eval/exact_match"}
+    told = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert len(told) == 2 and any(line["rollout/rows"] > 1 for line in told)
+    for line in told:
+        # One row of one turn, or three of four.
+        assert (line["rollout/rows"] - 1) * 1.5 == pytest.approx(line["rollout/turns"] - 1)
+        # The trainer reads whole rows at once, the engine drew them turn by turn.
+        assert 0 < line["rollout/logprob_diff"] < 1e-4 or source != "synchronous"

@@ -1,0 +1,137 @@
+"""An agent of openai-agents, as it comes from PyPI, is trained with a model that writes calls of tools in XML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.models import load_tokenizer
+from corerl_agents import Episode
+from corerl_agents.script import byte_tokenizer
+from plugins.agents.tests.scripted_engine import NAME
+from tests.end_to_end.command import metrics
+from tests.in_process import execute_here, small
+
+agents = pytest.importorskip("agents", reason="wants openai-agents")
+pytestmark = pytest.mark.processes  # OpenAI's client asks the system for its name
+
+# As Qwen 3.5 has it, in short: tools as JSON, calls in XML, results in a user's turn; the answer begins with <think>.
+TEMPLATE = r"""{%- if tools %}<|im_start|>system
+# Tools
+
+You have access to the following functions:
+
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+
+If you choose to call a function ONLY reply in the following format with NO suffix:
+
+<tool_call>
+<function=example_function_name>
+<parameter=example_parameter_1>
+value_1
+</parameter>
+</function>
+</tool_call><|end|>
+{% endif %}{%- for message in messages %}
+{%- if message.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|end|>
+{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+PLAYED: list[tuple[str, list[Any], str]] = []  # question, arguments of the calls, answer
+
+
+@agents.function_tool  # type: ignore[untyped-decorator]
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    assert isinstance(a, int) and isinstance(b, int)
+    return a + b
+
+
+async def play(episode: Episode) -> dict[str, float]:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+        model = agents.OpenAIChatCompletionsModel(model=episode.model, openai_client=client)
+        agent = agents.Agent(name="adder", tools=[add], model=model)
+        untraced = agents.RunConfig(tracing_disabled=True)
+        result = await agents.Runner.run(agent, episode.prompt.text, run_config=untraced)
+    calls = [json.loads(each.raw_item.arguments) for each in result.new_items if each.type == "tool_call_item"]
+    PLAYED.append((episode.prompt.text, calls, str(result.final_output)))
+    return {"right": float(f"It is {episode.prompt.answer}." in result.final_output), "calls": 0.0 * len(calls)}
+
+
+@pytest.mark.parametrize(("reasoning", "steps"), [("content", 3), ("separate", 1)])
+def test_an_agent_with_tools_in_xml_is_trained_on_what_was_sampled(reasoning: str, steps: int, tmp_path: Path) -> None:
+    PLAYED.clear()
+    ours = byte_tokenizer()
+    ours.chat_template = TEMPLATE
+    ours.save_pretrained(tmp_path / "tokenizer")
+    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    summary = execute_here(
+        small(
+            tmp_path,
+            f"model.tokenizer={tmp_path}/tokenizer",
+            "model.config.vocab_size=257",
+            "model.config.max_position_embeddings=2048",
+            "model.config.bos_token_id=256",
+            "model.config.eos_token_id=256",
+            f"data.source={tmp_path}/prompts.jsonl",
+            "data.chat=true",
+            "data.held_out=0",
+            f"rollout.engine={NAME}",
+            "rollout.sampler=episodes",
+            f"samplers.episodes.function={__name__}:play",
+            f"samplers.episodes.reasoning={reasoning}",
+            "rollout.max_tokens=512",
+            "rollout.prompts=2",
+            "rollout.samples=4",
+            "rollout.save=true",
+            "train.optimizer.lr=1e-3",
+            "train.schedule.warmup_steps=0",
+            "train.schedule.decay=constant",
+            f"run.steps={steps}",
+            "checkpoint.every=0",
+            "checkpoint.export=false",
+        )
+    )
+    assert summary.steps_done == steps and len(PLAYED) == 8 * steps
+    for question, calls, answer in PLAYED:
+        (call,) = calls
+        assert (
+            call["a"] == int(question[0]) and type(call["a"]) is type(call["b"]) is int
+        )  # as the tool's schema has it
+        text = f"It is {call['a'] + call['b']}."
+        assert answer == (text if reasoning == "separate" else f"I read it.\n</think>\n\n{text}")
+    lines = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert len(lines) == steps
+    for line in lines:
+        # Each episode is one row of two turns, and the trainer reads in it what the engine said.
+        assert (line["rollout/turns"], line["rollout/rows"], line["rollout/truncated"]) == (2.0, 1.0, 0.0)
+        assert line["rollout/logprob_diff"] < 1e-4 and line["reward/right"] == line["rollout/reward"]
+    assert any(line["train/grad_norm"] > 0 for line in lines)
+    tokenizer = load_tokenizer(tokenizer=str(tmp_path / "tokenizer"), path="")
+    seen = 0
+    for file in sorted((tmp_path / "run" / "rollouts").glob("*.npz")):
+        batch = np.load(file)
+        for low, high in zip(batch["offsets"][:-1], batch["offsets"][1:], strict=True):
+            row, mask = batch["tokens"][low:high], batch["columns/loss_mask"][low:high]
+            said = tokenizer.decode(row[mask])
+            first, second = said.removesuffix("<|end|>").split("<|end|>")
+            assert first.startswith("I add.\n</think>\n\n<tool_call>\n<function=add>\n") and second.startswith("I read")
+            whole = tokenizer.decode(row)
+            assert f"<think>\n{first}<|end|>\n<|im_start|>user\n<tool_response>\n" in whole
+            assert whole.endswith(f"<|im_start|>assistant\n<think>\n{second}<|end|>")
+            seen += 1
+    assert seen == 8 * steps

@@ -1,0 +1,779 @@
+"""Episodes against engines that say what a function of tokens, noise and position says, and against real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import string
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.config import ModelConfig
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.stops import until_stop
+from corerl.engines.transformers import TransformersEngine
+from corerl.errors import EngineFailed, RewardError
+from corerl.models import load_tokenizer
+from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler, in_thread
+from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode, EpisodeFunction
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
+from plugins.agents.tests.samplers import episode_sampler
+from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
+from tests.machine import paced
+from tests.rollout.samplers import prompt_sampler
+
+
+def drawn(loop: EventLoop, sampler: Sampler, **arguments: Any) -> Rollout:
+    return loop.run(sampler.sample(PROMPTS, rollout_step=5, **{"samples": 4, "params": PARAMS, **arguments}))
+
+
+WANTED = "wanted a finite number, numbers by name, one for each turn, or None,"
+
+
+def single(episode: Episode) -> None:
+    episode.chat(episode.messages)
+
+
+def two_turns(episode: Episode) -> float:
+    messages = episode.messages
+    call = episode.chat(messages, max_tokens=3)
+    messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+    return float(len(episode.chat(messages)["message"]["content"]))
+
+
+def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play, loop: EventLoop) -> None:
+    played = play(single)
+    assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
+    assert played.batch.rows["turns"].tolist() == [1] * 8
+    assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
+
+
+def test_a_rows_own_template_arguments_are_those_of_its_requests(play: Play, loop: EventLoop) -> None:
+    ours = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+    ours.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}{{ brief }}{% endif %}>"
+    prompts = [
+        evolve(prompt, messages=({"role": "user", "content": prompt.text},), template_options=options)
+        for prompt, options in zip(PROMPTS, [{"brief": "77"}, {}], strict=True)
+    ]
+    played = play(single, prompts=prompts, tokenizer=ours)
+    assert_equal(
+        played,
+        loop.run(
+            prompt_sampler(tokenizer=ours, generate=engines(Oracle()), seed=7).sample(
+                prompts, rollout_step=5, samples=4, params=PARAMS
+            )
+        ),
+    )
+    assert ours.decode(played.batch.tokens[:6]).startswith("21>77>")
+    asked = play(
+        lambda episode: episode.chat(episode.messages, chat_template_kwargs={"brief": "5"}) and None,
+        prompts=prompts,
+        tokenizer=ours,
+    )
+    assert ours.decode(asked.batch.tokens[:5]).startswith("21>5>")
+
+
+def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
+    told: list[tuple[int, int]] = []
+    play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)
+    assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
+
+
+def test_episodes_begin_in_the_order_in_which_they_are_asked_for(loop: EventLoop, front: ChatServer) -> None:
+    begun: list[int] = []
+
+    def noted(episode: Episode) -> None:
+        begun.append(episode.prompt.index)
+        single(episode)
+
+    sampler = episode_sampler(
+        tokenizer=TOKENIZER,
+        generate=engines(Oracle()),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=noted),
+        server=front,
+        config=EpisodesConfig(concurrency=1),
+    )
+
+    async def side_by_side() -> None:
+        each = (sampler.sample([prompt], rollout_step=5, samples=3, params=PARAMS) for prompt in PROMPTS)
+        await asyncio.gather(*each)
+
+    loop.run(side_by_side())
+    assert begun == [40, 40, 40, 8, 8, 8]
+
+
+def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(play: Play) -> None:
+    def slow(episode: Episode) -> float:
+        time.sleep(0.02 * np.random.default_rng().random())
+        value = two_turns(episode)
+        time.sleep(0.02 * np.random.default_rng().random())
+        return value
+
+    together, alone = Oracle(), Oracle()
+    reference = play(two_turns, generate=together)
+    assert_equal(play(slow), reference)
+    assert_equal(play(two_turns, generate=alone, concurrency=1), reference)
+    assert [len(request) for request in alone.requests] == [1] * 16
+    assert len(together.requests[0]) == 8  # the first requests of all episodes, in one call
+    assert reference.outcomes == [float(len(text)) for text in reference.texts]
+
+
+def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play: Play) -> None:
+    def three_turns(episode: Episode) -> None:
+        messages = episode.messages
+        for limit in (1, 2, None):
+            call = episode.chat(messages, **({"max_tokens": limit} if limit else {}))
+            messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+
+    oracle = Oracle()
+    play(three_turns, generate=oracle)
+    assert {request.params for request in oracle.requests} == {PARAMS}  # or engines could not draw them together
+    left = {
+        (int(begun), int(left)) for each in oracle.requests for begun, left in zip(each.begun, each.left, strict=True)
+    }
+    # A turn of one token, and two or three of a tool's; a turn of at most two, and as many of a tool's again.
+    assert {pair for pair in left if pair[0] < 5} == {(0, 1), (3, 2), (4, 2)}
+    assert all(begun + drawn == PARAMS.max_tokens for begun, drawn in left if begun >= 5)
+
+
+def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play, loop: EventLoop) -> None:
+    plain, oracle = Oracle(), Oracle()
+    drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(plain), seed=7))
+
+    def last_first(episode: Episode) -> None:
+        time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
+        single(episode)
+
+    play(last_first, generate=oracle)
+    order = plain.requests[0].noise_keys.tolist()
+    asked = [[order.index(key) for key in request.noise_keys.tolist()] for request in oracle.requests]
+    assert sorted(row for call in asked for row in call) == list(range(8))
+    assert all(call == sorted(call) for call in asked)  # of those that came together, which is all, unless time flew
+
+
+def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
+    rollout = play(two_turns)
+    plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
+    keys = plain.request(PROMPTS, rollout_step=5, samples=4, params=PARAMS).noise_keys
+    for row, tokens in enumerate(np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])):
+        group = row // 4
+        prompt = TOKENIZER.encode(PROMPTS[group].text)
+
+        def say(begun: int, limit: int, key: int = int(keys[row])) -> list[int]:
+            request = GenerateRequest(
+                tokens=np.zeros(0, np.int64),
+                offsets=np.zeros(2, np.int64),
+                noise_keys=np.array([key]),
+                params=evolve(PARAMS, max_tokens=limit),
+                begun=np.array([begun]),
+            )
+            return Oracle()(request).tokens.tolist()
+
+        first = say(0, 3)
+        tool = TOKENIZER.encode(("9>", "77>")[group])[1:]
+        second = say(len(first) + len(tool), 12)
+        assert tokens.tolist() == [*prompt, *first, *tool, *second]
+        low, high = rollout.batch.offsets[row : row + 2]
+        sampled = np.repeat([False, True, False, True], list(map(len, (prompt, first, tool, second))))
+        np.testing.assert_array_equal(rollout.batch.columns["loss_mask"][low:high], sampled)
+        np.testing.assert_array_equal(
+            rollout.batch.columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0)
+        )
+        np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
+        assert rollout.batch.rows["prompt_length"][row] == len(prompt)
+        assert rollout.batch.rows["response_length"][row] == len(first) + len(second)
+        assert rollout.batch.rows["span"][row] == len(tokens) - len(prompt)
+        assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
+    assert rollout.batch.rows["turns"].tolist() == [2] * 8
+
+
+def test_the_log_probs_of_all_turns_are_those_of_one_pass_over_the_final_row(play: Play, tmp_path: Path) -> None:
+    model = random_model(TIED, seed=3)
+    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    assert not update([engine], hf_tensors(model, tmp_path), version=4, path=tmp_path / "weights")[0].error
+    rollout = play(two_turns, generate=engine.generate)
+    engine.close()
+    rows = np.split(np.arange(len(rollout.batch.tokens)), rollout.batch.offsets[1:-1])
+    for row in rows:
+        tokens, mask = rollout.batch.tokens[row], rollout.batch.columns["loss_mask"][row]
+        expected = plain_logprobs(model, tokens.tolist())[np.arange(len(row) - 1), tokens[1:]].numpy()
+        np.testing.assert_allclose(
+            rollout.batch.columns["rollout_logprobs"][row][mask], expected[mask[1:]], atol=1e-5, rtol=0
+        )
+    assert set(rollout.batch.columns["versions"].tolist()) == {0, 4}
+    assert rollout.batch.rows["turns"].max() == 2
+
+
+def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode(play: Play) -> None:
+    waiting = threading.Event()
+
+    def some(episode: Episode, calls: list[int] = []) -> Any:  # noqa: B006  -- counts the calls
+        calls.append(0)
+        match len(calls):
+            case 1:
+                return "five"
+            case 2:
+                episode.chat(episode.messages)
+                raise KeyError("no such drawer")
+            case 3:
+                return 1.0
+            case 4:
+                episode.chat(episode.messages)
+                waiting.wait(20)
+            case 5:
+                episode.chat([{"role": "user", "content": "1"}], n=2)
+        episode.chat(episode.messages)
+        return 0.5
+
+    rollout = play(some, samples=3, timeout=0.5, concurrency=1)
+    waiting.set()
+    kinds = [each.kind if isinstance(each, Failure) else each for each in rollout.outcomes]
+    assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
+    told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
+    on = "on prompt 40 ('21>')"
+    assert told[0] == f"samplers.episodes.function 'mine:play' returned 'five', {WANTED} {on}"
+    assert told[1].startswith(
+        "samplers.episodes.function 'mine:play' raised KeyError: 'no such drawer' "
+        "(plugins/agents/tests/test_sampler.py:"
+    )
+    assert told[2] == f"samplers.episodes.function 'mine:play' sent no request to the policy {on}"
+    assert told[3].startswith(
+        "samplers.episodes.function 'mine:play' took longer than samplers.episodes.timeout=0.5 seconds on "
+    )
+    assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
+    plain = play(single, samples=3)
+    drawn = [np.flatnonzero(rollout.batch.rows["turns"] == turns).tolist() for turns in (0, 1)]
+    assert drawn == [[0, 2, 4], [1, 3, 5]]
+    for row in drawn[1]:
+        np.testing.assert_array_equal(
+            rollout.batch.take(np.array([row])).tokens, plain.batch.take(np.array([row])).tokens
+        )
+    nothing = rollout.batch.take(np.array([4]))
+    assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
+
+
+def test_an_async_function_is_answered_as_a_plain_one_is(play: Play) -> None:
+    async def two_turns_async(episode: Episode) -> float:
+        messages = episode.messages
+        call = await episode.chat_async(messages, max_tokens=3)
+        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+        return float(len((await episode.chat_async(messages))["message"]["content"]))
+
+    ours, plain = play(two_turns_async), play(two_turns)
+    assert_equal(ours, plain)
+    assert ours.outcomes == plain.outcomes
+
+    async def refused(episode: Episode) -> float:
+        with pytest.raises(RuntimeError, match="^n: got 2, wanted 1; leave it out$"):
+            await episode.chat_async(episode.messages, n=2)
+        episode.chat(episode.messages)
+        return 1.0
+
+    for outcome in play(refused, samples=1).outcomes:
+        assert isinstance(outcome, Failure)
+        assert (
+            "would block the event loop that all async functions share; in a coroutine, use `await ep"
+            in outcome.message
+        )
+
+
+def test_an_async_function_that_gives_a_request_up_and_asks_again_gets_its_answer(play: Play) -> None:
+    oracle, drawing, given_up = Oracle(), threading.Event(), threading.Event()
+
+    def generate(request: GenerateRequest) -> Generation:
+        drawing.set()
+        assert given_up.wait(60)
+        return oracle(request)
+
+    async def impatient(episode: Episode) -> None:
+        first = asyncio.ensure_future(episode.chat_async(episode.messages))
+        await asyncio.to_thread(drawing.wait, 60)
+        first.cancel()
+        await asyncio.wait([first])
+        again = asyncio.ensure_future(episode.chat_async(episode.messages))
+        given_up.set()
+        await again
+
+    rollout = play(impatient, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert_equal(rollout, play(single, samples=1, prompts=PROMPTS[:1]))
+    assert len(oracle.requests) == 1
+
+
+def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(play: Play) -> None:
+    loops, ended = set(), []
+
+    async def later(episode: Episode) -> float:
+        loops.add(asyncio.get_running_loop())
+        await episode.chat_async(episode.messages)
+        if episode.prompt.index == 8:
+            try:
+                await asyncio.sleep(20)
+            finally:
+                ended.append(episode)
+        return 2.0
+
+    rollout = play(later, timeout=0.5)
+    assert rollout.outcomes[:4] == [2.0] * 4
+    assert {each.kind for each in rollout.outcomes[4:] if isinstance(each, Failure)} == {"timeout"}
+    assert_equal(rollout, play(single))
+    deadline = time.monotonic() + paced(20)
+    while len(ended) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(ended) == 4 and len(loops) == 1
+
+
+def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
+    def opaque(episode: Episode) -> float:
+        messages = episode.messages
+        if episode.prompt.index == 40:  # a refused request is in the past once another one is answered
+            with pytest.raises(RuntimeError):
+                episode.chat(messages, temperature=0.3)
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        if episode.prompt.index == 40:
+            raise ValueError("of my own")
+        messages[0] = {"role": "user", "content": "0"}
+        try:
+            episode.chat([*messages, {"role": "user", "content": "1"}])
+        except RuntimeError:
+            raise ValueError("status 400") from None
+        return 1.0
+
+    outcomes = play(opaque, samples=1, max_rows=1).outcomes
+    first, second = (each.message for each in outcomes if isinstance(each, Failure))
+    assert "raised ValueError: of my own" in first and "refused" not in first
+    assert "raised ValueError: status 400" in second
+    assert "; its last request was refused: messages[0].content: got '0', but the episode has '5>' there" in second
+
+
+def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
+    def show(episode: Episode) -> float:
+        messages = [{"role": "user", "content": "1" * (30 if episode.prompt.index == 40 else 8)}]
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        messages.append({"role": "user", "content": "5555"})  # what follows counts for rollout.max_tokens
+        episode.chat(messages)
+        return 1.0
+
+    longest = len(TOKENIZER("1" * 8)["input_ids"])
+    rollout = play(show, samples=2, context_length=longest + PARAMS.max_tokens)
+    failed, refused = rollout.outcomes[:2], f"has 31 tokens, but only {longest} fit into rollout.context_length"
+    assert all(isinstance(each, Failure) and refused in each.message for each in failed)
+    assert rollout.outcomes[2:] == [1.0, 1.0]
+    assert rollout.batch.rows["prompt_length"][2:].tolist() == [longest] * 2
+
+
+def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def on_and_on(episode: Episode) -> None:
+        messages = episode.messages
+        while True:
+            choice = episode.chat(messages)
+            seen.append((choice["finish_reason"], choice["message"]["content"]))
+            messages += [choice["message"], {"role": "tool", "content": "0123"}]
+
+    rollout = play(on_and_on, samples=1, prompts=PROMPTS[:1], params=evolve(PARAMS, max_tokens=30))
+    (outcome,) = rollout.outcomes
+    assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
+    assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
+    assert rollout.batch.rows["truncated"].tolist() == [True]
+    assert rollout.batch.rows["response_length"][0] < rollout.batch.rows["span"][0] <= 30
+    assert rollout.batch.columns["loss_mask"][-1]  # nothing stands behind the last thing that was said
+    assert rollout.batch.rows["turns"][0] == len(seen) - 1
+
+    def once(episode: Episode) -> str:
+        return str(episode.chat(episode.messages, max_tokens=1)["finish_reason"])
+
+    reasons: list[str] = []
+    cut = play(lambda episode: reasons.append(once(episode)), samples=1)
+    assert not cut.batch.rows["truncated"].any()  # by the function's own wish
+    assert cut.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no_answer_was_cut(play: Play) -> None:
+    reasons: list[str] = []
+
+    def filled(episode: Episode) -> None:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "0123456789012"}]
+        reasons.append(episode.chat(messages)["finish_reason"])
+
+    rollout = play(filled, samples=1)
+    assert reasons == ["length"] * 2
+    assert rollout.batch.rows["truncated"].tolist() == [True, True]
+    assert rollout.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: Play) -> None:
+    drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn
+            drawing.set()
+            assert refused.wait(60)
+        return oracle(request)
+
+    def leaves(episode: Episode) -> float:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+
+        def ask() -> None:
+            with pytest.raises(RuntimeError, match="the episode is over"):
+                episode.chat(messages)
+            refused.set()
+
+        threading.Thread(target=ask).start()
+        assert drawing.wait(60)
+        return 1.0
+
+    rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert rollout.outcomes == [1.0]
+    assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
+
+
+def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
+    told: list[Any] = []
+
+    def unknown(request: GenerateRequest) -> Generation:
+        tokens = np.array([4, 100, 2] * len(request))
+        return Generation(
+            tokens=tokens,
+            offsets=np.arange(len(request) + 1) * 3,
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(len(request), dtype=np.bool_),
+        )
+
+    def asks(episode: Episode) -> None:
+        told.append(episode.chat(episode.messages, logprobs=True)["logprobs"]["content"])
+
+    rollout = play(asks, generate=unknown)
+    assert rollout.outcomes == [None] * 8
+    texts = [[(token["token"], token["logprob"]) for token in content] for content in told]
+    assert texts == [[("0", -4.0), ("", -100.0), ("<eos>", -2.0)]] * 8
+
+
+def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: Play) -> None:
+    texts: list[str] = []
+
+    def until(episode: Episode) -> None:
+        texts.append(episode.chat(episode.messages, stop=["7", ">", "3", "5"])["message"]["content"])
+
+    rollout = play(until)
+    rows = np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])
+    ended = []
+    for text, row, length in zip(rollout.texts, rows, rollout.batch.rows["prompt_length"], strict=True):
+        said = TOKENIZER.decode(row[length:]).replace("<eos>", "e")
+        ended.append(said[-1])
+        assert text == said.rstrip("7>35e") and not set(text) & set("7>35e") and len(said) - len(text) <= 1
+    assert set(ended) & set("7>35")
+    assert sorted(texts) == sorted(rollout.texts)
+
+    def unknown(episode: Episode) -> None:
+        episode.chat(episode.messages, stop=["1\u00e9"])
+
+    first = play(unknown).outcomes[0]
+    assert isinstance(first, Failure) and "no response can contain it; correct or remove it" in first.message
+
+
+def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
+    stop, contents = [f"{digit}7" for digit in range(10)], []
+
+    def twice(episode: Episode) -> None:
+        messages = episode.messages
+        for _ in range(2):
+            choice = episode.chat(messages, stop=stop, max_tokens=20)
+            contents.append(choice["message"]["content"])
+            messages += [choice["message"], {"role": "user", "content": "4"}]
+
+    oracle = Oracle()
+    rollout = play(
+        twice,
+        generate=lambda request: until_stop(oracle, request, Stops(TOKENIZER, request.params.stop)),
+        samples=16,
+        params=evolve(PARAMS, max_tokens=60),
+    )
+    sampled: list[str] = []
+    batch = rollout.batch
+    for row, mask in zip(
+        *(np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"])), strict=True
+    ):
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
+    said = [text.removesuffix("<eos>") for text in sampled]
+    assert sorted(contents) == sorted(text[:-2] if text[-2:] in stop else text for text in said)
+    assert not any(each in text[:-1] for each in stop for text in said)
+    # An answer may begin with what would complete a text begun by the environment.
+    assert any(text[0] == "7" and len(text) > 1 for text in said if text)
+    assert sum(text[-2:] in stop for text in said) > 8
+
+
+def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: EventLoop, front: ChatServer) -> None:
+    tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    tokenizer.chat_template = (
+        '{% for tool in tools or [] %}<tool_call>{"name"{% endfor %}'
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    says = ['I add.<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>', "5"]
+    drawn = [[*tokenizer.encode(text, add_special_tokens=False), 2] for text in says]
+    turns: list[Any] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        tokens = np.array(drawn[int(request.begun[0] > 0)])
+        return Generation(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(1, dtype=np.bool_),
+        )
+
+    def calls(episode: Episode) -> float:
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        messages = episode.messages
+        choice = episode.chat(messages, tools=tools)
+        (call,) = choice["message"]["tool_calls"]
+        again = json.dumps(json.loads(call["function"]["arguments"]), indent=1)  # as a client's own types write it
+        message = {**choice["message"], "tool_calls": [{**call, "function": {"name": "add", "arguments": again}}]}
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        turns.extend([choice, episode.chat(messages, tools=tools)])
+        return 1.0
+
+    sampler = episode_sampler(
+        tokenizer=tokenizer,
+        generate=engines(generate),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=calls),
+        server=front,
+        config=EpisodesConfig(),
+    )
+    params = SamplingParams(max_tokens=200, stop_tokens=(2,))
+    prompt = Prompt(index=1, text="2+3", answer="5")
+    rollout = loop.run(sampler.sample([prompt], rollout_step=0, samples=1, params=params))
+    assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
+    assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
+    assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
+    said = ['<tool_call>{"name"u:2+3<eos>a:', f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
+    assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
+    sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
+    assert [part.tolist() for part in sampled] == drawn
+
+
+def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:
+    ended: list[str] = []
+
+    def note(episode: Episode) -> None:
+        try:
+            episode.chat(episode.messages)
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    def broken(request: GenerateRequest) -> Generation:
+        raise EngineFailed("it is gone")
+
+    with pytest.raises(EngineFailed, match="it is gone"):
+        play(note, generate=broken)
+    deadline = time.monotonic() + paced(20)
+    while len(ended) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == ["the episode is over; its requests are no longer answered"] * 8
+
+
+def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(play: Play) -> None:
+    under_way, others_done = threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        if request.begun.any() and not under_way.is_set():  # the first second turn
+            under_way.set()
+            assert others_done.wait(20)
+        return Oracle()(request)
+
+    def function(episode: Episode) -> float:
+        messages = episode.messages
+        call = episode.chat(messages, max_tokens=3)
+        if episode.prompt.index == 8:
+            assert under_way.wait(20)
+        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+        length = float(len(episode.chat(messages)["message"]["content"]))
+        ended.append(episode.prompt.index)
+        if ended.count(8) == 2:
+            others_done.set()
+        return length
+
+    reference = play(two_turns, samples=2)
+    assert_equal(play(function, samples=2, generate=slow, calls=2), reference)
+    assert sorted(ended) == [8, 8, 40, 40] and ended[-1] == 40
+
+
+def test_threads_and_tasks_that_hang_have_the_name_of_their_sample_and_turn(play: Play) -> None:
+    names: list[set[str]] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn: its function waits for it
+            names.append({thread.name for thread in threading.enumerate()})
+            names.append({task.get_name() for task in tasks_of_the_loop()})
+        return Oracle()(request)
+
+    def tasks_of_the_loop() -> set[asyncio.Task[Any]]:
+        return next(asyncio.all_tasks(loop) for loop in loops)
+
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def drawing(request: GenerateRequest, **_: Any) -> Generation:
+        loops.append(asyncio.get_running_loop())
+        return await in_thread(functools.partial(generate, request), name="engine")
+
+    play(two_turns, generate=drawing, samples=2, prompts=PROMPTS[:1], concurrency=1)
+    threads, tasks = names[2:]
+    assert "function of prompt 40, sample 1, turn 2" in threads
+    assert {"episode of prompt 40, sample 1", "answer to prompt 40, sample 1, turn 2"} <= tasks
+
+
+def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
+    def telling(request: GenerateRequest) -> Generation:
+        generation = Oracle()(request)
+        rows = []
+        for prompt, said in zip(request.by_row(), np.diff(generation.offsets), strict=True):
+            rows += [*range(len(prompt) + said - 1), -1]
+        return evolve(generation, routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 1, 1))
+
+    def first_only(episode: Episode) -> None:
+        if episode.prompt.index == 40:
+            two_turns(episode)
+
+    rollout = play(first_only, generate=telling, samples=1)
+    lengths = rollout.batch.lengths
+    expected = [*range(lengths[0] - 1), -1, *[-1] * lengths[1]]
+    assert rollout.batch.columns["routed_experts"].ravel().tolist() == expected
+
+    # Batches of which one has nothing drawn go together too, in either order.
+    nothing = play(lambda episode: None, generate=telling, samples=1, prompts=PROMPTS[:1])
+    assert "routed_experts" not in nothing.batch.columns
+    none = [-1] * len(nothing.batch.tokens)
+    for parts, told in (([rollout, nothing], [*expected, *none]), ([nothing, rollout], [*none, *expected])):
+        assert Rollout.concatenate(parts).batch.columns["routed_experts"].ravel().tolist() == told
+
+
+def turns_of(rollout: Rollout) -> list[list[float]]:
+    """The rewards of each row's turns, in order."""
+    column, mask = rollout.batch.columns["turn_rewards"], rollout.batch.columns["loss_mask"]
+    assert not column[~mask].any()
+    found = []
+    for low, high in itertools.pairwise(rollout.batch.offsets.tolist()):
+        own = np.append(mask[low:high], False)
+        last = np.flatnonzero(own[:-1] & ~own[1:])
+        assert np.isin(np.flatnonzero(column[low:high]), last).all()
+        found.append(column[low:high][last].tolist())
+    return found
+
+
+def test_rewards_of_turns_are_at_the_last_tokens_of_their_answers(play: Play) -> None:
+    def talk(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9"}]
+        other = episode.chat([{"role": "user", "content": "77"}], max_tokens=2)  # a row of its own
+        episode.chat(messages, max_tokens=2)
+        episode.chat([{"role": "user", "content": "77"}, other["message"], {"role": "tool", "content": "1"}])
+        return [1.0, 2.0, 3.0, 4.0]
+
+    rollout = play(talk, samples=2)
+    assert turns_of(rollout) == [[1.0, 3.0], [2.0, 4.0]] * 4
+    assert [each.reward for each in rollout.outcomes] == [10.0] * 8
+    assert turns_of(play(two_turns)) == [[0.0, 0.0]] * 8
+
+    def again(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9"}]
+        for _ in range(2):
+            episode.chat(messages)
+        return [1.0, 2.0, 3.0]
+
+    # What two rows share is trained on, and has its reward, in the first of them.
+    assert turns_of(play(again, samples=1, prompts=PROMPTS[:1])) == [[1.0, 2.0], [3.0]]
+
+
+def test_the_reward_of_an_answer_without_room_goes_to_the_one_before(play: Play) -> None:
+    def filled(episode: Episode) -> list[float]:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9" * 60}]
+        assert episode.chat(messages)["finish_reason"] == "length"
+        episode.chat([{"role": "user", "content": "77"}])
+        return [1.0, 2.0, 4.0]
+
+    rollout = play(filled, samples=2)
+    assert turns_of(rollout) == [[3.0], [4.0]] * 4
+    assert [each.reward for each in rollout.outcomes] == [7.0] * 8
+
+    def answers_only(episode: Episode) -> list[float]:
+        filled(episode)
+        return [1.0, 4.0]
+
+    assert turns_of(play(answers_only, samples=2)) == [[1.0], [4.0]] * 4
+
+
+def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:
+    def miscounted(episode: Episode) -> list[float]:
+        two_turns(episode)
+        return [1.0, 2.0, 3.0]
+
+    async def together(episode: Episode) -> list[float]:
+        await asyncio.gather(*(episode.chat_async(episode.messages) for _ in range(2)))
+        return [1.0, 2.0]
+
+    for function, what in (
+        (miscounted, "returned 3 rewards, one for each turn, but got 2 answers on prompt"),
+        (
+            together,
+            "returned 2 rewards, one for each turn, but sent requests side by side, whose answers have no order",
+        ),
+    ):
+        outcomes = play(function).outcomes
+        assert all(isinstance(each, Failure) and what in each.message for each in outcomes), outcomes
+
+
+def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(play: Play) -> None:
+    rollout = evolve(play(single, samples=2), outcomes=[1.5, None, Failure(kind="raised", message="it raised"), None])
+    texts: list[str] = []
+
+    def reward(prompt: Prompt, response: str) -> float:
+        texts.append(response)
+        if prompt.index == 8:
+            raise ValueError("no")
+        return 4.0
+
+    scorer = OutcomeScorer(Reward(name="r", function=reward, failed_value=-1.0), failed_value=-1.0)
+    scores = scorer.score(rollout)
+    assert scores.rewards.tolist() == [1.5, 4.0, -1.0, -1.0]
+    assert scores.failed.tolist() == [False, False, True, True]
+    assert scores.failures == {"raised": 2} and scores.first == "it raised"
+    assert texts == [rollout.texts[1], rollout.texts[3]]
+    second = evolve(rollout, outcomes=[1.0, 2.0, None, Failure(kind="timeout", message="late")])
+    assert scorer.score(second).first.startswith("reward 'r' raised ValueError: no")
+    assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
+    judged = [Judged(reward=3.0, parts={"right": 1.0, "short": 2.0}), None, Judged(reward=1.0, turns=(0.5, 0.5)), None]
+    parts = Reward(name="r", function=lambda prompt, response: {"right": 0.0, "long": 4.0})
+    scores = OutcomeScorer(parts, failed_value=0.0).score(evolve(rollout, outcomes=judged))
+    assert scores.rewards.tolist() == [3.0, 4.0, 1.0, 4.0]
+    assert scores.parts == {"right": (1.0, 3), "short": (2.0, 1), "long": (8.0, 2)}
+    all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)
+    with pytest.raises(RewardError, match="^it raised; none of the 4 samples has a reward$"):
+        scorer.score(all_failed)
+    assert scorer.score(all_failed, part=True).rewards.tolist() == [-1.0] * 4
+    taken = rollout.take(np.array([1]))
+    assert taken.outcomes == rollout.outcomes[2:]
+    assert Rollout.concatenate([taken, rollout]).outcomes == [*taken.outcomes, *rollout.outcomes]

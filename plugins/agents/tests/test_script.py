@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.config import ModelConfig, RolloutConfig
+from corerl.data import Prompt
+from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.models import end_tokens, load_tokenizer
+from corerl.rollout import EventLoop
+from corerl_agents.chat_server import ChatServer
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.script import _drawn, byte_tokenizer, scripted
+from corerl_testing.models import tiny_fields
+from plugins.agents.tests.samplers import episode_sampler
+from tests.rollout.samplers import prompt_sampler
+
+PROMPT = Prompt(index=0, text="2+3=", answer="5")
+
+
+def test_a_script_answers_one_request_after_the_other_and_records_them() -> None:
+    with scripted(PROMPT, ["one", "two"]) as script:
+        messages = script.episode.messages
+        messages.append(script.episode.chat(messages)["message"])
+        messages.append({"role": "user", "content": "and?"})
+        assert script.episode.chat(messages)["message"]["content"] == "two"
+        with pytest.raises(RuntimeError, match="the script has only 2 answers, but one more was requested"):
+            script.episode.chat([*messages, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
+    assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
+
+
+def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
+    rollout, options = RolloutConfig(max_tokens=99), EpisodesConfig(max_rows=1)
+    with scripted(PROMPT, ["one", "two"], rollout=rollout, options=options) as script:
+        messages = script.episode.messages
+        messages.append(script.episode.chat(messages)["message"])
+        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer; this"):
+            script.episode.chat(messages)
+        changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
+        with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
+            script.episode.chat(changed)
+    assert script.asked == [["2+3="]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("Observation:", "I look.\n"),
+        (["!", "look"], "I "),
+        ("?", "I look.\nObservation: x"),
+        ([], "I look.\nObservation: x"),
+    ],
+)
+def test_a_scripted_answer_ends_before_a_stop_text_of_its_request(stop: object, said: str) -> None:
+    with scripted(PROMPT, ["I look.\nObservation: x"]) as script:
+        choice = script.episode.chat(script.episode.messages, stop=stop)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")
+
+
+# ---- as in a run -----------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
+    """The whole answer as clients get it."""
+    return episode._server.ask(episode.base_url, {"messages": messages, **parameters}).result()
+
+
+def talk(episode: Episode) -> list[Any]:
+    """All answers to requests of every kind, of which some are refused."""
+    messages, heard = episode.messages, []
+
+    def ask(**parameters: Any) -> Any:
+        said = post(episode, messages, tools=TOOLS, **parameters)
+        heard.append(said.get("error") or {"choices": said["choices"], "usage": said["usage"]})
+        return said
+
+    ask(temperature=0.5)
+    ask(n=2)
+    messages.append(ask(logprobs=True, temperature=1.0)["choices"][0]["message"])
+    ask()
+    messages.append({"role": "tool", "tool_call_id": "call00100", "content": "5"})
+    said = ask(logprobs=True, max_tokens=4)["choices"][0]["message"]
+    ask(logprobs=True, max_tokens=4)
+    messages += [{**said, "content": "other"}, {"role": "user", "content": "?"}]
+    ask()
+    messages[-2:] = [said, {"role": "user", "content": "?"}]
+    ask(stop=["t is"])
+    messages += [{"role": "assistant", "content": "I"}, {"role": "user", "content": "?"}]
+    for _ in range(3):
+        said = ask()
+        if "choices" in said:
+            messages += [said["choices"][0]["message"], {"role": "user", "content": "?"}]
+    return heard
+
+
+def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_says_the_same() -> None:
+    answers = [CALL, "It is five", "It is 5", "x" * 99]
+    rollout, options = RolloutConfig(max_tokens=150), EpisodesConfig(max_rows=1)
+    with scripted(PROMPT, answers, rollout=rollout, options=options) as script:
+        heard = talk(script.episode)
+
+    tokenizer, left = byte_tokenizer(), iter(answers)
+    in_run: list[Any] = []
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return _drawn(next(left), request, tokenizer)
+
+    loop = EventLoop("tested")
+    front = ChatServer(loop, temperature=1.0, top_p=1.0)
+    sampler = episode_sampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=0,
+        function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
+        server=front,
+        config=options,
+    )
+    params = SamplingParams(max_tokens=150, stop_tokens=(256,))
+    batch = loop.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).batch
+    front.close()
+    loop.close()
+    assert heard == in_run
+    outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
+    assert outcomes == [
+        *("unsupported_parameter", "unsupported_parameter", "tool_calls", "invalid_request", "length"),
+        *("too_many_rows", "too_many_rows", "stop", "length", "length", "context_length_exceeded"),
+    ]
+    # The usage, by hand: the whole conversation so far, and what is new, with its end.
+    prompt = tokenizer.apply_chat_template([*script.episode.messages], tools=TOOLS, add_generation_prompt=True)
+    usage = {"prompt_tokens": len(prompt["input_ids"]), "completion_tokens": len(CALL) + 1}
+    assert heard[2]["usage"] == {**usage, "total_tokens": sum(usage.values())}
+    told = heard[2]["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["logprob"]) for each in told[-2:]] == [(">", 0.0), ("<|end|>", 0.0)]
+    assert int(batch.columns["loss_mask"].sum()) == sum(heard[at]["usage"]["completion_tokens"] for at in (2, 4, 7, 8))
+
+
+def test_what_a_request_says_of_tools_template_and_token_ids_holds_for_its_answer() -> None:
+    tokenizer, ask = byte_tokenizer(), {"tools": TOOLS, "return_token_ids": True}
+    with scripted(PROMPT, ["no call", CALL + CALL]) as script:
+        messages = script.episode.messages
+        with pytest.raises(RuntimeError, match="^chat_template_kwargs.brief: the tokenizer's chat template never"):
+            script.episode.chat(messages, chat_template_kwargs={"brief": True})
+        said = post(script.episode, messages, **ask, tool_choice="none")
+        assert tokenizer.decode(said["prompt_token_ids"]) == "user: 2+3=<|end|>\nassistant: "
+        assert tokenizer.decode(said["choices"][0]["token_ids"]) == "no call<|end|>"
+    with scripted(PROMPT, [CALL + CALL]) as script:
+        said = post(script.episode, messages, **ask, parallel_tool_calls=False)
+    assert tokenizer.decode(said["prompt_token_ids"]).startswith("tools: [{")
+    assert tokenizer.decode(said["choices"][0]["token_ids"]) == f"{CALL}{CALL}<|end|>"
+    assert [call["id"] for call in said["choices"][0]["message"]["tool_calls"]] == ["call00100"]
+
+
+def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789+=?u:a;", path="")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.role[0] }}:{{ m.content }}<eos>;{% endfor %}a:{% if brief %}?{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, tokenizer.vocab["="]]}))
+    model = ModelConfig(path=str(tmp_path))
+    with scripted(PROMPT, ["5=6"], model=model, template_options={"brief": True}) as script:
+        with pytest.raises(RuntimeError, match="the tokenizer's chat template rejects its messages .*no system"):
+            script.episode.chat([{"role": "system", "content": "1"}, *script.episode.messages])
+        said = post(script.episode, script.episode.messages)
+    assert said["choices"][0]["message"]["content"] == "5"  # "=" ends it, as it ends a run's samples
+    renderer = Renderer(tokenizer, options={"brief": True})
+    asked = renderer.ask(Conversation(), script.episode.messages)
+    assert tokenizer.decode(asked.tokens) == "u:2+3=<eos>;a:?"
+    assert (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]) == (len(asked.tokens), 2)
+
+
+@pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])
+def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward_does(
+    tmp_path: Path, special_tokens: bool, text: str
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789+=", path="")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    with scripted(PROMPT, ["<think>2+3=<think>5"], model=model, special_tokens=special_tokens) as script:
+        assert script.text == ""
+        said = script.episode.chat(script.episode.messages)["message"]["content"]
+        assert (said, script.text) == ("2+3=5", text)
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return _drawn("<think>2+3=<think>5", request, tokenizer)
+
+    sampler = prompt_sampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=0,
+        special_tokens=special_tokens,
+    )
+    params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
+    assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]
+
+
+def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() -> None:
+    limits = RolloutConfig(max_tokens=40, context_length=60)
+    with (
+        scripted(PROMPT, ["5"], rollout=limits) as script,
+        pytest.raises(RuntimeError, match="only 20 fit into rollout.context_length besides rollout.max_tokens=40"),
+    ):
+        script.episode.chat(script.episode.messages)
+    assert script.requests == []
+
+
+def test_a_model_has_only_so_many_positions_as_in_a_run() -> None:
+    config = {**tiny_fields("qwen3"), "max_position_embeddings": 20}
+    model = ModelConfig(config=config, tokenizer="characters:0123456789+=?")
+    with (
+        scripted(PROMPT, ["5"], model=model, rollout=RolloutConfig(max_tokens=19)) as script,
+        pytest.raises(RuntimeError, match="only 1 fit into"),
+    ):
+        script.episode.chat(script.episode.messages)

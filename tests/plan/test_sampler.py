@@ -1,0 +1,114 @@
+"""Which sampler a run has, and what is said where it cannot have it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from corerl.config.load import config_of
+from corerl.config.options import option
+from corerl.config.schema import Config
+from corerl.errors import ConfigError, PluginBroken, UserError
+from corerl.plan.make import make_plan
+from corerl.plan.sampler import brings_prompts, brings_rewards, plays_episodes, rows_of_sampler
+from corerl.plugin import registry
+from corerl.plugin.spec import Problem, SamplerSpec
+from corerl.rollout.sampler import PromptSampler
+from tests.plan.test_inputs import config_in
+
+
+@frozen(kw_only=True)
+class Options:
+    count: int = option("rows", default=3)
+
+
+def check(options: Options, run: Any) -> Iterator[Problem]:
+    if options.count > run.rollout.prompts:
+        yield Problem("count", "too many")
+        yield Problem(".rollout.prompts", "too few")
+
+
+SPEC = SamplerSpec(
+    implementation="corerl.rollout.sampler:PromptSampler",
+    config=Options,
+    api=(2, 0),
+    summary="for tests",
+    check=check,
+    prompts=lambda options: [{"prompt": f"{index}>", "answer": str(index)} for index in range(options.count)],
+    rewards=True,
+)
+WITHOUT_CLASS = evolve(SPEC, implementation="corerl.rollout.sampler:sampling_params", prompts=None)
+SILENT = evolve(SPEC, prompts=lambda options: [][options.count])
+OWN = f"{__name__}:SPEC"
+
+
+def config(**tables: Any) -> Config:
+    return config_of({"backend": {"name": "plain"}, **tables})
+
+
+def test_core_has_a_sampler_of_single_responses_with_the_rewards_of_the_config(tmp_path: Path) -> None:
+    given = config()
+    assert not (brings_prompts(given) or brings_rewards(given) or plays_episodes(given))
+    made = make_plan(config_in(tmp_path / "run")).rollout.sampler
+    assert made.func is PromptSampler  # type: ignore[attr-defined]  # of a partial
+
+
+def test_a_sampler_of_a_wheel_that_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.metadata.distributions
+    monkeypatch.setattr(
+        importlib.metadata,
+        "distributions",
+        lambda **only: (each for each in found(**only) if each.metadata["Name"] != "corerl-agents"),
+    )
+    registry._scanned.cache_clear()
+    try:
+        with pytest.raises(UserError) as caught:
+            make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler="episodes"))
+    finally:
+        registry._scanned.cache_clear()
+    assert caught.value.message == (
+        "rollout.sampler: unknown sampler 'episodes'; installed: prompts; to install 'episodes': pip install "
+        "'corerl[agents]'"
+    )
+
+
+def evolve_rollout(config: Config, **changed: Any) -> Config:
+    return evolve(config, rollout=evolve(config.rollout, **changed))
+
+
+def test_a_spec_says_which_options_cannot_be_used_by_their_paths(tmp_path: Path) -> None:
+    given = evolve(config_in(tmp_path / "run"), samplers={OWN: {"count": 10**6}})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(evolve_rollout(given, sampler=OWN))
+    assert caught.value.message.splitlines()[:2] == [f'samplers."{OWN}".count: too many', "rollout.prompts: too few"]
+
+
+def test_what_is_no_sampler_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(
+        PluginBroken, match=r"sampling_params is <function .*>, wanted a subclass of corerl.rollout.Sam"
+    ):
+        make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler=f"{__name__}:WITHOUT_CLASS"))
+
+
+def test_prompts_of_a_sampler_give_way_to_those_that_data_names() -> None:
+    own = config(rollout={"sampler": OWN}, samplers={OWN: {"count": 2}})
+    rows = rows_of_sampler(own)
+    assert rows is not None and [row for _, row in rows.scan("prompt")] == [
+        {"prompt": "0>", "answer": "0"},
+        {"prompt": "1>", "answer": "1"},
+    ]
+    assert rows.where(1) == f"row 1 of sampler {OWN!r}" and brings_prompts(own) and brings_rewards(own)
+    named = evolve(own, data=evolve(own.data, source="mine.jsonl"))
+    assert rows_of_sampler(named) is None and not brings_prompts(named)
+
+
+def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
+    with pytest.raises(PluginBroken, match=r"SILENT' has no prompts: IndexError: list index out of range"):
+        rows_of_sampler(config(rollout={"sampler": f"{__name__}:SILENT"}))
