@@ -57,7 +57,7 @@ class Silent:
 FIRST = ExtensionSpec(
     implementation="tests.plan.planners:Planner",
     config=Answers,
-    api=(1, 0),
+    api=(2, 0),
     summary="answers as its options say",
     process=Process.DRIVER,
     plans=True,

@@ -21,7 +21,7 @@ SPEC = TransportSpec(
     receiver="pigeons:Roost",
     give_up="pigeons:Roost.leave",
     capability=Capability.UPDATE_DISK,
-    api=(1, 0),
+    api=(2, 0),
     summary="by air",
 )
 

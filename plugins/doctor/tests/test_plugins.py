@@ -27,5 +27,5 @@ def test_a_command_that_cannot_be_loaded_cannot_be_called() -> None:
 
 def test_a_commands_code_is_imported() -> None:
     loads, imported = told("doctor")
-    assert loads.startswith("command 'doctor' (corerl-doctor ") and loads.endswith(" loads, written for API 1.0")
+    assert loads.startswith("command 'doctor' (corerl-doctor ") and loads.endswith(" loads, written for API 2.0")
     assert imported.endswith(": corerl_doctor.command:add_arguments can be imported")

@@ -24,7 +24,7 @@ from corerl.plugin.registry import (
     unknown,
     usable,
 )
-from corerl.plugin.spec import BackendSpec, Finding, Level, ok
+from corerl.plugin.spec import BackendSpec, Finding, Level, all_ranks, ok
 
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
@@ -87,6 +87,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         return
     yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
+        yield from _shares(loaded)
         yield Begins(f"making an instance of {code}", f"fix {code}")
         yield from _hooks(loaded, implementation)
     if kind in (Kind.BACKENDS, Kind.ENGINES):
@@ -95,6 +96,21 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     if kind is Kind.BACKENDS:
         yield Begins(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
         yield from _environment(loaded)
+
+
+def _shares(loaded: Loaded) -> Iterator[Finding]:
+    """Whether ranks that share samples are tried beside ranks that have others."""
+    spec: BackendSpec = loaded.spec
+    if spec.data_parallel is all_ranks or any(each.ranks > 2 for each in spec.variants):
+        return
+    yield Finding(
+        level=Level.WARNING,
+        what=f"backend {loaded}: its data_parallel is not always the number of ranks, and no variant has ranks=4",
+        why="on two ranks either all share samples or none does: gradients that are summed over the wrong ranks, or "
+        "not at all, such as a norm's, then pass corerl verify",
+        mend="add Variant(name=..., options=..., ranks=4) to the spec, with options for which two ranks share samples, "
+        f"then: corerl verify {loaded.name}",
+    )
 
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from corerl.plugin.spec import NoOptions
 SPEC = ExtensionSpec(
     implementation="corerl_forecast.extension:Forecasting",
     config=NoOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="memory predicted before the first step, recomputation chosen by it, slow paths told",
     process=Process.DRIVER,
     joins="always",
