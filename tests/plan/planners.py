@@ -38,6 +38,8 @@ class Planner:
                 raise DataError("data.source: not on Sundays; use another")
             case "returns a dict":
                 return {"settings": options.settings}
+            case "counts":
+                return PlanAnswer(notices=[f"{plan.config.run.steps} steps"])
             case "changes its mind":
                 return PlanAnswer(settings={"train.mini_batches": plan.config.train.mini_batches + 1})
             case _:
