@@ -63,7 +63,7 @@ $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	@awk -F== '!named[$$1]++' constraints-oldest.txt $(CONSTRAINTS) > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp -e plugins/testing pytest pytest-timeout pytest-xdist triton
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp -e plugins/doctor -e plugins/testing pytest pytest-timeout pytest-xdist triton
 	@touch $@
 
 $(VERSION_4)/.installed: $(DEV)

@@ -45,7 +45,7 @@ LONGEST = [
     "plugins/deepspeed/tests/test_options.py",
     "plugins/megatron/tests/test_layouts.py",
     "plugins/megatron/tests/test_conformance.py",
-    "tests/doctor/test_nodes.py",
+    "plugins/doctor/tests/test_nodes.py",
 ]
 
 
@@ -173,6 +173,7 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+            own.setattr(trial, "in_fork", lambda function: function())
             own.setattr(
                 templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
             )

@@ -31,8 +31,8 @@ from benchmarks.sglang_sides import Replica
 from benchmarks.steps import QWEN3_8B, TINY
 from corerl.config import LoraConfig, ModelConfig
 from corerl.models import hf_config, look_at, peft_config, shapes_of
+from corerl.plugin.transports import open_sender
 from corerl.weights import Address, build_manifest, is_adapter
-from corerl.weights.transports import open_sender
 from corerl_sglang.adapters import modules_of
 from corerl_sglang.engine import SglangEngine
 

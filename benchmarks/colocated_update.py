@@ -56,12 +56,12 @@ from attrs import evolve
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
 from benchmarks.steps import QWEN3_8B, QWEN3_600M, TINY, QuickWeights
 from corerl.config.schema import LoraConfig, TrainConfig, WeightsConfig
+from corerl.plugin.transports import open_receiver
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, UpdateResult
 from corerl.weights.chunks import Chunk
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver
 from corerl_testing.harness import Setup, make_worker
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from attrs import frozen
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
-from corerl.weights.manifest import Manifest, build_manifest
-from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import open_receiver, open_sender
-from corerl.weights.transports.protocol import Receiver
+from corerl.plugin.transports import open_receiver, open_sender
+from corerl.weights import Address, Manifest, Receiver, WeightSender, build_manifest
 from corerl_testing.pool import RankPool
 
 SHARES = (0.01, 0.1, 1.0)  # of the elements that an update changes

@@ -62,18 +62,18 @@ from benchmarks.streamed import DIE, Killing
 from benchmarks.streamed import mortal as dies
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
+from corerl.checkpoint.copies import MEMORY
 from corerl.cluster.process import STATUS
 from corerl.config.schema import CheckpointConfig
 from corerl.data.prompts import Prompt
 from corerl.descendants import descendants
-from corerl.driver.checkpoints import MEMORY, Checkpoints, copies_of
+from corerl.driver.checkpoints import Checkpoints, copies_of
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import write_rollout
 from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
-from corerl.weights.handover import PART_OF_GPUS
 
 STATE = 12  # bytes of a parameter's master and moments
 OVERLAP = 18  # bytes of a parameter on the device where one rank and one of two are
@@ -81,6 +81,7 @@ ROOM = 6e9  # bytes for contexts, NCCL and what the allocator rounds up
 RESIZE, COPIES = 2.0, 1.02  # targets: of the copies' time; of the step without copies
 LOGPROBS = Output.LOGPROBS
 BLOCK = 2**28  # bytes of a copy alone
+PART = 2**25  # bytes of each of many copies
 POLL_SECONDS = 0.02
 DIFFERENT = "RESULTS DIFFER"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -309,13 +310,13 @@ def device_memory() -> list[float]:
 def resized(trained: Trained, ranks: int, found: Found) -> float:
     """Resize the group; returns the seconds in which the state moved."""
     group, watching = trained.group, Watching()
-    inner = group._hand_over
+    inner = TrainGroup.init
 
-    def hand_over(others: TrainGroup, step: Step) -> Any:
-        watching.follow(others)
-        return inner(others, step)
+    def init(self: TrainGroup) -> Any:
+        watching.follow(self)
+        return inner(self)
 
-    group._hand_over = hand_over  # type: ignore[method-assign]
+    TrainGroup.init = init  # type: ignore[method-assign]
     before = len(group.layouts)
     name = f"resize {before} -> {ranks}"
     try:
@@ -323,7 +324,7 @@ def resized(trained: Trained, ranks: int, found: Found) -> float:
             group.resize(trained.next, ranks=ranks)
     finally:
         watching.close()
-        group._hand_over = inner  # type: ignore[method-assign]
+        TrainGroup.init = inner  # type: ignore[method-assign]
     assert len(group.layouts) == ranks
     found.add(Number(what=f"{name}: all", values=[seconds()], unit="s"))
     found.add(*(Number(what=f"{name}: {each}", values=[took], unit="s") for each, took in watching.seconds.items()))
@@ -361,11 +362,11 @@ def copies(nbytes: int, tiny: bool, results: Any) -> None:
     source = torch.ones(block, dtype=torch.uint8, device="cuda:0")
     target = torch.ones(block, dtype=torch.uint8, device="cuda:0")
     pinned = torch.ones(block, dtype=torch.uint8, pin_memory=True)
-    pageable = torch.ones(2 * PART_OF_GPUS, dtype=torch.uint8)
+    pageable = torch.ones(2 * PART, dtype=torch.uint8)
 
     def parts(host: torch.Tensor) -> None:
-        for number, (into, out) in enumerate(zip(target.split(PART_OF_GPUS), source.split(PART_OF_GPUS), strict=True)):
-            room = host[number % 2 * PART_OF_GPUS :][: len(out)]
+        for number, (into, out) in enumerate(zip(target.split(PART), source.split(PART), strict=True)):
+            room = host[number % 2 * PART :][: len(out)]
             room.copy_(out)
             into.copy_(room)
 

@@ -6,7 +6,8 @@ python -m benchmarks.memory --tiny
 
 Each case is a process of its own, or as many as it has ranks: it builds the backend, takes three steps, and sends one
 step's micro-batches through a pass without gradients. Measured is the most that torch has allocated on any rank,
-predicted is `corerl.plan.footprint`. With --tiny, nothing is measured: predictions are made, and steps run on a CPU.
+predicted is `corerl_forecast.footprint`. With --tiny, nothing is measured: predictions are made, and steps run on a
+CPU.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from benchmarks.steps import (
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, TrainConfig
 from corerl.models.files import look_at
-from corerl.plan.footprint import RoleMemory, role_memory
 from corerl.plugin.registry import Kind, load
 from corerl.types import MemoryKind, Output
+from corerl_forecast.footprint import RoleMemory, role_memory
 
 STEPS = 3  # the first one makes the moments
 LIMIT = 240.0  # seconds for a case

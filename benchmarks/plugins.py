@@ -31,7 +31,7 @@ class Options:
     offload: bool = field(default=False, metadata={"help": "moments in host memory"})
 
 SPEC = BackendSpec(
-    implementation="nowhere:Backend", config=Options, api=(1, 0), summary="one of many",
+    implementation="nowhere:Backend", config=Options, api=(2, 0), summary="one of many",
     capabilities={Capability.CRITIC: unsupported("nothing here is real")},
 )
 """
@@ -93,8 +93,8 @@ def measure(*, rounds: int, size: int, calls: int, starts: int) -> Report:
         variables = environment()
         variables["PYTHONPATH"] = os.pathsep.join([str(site), variables["PYTHONPATH"]])
         best_start(["-m", "compileall", "-q", str(site)], variables, 1)  # as pip does when it installs
-        for command in ("--help", "backends"):
-            words = ["-c", "import sys; from corerl.cli.main import main; sys.exit(main())", command]
+        for command in ("--help", "plugins backends"):
+            words = ["-c", "import sys; from corerl.cli.main import main; sys.exit(main())", *command.split()]
             best_start(words, variables, 2)
             ours, bare = in_turns(
                 rounds,
@@ -122,7 +122,7 @@ def measure(*, rounds: int, size: int, calls: int, starts: int) -> Report:
         numbers=numbers,
         note=(
             "A start is a Python process from its creation to its end; the plugins are backends on PYTHONPATH, in "
-            "addition to the installed ones. `corerl backends` imports the spec of each. A call is "
+            "addition to the installed ones. `corerl plugins backends` imports the spec of each. A call is "
             "PluginHost.forward_backward around an empty backend, including all of its checks."
         ),
     )

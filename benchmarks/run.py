@@ -25,7 +25,6 @@ BENCHMARKS = {
     "fsdp_step": ["--size", "64", "--steps", "2"],
     "weight_update": ["--size", "1", "--updates", "1"],
     "delta_update": ["--size", "2", "--bucket-mib", "2"],
-    "resize": ["--size", "16"],
     "quickstart": ["--size", "5"],
 }
 

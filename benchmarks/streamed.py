@@ -47,9 +47,9 @@ from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import Ended, Watched, sglang, value
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
+from corerl.checkpoint.copies import MEMORY
 from corerl.data.prompts import PromptStream
 from corerl.driver import sampling
-from corerl.driver.checkpoints import MEMORY
 from corerl.engines.fleet import EngineFleet
 from corerl.plan.plan import RolloutPlan
 from corerl.rollout.sources.base import Arrived, Scored, Source

@@ -8,9 +8,6 @@ if TYPE_CHECKING:
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config
     from corerl.driver.run import Summary as Summary
-    from corerl.driver.scaling import Devices as Devices
-    from corerl.driver.scaling import Sizing as Sizing
-    from corerl.driver.scaling import Spent as Spent
     from corerl.errors import CorerlError as CorerlError
     from corerl.kinds import MemoryKind as MemoryKind
     from corerl.loop import train as train

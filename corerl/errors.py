@@ -1,7 +1,7 @@
 """Every error that CoreRL raises, as one tree: what went wrong, and who can fix it.
 
     CorerlError                     a failure of the run                    exit status 1
-      HookFailed                      a backend's hook raised, on one rank
+      HookFailed                      a hook of a backend, on one rank, or of an extension raised
       WorkerDied                      a worker or engine process is gone
       NoPlaces                        there is no place for the processes of a machine that is gone
       ContractError                   a plugin violated the hook contract

@@ -31,7 +31,7 @@ def training(run: Run) -> None:
                 run.push_weights()
                 run.report(scored, batch, results)
                 run.save()
-                run.resize()
+                run.between_steps()
             run.evaluate()
         if run.stopping:
             break

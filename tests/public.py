@@ -16,6 +16,7 @@ WHOLE = {  # modules and packages all of whose names are public
     "corerl.kinds",
     "corerl.messages",
     "corerl_testing.plugin",
+    "corerl_testing.scenarios",
     "corerl_testing.suite",
     "corerl_testing.algorithm_suite",
 }
@@ -48,8 +49,8 @@ def imports_of(source: str) -> Iterator[tuple[str, str]]:
 
 
 def is_core(module: str) -> bool:
-    return module == "corerl" or module.startswith("corerl.")
+    return module.partition(".")[0] in ("corerl", "corerl_testing")
 
 
 def is_public(module: str, name: str) -> bool:
-    return module in WHOLE or name in PUBLIC.get(module, ()) or (module == "corerl" and name in ("", "__version__"))
+    return module in WHOLE or name in PUBLIC.get(module, ()) or (module in PUBLIC and name in ("", "__version__"))

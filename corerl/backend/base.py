@@ -22,7 +22,6 @@ import torch
 from attrs import evolve
 
 from corerl.backend.frozen_weights import digest, require_same
-from corerl.backend.handed_over import SNAPSHOT, HandedOver, TrainingState, to_text
 from corerl.checkpoint.copies import StateCopies
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
@@ -62,7 +61,6 @@ from corerl.types import (
 from corerl.weights.adapters import Adapters, is_adapter
 from corerl.weights.chunks import Chunk, TensorSource, fill
 from corerl.weights.gather import GatherPlan
-from corerl.weights.handover import Handover, give
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import WeightSender
@@ -89,6 +87,7 @@ class StateKey(StrEnum):
 
 
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
+SNAPSHOT = "snapshot/"  # before the name of one, as a key of what is written
 
 # How to use less device memory: in any hook, and in one that passes micro-batches through the model.
 LESS_MEMORY = "split the model over more ranks, or give the engines less of the device"
@@ -104,7 +103,6 @@ class Backend(BackendBase, ABC):
     adam_step = 0  # applied steps, for Adam's bias correction; `optimizer_step` adds 1 for each that it applies
     weights_version = 0  # the version that engines were last sent
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
-    handover: Handover | None = None  # of other ranks' state, to go on with; set before `init`
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -384,15 +382,14 @@ class Backend(BackendBase, ABC):
     def settle(self) -> None:
         self._copies.settle()
 
-    def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
-        """Give this rank's state, snapshots included, to the ranks of another group; returns the bytes sent. `step` is
-        the one that comes next. Raises ResizeFailed, also once `called_off` returns a reason."""
-        state = self._trained_state()
-        state[StateKey.MASTER.value] = [*state[StateKey.MASTER.value], *self.buffers()]
-        for name in self._snapshots.names:
-            state[f"{SNAPSHOT}{name}"] = self._snapshots.chunks(name, self.changing)
-        note = to_text(self._extra(step))
-        return give(handover, self.layout.rank, state, note, called_off=called_off)
+    def hand_over(self, path: str, step: Step) -> int:
+        """Write what `save` writes, and the snapshots, for ranks that are to go on in the place of these; returns
+        bytes. `step` is the one that comes next. Raises SaveFailed."""
+        names = self._snapshots.names
+        kept = {f"{SNAPSHOT}{name}": self._snapshots.chunks(name, self.changing) for name in names}
+        state = {BUFFER: self.buffers(), **self._trained_state(), **kept}
+        with contextlib.closing(StateCopies(self.device)) as copies:
+            return copies.begin(Path(path), self.layout.rank, state, {**self._extra(step), "snapshots": names})
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
@@ -542,10 +539,8 @@ class Backend(BackendBase, ABC):
         self._frozen_digest = digest(chunks, self.group)
         return {StateKey.PARAM}
 
-    def _saved(self) -> TrainingState | None:
+    def _saved(self) -> SavedState | None:
         """What this rank goes on from; None if it begins with the model's own weights."""
-        if self.handover is not None:
-            return HandedOver(self.handover, self.layout.rank)
         if self.config.resume:
             return SavedState(self.config.resume, rank=self.layout.rank, ranks=self.layout.world_size)
         return None
@@ -566,7 +561,7 @@ class Backend(BackendBase, ABC):
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
 
-    def _resume(self, saved: TrainingState) -> int:
+    def _resume(self, saved: SavedState) -> int:
         extra = saved.extra(0)
         counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
         require_fields(extra, {**counters, "backend": str}, where=f"{saved}: extra")
@@ -590,9 +585,8 @@ class Backend(BackendBase, ABC):
             self.load_extra_state(
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
-        for name in saved.snapshots:
+        for name in extra.get("snapshots", ()):  # of ranks in whose place these go on; a checkpoint has none
             self._snapshots.make(name, self.changing, functools.partial(saved.take, f"{SNAPSHOT}{name}"))
-        saved.close()
         return int(extra["optimizer_step"])
 
 

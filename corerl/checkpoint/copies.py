@@ -6,6 +6,7 @@ written a second time. Whoever calls makes two sets of files take turns: one is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -28,6 +29,7 @@ from corerl.weights.chunks import Chunk
 from corerl.weights.files import free_in
 from corerl.weights.shared import CudaPinning
 
+MEMORY = Path("/dev/shm")
 DTYPES = {  # by their names in safetensors
     torch.float64: "F64",
     torch.int64: "I64",
@@ -43,6 +45,12 @@ DTYPES = {  # by their names in safetensors
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # where to, and from where
 SEGMENT = 2**30  # bytes whose pages one thread touches
+
+
+def memory_of(what: str) -> Path:
+    """The directory in memory for what a run, or whatever has this name, keeps there: the same each time."""
+    known = hashlib.sha256(os.fsencode(what)).hexdigest()[:16]
+    return MEMORY / f"corerl-{os.getuid()}-{known}"
 
 
 def _nothing() -> None:

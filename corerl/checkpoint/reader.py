@@ -125,8 +125,6 @@ class SavedState:
     def __str__(self) -> str:
         return f"checkpoint {self._directory}"
 
-    snapshots: Sequence[str] = ()  # a checkpoint has none
-
     def extra(self, rank: int) -> dict[str, Any]:
         return read_extra(self._directory, rank)
 
@@ -145,9 +143,6 @@ class SavedState:
                     f"{self} contains {name!r} {list(shape)}, which this model does not have; resume "
                     "with the model that the checkpoint was written with"
                 )
-
-    def close(self) -> None:
-        """Nothing to do: files are closed with what has read them."""
 
 
 def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Path) -> None:

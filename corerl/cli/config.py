@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
-        from corerl.plan.resolve import resolve_tables, settle_algorithm
+        from corerl.plan.resolve import resolve_tables, settle_algorithm, settle_extensions
 
         tried()
-        resolved = resolve_tables(settle_algorithm(config))
+        resolved = resolve_tables(settle_algorithm(settle_extensions(config)))
         toml = dump_toml(resolved)
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check = plan.rollout.check
     while check is not None and not check.look(SECONDS):
         note(f"{check.done:,} of {check.of:,} prompts are checked")
-    memory = plan.memory.lines() if plan.memory is not None else ()
-    for line in (*plan.notices, *memory, *(check.finish() if check is not None else ())):
+    for line in (*plan.notices, *(check.finish() if check is not None else ())):
         if line not in ignored:
             note(line)
     print(f"{args.file}: ok")

@@ -14,23 +14,10 @@ from importlib import import_module
 from typing import TextIO
 
 from corerl import __version__
+from corerl.cli.commands import add_parsers, other_providers
 from corerl.errors import CorerlError, UserError
-from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
-
-# Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
-COMMANDS = (
-    "train",
-    "eval",
-    "scale",
-    "export",
-    "config",
-    "models",
-    "plugins",
-    "verify",
-    "options",
-    "doctor",
-    "new_backend",
-)
+from corerl.messages import LONGEST, LONGEST_LINE, note, one_line, place, printable, shorten, shorten_inside
+from corerl.plugin.registry import CORE_COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,15 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"corerl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors; also CORERL_DEBUG=1")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in CORE_COMMANDS:  # each with an `add_parser(subparsers)`; they import little: help is instant
         import_module(f"corerl.cli.{name}").add_parser(subparsers)
     args: argparse.Namespace | None = None
-    debug = os.environ.get("CORERL_DEBUG") == "1"
+    words = sys.argv[1:] if argv is None else argv
+    debug = os.environ.get("CORERL_DEBUG") == "1" or "--debug" in words
     stdout = sys.stdout  # which code that the command imports may close or replace
     try:
         _require_surroundings()
-        args = _parse(parser, argv)
-        debug = debug or args.debug
+        add_parsers(subparsers, words)
+        args = _parse(parser, words)
+        for line in other_providers(args.command):
+            note(line)
         status: int = args.run(args)
         stdout.flush()
         return status
@@ -91,17 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_unwritten(stdout)
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere; and help
     that cannot be written is an OSError."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):
-            args, rest = parser.parse_known_args(argv)
+            args, rest = parser.parse_known_args(words)
     except SystemExit:
         print(said.getvalue(), end="", flush=True)
         raise
-    args.debug = args.debug or "--debug" in rest
     rest = [word for word in rest if word != "--debug"]
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (rest != overrides or "overrides" not in args):

@@ -21,7 +21,6 @@ from corerl.errors import CorerlError
 from corerl.messages import first_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LOOK_SECONDS = 0.5  # between two looks where bundles are
 PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
@@ -93,7 +92,6 @@ class Room(Mapping[str, Sequence[Slot]]):
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
         self._gone: set[str] = set()  # machines, of which Ray may still have to say it
-        self._missed: set[Bundle] = set()  # waited for, in vain
         # Why the GPU of a bundle that has come to another machine, under the third of these, could not be told.
         self._silent: dict[tuple[PlacementGroup, int, str], str] = {}
 
@@ -115,7 +113,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
-            self._look()  # machines may be gone on which no process was, and others may have come
+            self.look_again()  # machines may be gone on which no process was, and others may have come
         kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
         if any(slot.lost for slots in kept.values() for slot in slots):
             raise CorerlError(
@@ -159,47 +157,21 @@ class Room(Mapping[str, Sequence[Slot]]):
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    def settle(self, *, within: float) -> None:
-        """Find out whether machines are gone, and wait `within` seconds until the cluster has put the bundles that were
-        there on others, or so many of them that unused ones can take the place of the rest: once for the same bundles,
-        however often this is called. Slots are where it has put them, or `lost`, as those are whose GPU does not
-        answer."""
+    def look(self) -> None:
+        """Find out which machines are gone, and where the cluster has put the bundles that were there. Slots are where
+        it has put them, or `lost`, as those are whose GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
-        self._look()
-        until = time.monotonic() + within
-        while self._misses() and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
-            self._look()
-        self._missed |= self._lost()
+        self.look_again()
 
-    def _misses(self) -> bool:
-        """Whether a bundle is lost that was not waited for yet, and not all that are lost can be replaced by others."""
-        lost = self._lost()
-        # Unused ones may be on several machines, where a process of several bundles cannot be.
-        wide = any(slot.lost and len(slot.bundles) > 1 for slots in self._slots.values() for slot in slots)
-        return bool(lost - self._missed) and (wide or len(lost) > self.unused)
-
-    def _lost(self) -> set[Bundle]:
-        """Those that processes are on, or were."""
-        return {bundle for bundle in self._used(self._slots) if bundle.lost}
+    @property
+    def bundles(self) -> Sequence[Bundle]:
+        return tuple(self._bundles)
 
     @property
     def silent(self) -> list[str]:
         """Of lost bundles that processes were on: why the GPUs that they have on other machines cannot be told."""
-        lost = {(bundle.group, bundle.index) for bundle in self._lost()}
+        lost = {(bundle.group, bundle.index) for bundle in self.used(self._slots) if bundle.lost}
         return [why for (group, index, _), why in self._silent.items() if (group, index) in lost]
-
-    def left(self, placement: Placement, name: str) -> int:
-        """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
-        says."""
-        shares = [name] if name in placement.apart else self._slots.keys() - set(placement.apart)
-        return sum(not bundle.lost for bundle in self._used(shares))
-
-    @property
-    def unused(self) -> int:
-        """How many bundles there are that are not lost and that no process is on."""
-        used = self._used(self._slots)
-        return sum(not bundle.lost and bundle not in used for bundle in self._bundles)
 
     def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
         """How many bundles there are, as far as Ray knows by now; on how many of them no process is; and how many more
@@ -210,11 +182,12 @@ class Room(Mapping[str, Sequence[Slot]]):
             free = ray.available_resources()
         except RayError as error:
             raise CorerlError(f"Ray does not tell how many devices there are: {first_line(error)}") from error
-        used = {(each.group, each.index) for each in self._used(self._slots)}
+        used = {(each.group, each.index) for each in self.used(self._slots)}
         more = min((int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount), default=0)
         return len(there), len(there - used), more
 
-    def _used(self, groups: Iterable[str]) -> set[Bundle]:
+    def used(self, groups: Iterable[str]) -> set[Bundle]:
+        """The bundles that processes of these groups are on, or were."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
     def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
@@ -229,8 +202,8 @@ class Room(Mapping[str, Sequence[Slot]]):
             found[name] = [next(others) if slot.lost else slot for slot in slots]
         return found
 
-    def _look(self) -> None:
-        """Look where bundles are by now."""
+    def look_again(self) -> None:
+        """Look where bundles are by now, of machines that are known to be gone and of others."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
             there = self._nodes(group)

@@ -10,7 +10,7 @@ import attrs
 from attrs import frozen
 
 from corerl.config.schema import Config
-from corerl.config.words import class_fields, spell, to_plain, toml_value
+from corerl.config.words import class_fields, is_union, spell, to_plain, toml_value
 
 
 @frozen(kw_only=True)
@@ -38,9 +38,10 @@ def _describe(cls: type, prefix: str) -> Iterator[FieldHelp]:
         yield FieldHelp(
             path=path, type=spell(kind), default=_default(attribute), help=attribute.metadata.get("help", "")
         )
-        for argument in get_args(kind):
-            if attrs.has(argument):
-                yield from _describe(argument, f"{path}[]." if get_origin(kind) is tuple else f"{path}.")
+        for arm in get_args(kind) if is_union(kind) else (kind,):
+            for argument in (arm, *get_args(arm)):
+                if attrs.has(argument):
+                    yield from _describe(argument, f"{path}[]." if get_origin(arm) is tuple else f"{path}.")
 
 
 def _default(attribute: attrs.Attribute[Any]) -> str:
@@ -64,10 +65,13 @@ def _helps(table: str, options: Any) -> dict[str, str]:
 def annotate(toml: str, config: Config) -> str:
     """The text of `dump_toml(config)` with each setting's help as a comment above it."""
     helps = {entry.path.replace("[]", ""): entry.help for entry in describe(Config)}
-    for kind in ("backends", "engines", "samplers", "algorithms"):
+    for kind in ("backends", "engines", "samplers", "algorithms", "transports"):
         for name, options in getattr(config, kind).items():
             helps |= _helps(f"{kind}.{name}", options)
-    extensions, own = [_helps("extensions.options", each.options) for each in config.extensions], dict[str, str]()
+    extensions, own = (
+        [_helps("extensions.options", each.options) for each in config.chosen_extensions],
+        dict[str, str](),
+    )
     lines, table = [], ""
     for line in toml.removesuffix("\n").split("\n"):  # not splitlines: a string may hold other line separators
         if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):

@@ -30,7 +30,12 @@ KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 UNKNOWN = "unknown key; known: "  # how a problem begins for which there is no better advice
 # Tables of what all plugins of a kind have in common, with those of what only one knows.
-PLUGINS = {"algorithm": ("algorithms",), "backend": ("backends",), "rollout": ("engines", "samplers")}
+PLUGINS = {
+    "algorithm": ("algorithms",),
+    "backend": ("backends",),
+    "rollout": ("engines", "samplers"),
+    "weights": ("transports",),
+}
 DEEPEST = 32  # levels of tables and arrays
 More = Callable[[Config], Iterable[str]]  # further problems of a config that has some, a line for each
 

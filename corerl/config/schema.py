@@ -1,8 +1,8 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
 Every field has help text, which `corerl config` prints; a field without a default is required.
-Options of a single backend, engine or algorithm are in `backends.NAME`, `engines.NAME` and `algorithms.NAME`, as the
-plugin's own class.
+Options of a single plugin are in `backends.NAME`, `engines.NAME`, `algorithms.NAME` or `transports.NAME`, as its own
+class.
 """
 
 from __future__ import annotations
@@ -126,17 +126,6 @@ class ClusterConfig:
         default=3600.0,
         validator=[at_least(0), finite],
     )
-    spare_timeout: float = option(
-        "seconds to wait for other devices of the cluster in the place of those of a machine that is gone; after that, "
-        "the groups that were on it go on smaller, on the devices that are left",
-        default=60.0,
-        validator=[at_least(0), finite],
-    )
-    scaler: str = option(
-        "a function 'module:function' that is asked after each step whether groups should have other sizes, such as "
-        "corerl.driver.scaling:balance, which moves devices between the actor's ranks and the engines; empty: never",
-        default="",
-    )
     resources: Mapping[str, float] = option(
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,
@@ -229,7 +218,8 @@ class TrainConfig:
     )
     recompute: Literal["auto", "none", "full"] = option(
         "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer; "
-        "auto: full if training is predicted not to fit on this machine's GPUs without, else none",
+        "auto: full if corerl-forecast is installed and predicts that training does not fit on this machine's GPUs "
+        "without, else none",
         default="auto",
     )
     aux_loss_coef: float = option(
@@ -378,7 +368,7 @@ class AlgorithmConfig:
     says; `settled` fills it in."""
 
     name: str = option(
-        "an installed algorithm (`corerl algorithms` lists them), 'distribution:name', or 'package.module:SPEC'",
+        "an installed algorithm (`corerl plugins` lists them), 'distribution:name', or 'package.module:SPEC'",
         default="grpo",
         validator=filled,
     )
@@ -701,9 +691,9 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
-        "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "
-        "on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
+        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
+        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
         default="auto",
     )
     every: int = option(
@@ -843,9 +833,6 @@ class ExtensionChoice:
     options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
 
-DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "jsonl", "tensorboard", "curves"))
-
-
 @frozen(kw_only=True)
 class Config:
     """The complete configuration of a run; also written next to its results, as a file that can be loaded again."""
@@ -860,6 +847,9 @@ class Config:
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
     )
+    transports: Mapping[str, Mapping[str, Any]] = option(
+        "transport-specific options, one table per transport", factory=dict
+    )
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
     lora: LoraConfig | None = option(
@@ -872,14 +862,20 @@ class Config:
     weights: WeightsConfig = option("weight updates from trainer to engines", factory=WeightsConfig)
     eval: EvalConfig = option("evaluation on held-out prompts", factory=EvalConfig)
     checkpoint: CheckpointConfig = option("saving and resuming", factory=CheckpointConfig)
-    extensions: tuple[ExtensionChoice, ...] = option(
-        "observers and wrappers in order, the first outermost", default=DEFAULT_EXTENSIONS
+    extensions: tuple[ExtensionChoice, ...] | None = option(
+        "observers and wrappers in order, the first outermost; unset: those installed that join by default",
+        default=None,
     )
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
         """The roles of this run by name, the actor first; others only if the run trains."""
         return {"actor": self.roles.actor, **(self.roles.beside_actor if self.run.trains else {})}
+
+    @property
+    def chosen_extensions(self) -> tuple[ExtensionChoice, ...]:
+        """Those that are listed; a plan's config lists also those that join by themselves."""
+        return self.extensions or ()
 
     @property
     def own_devices(self) -> tuple[str, ...]:

@@ -6,19 +6,15 @@ fields run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
-from enum import Enum
-from functools import cache
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
-from attrs import frozen
-from cattrs import Converter
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError, IterableValidationNote
-from cattrs.gen import make_dict_structure_fn, override
+from attrs import evolve, frozen
 
 from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value, to_plain
 from corerl.errors import ConfigError
@@ -28,15 +24,6 @@ T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 SHOWN = 20  # parts of an array or table that are reported if they do not fit
 FITTINGS = 4  # what is wrong is removed, what is then missing is made empty, and then validators of tables speak
-
-
-class _Wrong(ValueError):
-    """A value that does not fit; the message goes after its path. `within` as in Problem."""
-
-    within: str = ""
-
-
-_ERRORS = (ClassValidationError, IterableValidationError, _Wrong)
 
 
 @frozen
@@ -58,6 +45,14 @@ class Problem:
         return f"{path}: {text}" if path else text
 
 
+class _Wrong(ValueError):
+    """What does not fit, with keys inside the value that was read."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
 def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
     """Structure plain data into an instance of a frozen attrs class, such as a plugin's options.
 
@@ -72,9 +67,10 @@ def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
 def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
     """The instance of a frozen attrs class, or None and every problem."""
     try:
-        return _converter().structure(data, cls), []
-    except _ERRORS as error:
-        return None, list(_walk(error, ()))
+        found: T = _read(data, cls)
+    except _Wrong as error:
+        return None, list(error.problems)
+    return found, []
 
 
 def fitting(data: Mapping[str, Any], cls: type[T]) -> T | None:
@@ -120,21 +116,17 @@ def _arms(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if is_union(kind) else (kind,)
 
 
-@cache
-def _converter() -> Converter:
-    converter = Converter(detailed_validation=True, forbid_extra_keys=True)
-    for kind in (bool, int, float, str, Enum):
-        converter.register_structure_hook(kind, _scalar)
-    converter.register_structure_hook_factory(_is_literal, lambda kind: _scalar)
-    converter.register_structure_hook_factory(lambda kind: _is_a(kind, Mapping), _table_hook)
-    converter.register_structure_hook_factory(lambda kind: _is_a(kind, (list, tuple, Sequence)), _array_hook)
-    converter.register_structure_hook_factory(is_union, _union_hook)
-    converter.register_structure_hook_factory(attrs.has, _class_hook)
-    return converter
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
+def _read(value: Any, kind: Any) -> Any:
+    """The value as this type. Raises _Wrong."""
+    if attrs.has(kind):
+        return _read_class(value, kind)
+    if is_union(kind):
+        return _read_union(value, kind)
+    if _is_a(kind, (list, tuple, Sequence)):
+        return _read_array(value, kind)
+    if _is_a(kind, Mapping):
+        return _read_table(value, kind)
+    return value if kind is Any else _read_scalar(value, kind)
 
 
 def _is_a(kind: Any, parent: type | tuple[type, ...]) -> bool:
@@ -142,156 +134,130 @@ def _is_a(kind: Any, parent: type | tuple[type, ...]) -> bool:
     return isinstance(origin, type) and issubclass(origin, parent) and not issubclass(origin, str)
 
 
-def _scalar(value: Any, kind: Any) -> Any:
+def _read_scalar(value: Any, kind: Any) -> Any:
     if allowed := choices(kind):
         for choice in allowed:
             if choice == value and type(choice) is type(value):
                 return kind(value) if isinstance(kind, type) else value
-        raise _Wrong(_mismatch(value, kind))
+        raise _wrong(_mismatch(value, kind))
     if kind is float and type(value) is int:
         try:
             return float(value)
         except OverflowError:
-            raise _Wrong(_mismatch(value, kind)) from None
+            raise _wrong(_mismatch(value, kind)) from None
     if type(value) is not kind:
-        raise _Wrong(_mismatch(value, kind))
+        raise _wrong(_mismatch(value, kind))
     if kind is float and math.isnan(value):
-        raise _Wrong("expected number, got nan")
+        raise _wrong("expected number, got nan")
     if kind is str and "\0" in value:  # no path, variable or token may have one, and not every library checks
-        raise _Wrong(f"expected string without NUL characters, got {short_repr(value)}")
+        raise _wrong(f"expected string without NUL characters, got {short_repr(value)}")
     return value
 
 
-def _class_hook(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
-    fields = {name: override(struct_hook=_field_hook(field, converter)) for name, field in class_fields(cls).items()}
-    # A table's first setting is its main one, such as the name of what its others are for.
-    main, main_kinds = next(((name, _arms(field.type)) for name, field in class_fields(cls).items()), ("", ()))
-    build = make_dict_structure_fn(
-        cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **cast(Any, fields)
-    )
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, Mapping):
-            wrong = _Wrong(_mismatch(value, cls))
-            wrong.within = main if type(value) in main_kinds else ""
-            raise wrong
-        return build(value, cls)
-
-    return hook
-
-
-def _field_hook(field: attrs.Attribute[Any], converter: Converter) -> Callable[[Any, Any], Any]:
-    """Structure one field and run its validator at once: attrs itself would stop at the first failing field."""
-
-    def hook(raw: Any, kind: Any) -> Any:
-        try:
-            value = converter.structure(raw, kind)
-        except _ERRORS:
-            raise
-        except (ValueError, TypeError, LookupError) as error:  # from a type that does its own conversion
-            raise _Wrong(_text(error)) from error
-        if field.validator is not None and field.converter is None:
+def _read_class(value: Any, cls: type) -> Any:
+    fields = class_fields(cls)
+    if not isinstance(value, Mapping):
+        # A table's first setting is its main one, such as the name of what its others are for.
+        main = next(iter(fields), "")
+        meant = main and type(value) in _arms(fields[main].type)
+        raise _wrong(_mismatch(value, cls), within=main if meant else "")
+    done: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, field in fields.items():
+        if name in value:
             try:
-                field.validator(None, field, value)
-            except AttributeError:
-                pass  # it reads other fields, so it can only run when the instance is made
-            except (ValueError, TypeError, LookupError) as error:
-                raise _Wrong(_text(error)) from error
-        return value
+                done[field.alias or name] = _read_field(value[name], field)
+            except Exception as error:  # a type's own conversion, or a validator, may raise anything
+                problems += _inside(name, error)
+        elif field.default is attrs.NOTHING:
+            problems += _missing(field)
+    problems += _unknown(value.keys() - fields.keys(), cls)
+    if not problems:
+        try:
+            return cls(**done)
+        except Exception as error:  # of a validator that reads several fields
+            problems += _problems_of(error)
+    raise _Wrong(*problems)
 
-    return hook
+
+def _read_field(raw: Any, field: attrs.Attribute[Any]) -> Any:
+    """Read one field and run its validator at once: attrs itself would stop at the first failing field."""
+    value = _read(raw, Any if field.type is None else field.type)
+    if field.validator is not None and field.converter is None:
+        with contextlib.suppress(AttributeError):  # it reads other fields, so it can only run with the whole instance
+            field.validator(None, field, value)
+    return value
 
 
-def _table_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+def _read_table(value: Any, kind: Any) -> dict[Any, Any]:
     _, inner = get_args(kind) or (str, Any)
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise _Wrong(_mismatch(value, kind))
-        return dict(zip(value, _each(value, value.values(), [inner] * len(value), converter), strict=True))
-
-    return hook
+    if not isinstance(value, Mapping):
+        raise _wrong(_mismatch(value, kind))
+    return dict(zip(value, _each(value, value.values(), [inner] * len(value)), strict=True))
 
 
-def _array_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+def _read_array(value: Any, kind: Any) -> list[Any] | tuple[Any, ...]:
     is_tuple = _is_a(kind, tuple)
     kinds = get_args(kind) or (Any, ...)
     fixed = is_tuple and kinds[-1] is not Ellipsis
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            raise _Wrong(_mismatch(value, kind))
-        if fixed and len(value) != len(kinds):
-            raise _Wrong(f"expected {spell(kind)}, got {len(value)}")
-        items = _each(range(len(value)), value, kinds if fixed else [kinds[0]] * len(value), converter)
-        return tuple(items) if is_tuple else items
-
-    return hook
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(_mismatch(value, kind))
+    if fixed and len(value) != len(kinds):
+        raise _wrong(f"expected {spell(kind)}, got {len(value)}")
+    items = _each(range(len(value)), value, kinds if fixed else [kinds[0]] * len(value))
+    return tuple(items) if is_tuple else items
 
 
-def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any], converter: Converter) -> list[Any]:
-    """Structure all parts of an array or table; raise one error for the parts that fail, of many for the first ones."""
-    done, errors = [], []
+def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+    """Read all parts of an array or table; raise one error for the parts that fail, of many for the first ones."""
+    done: list[Any] = []
+    problems: list[Problem] = []
+    failed = 0
     for key, value, kind in zip(keys, values, kinds, strict=True):
         try:
-            done.append(converter.structure(value, kind))
-        except (*_ERRORS, ValueError, TypeError, LookupError) as error:
-            error.add_note(IterableValidationNote(f"at {key!r}", key, kind))
-            errors.append(error)
-            if len(errors) == SHOWN:  # an array of the wrong kind may have millions, each of which takes 50 us
-                errors.append(_Wrong(f"{SHOWN} of its parts do not fit; those behind them are not checked"))
+            done.append(_read(value, kind))
+        except (ValueError, TypeError, LookupError) as error:
+            problems += _inside(key, error)
+            failed += 1
+            if failed == SHOWN:  # an array of the wrong kind may have millions
+                problems.append(Problem((), f"{SHOWN} of its parts do not fit; those behind them are not checked"))
                 break
-    if errors:
-        raise IterableValidationError("parts do not fit", errors, list)
+    if problems:
+        raise _Wrong(*problems)
     return done
 
 
-def _union_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+def _read_union(value: Any, kind: Any) -> Any:
     arms = [arm for arm in get_args(kind) if arm is not type(None)]
     tables = [arm for arm in arms if attrs.has(arm)]
-
-    def hook(value: Any, _: Any) -> Any:
-        if value is None and len(arms) < len(get_args(kind)):
-            return None
-        # if only one arm can be meant, its own errors say more than "expected this or that"
-        meant = tables if len(tables) == 1 and isinstance(value, Mapping) else arms
-        if len(meant) == 1:
-            return converter.structure(value, meant[0])
-        for arm in arms:
-            try:
-                return converter.structure(value, arm)
-            except (*_ERRORS, ValueError, TypeError, LookupError):
-                continue  # the next arm may fit
-        raise _Wrong(_mismatch(value, kind))
-
-    return hook
+    if value is None and len(arms) < len(get_args(kind)):
+        return None
+    # if only one arm can be meant, its own errors say more than "expected this or that"
+    meant = tables if len(tables) == 1 and isinstance(value, Mapping) else arms
+    if len(meant) == 1:
+        return _read(value, meant[0])
+    for arm in arms:
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # the next arm may fit
+            return _read(value, arm)
+    raise _wrong(_mismatch(value, kind))
 
 
 # ---- problems in words -----------------------------------------------------------------------------------------------
 
 
-def _walk(error: BaseException, keys: Keys) -> Iterator[Problem]:
-    """Every problem in a tree of cattrs' exception groups, in the order of the classes' fields."""
-    if isinstance(error, ClassValidationError):
-        noted, bare = error.group_exceptions()
-        for part, attribute in noted:
-            if isinstance(part, KeyError):  # a missing key; errors of a field's value are a _Wrong or a group
-                yield from _missing(class_fields(error.cl)[attribute.name], keys)
-            else:
-                yield from _walk(part, (*keys, attribute.name))
-        for part in bare:
-            yield from _unknown(part, keys) if isinstance(part, ForbiddenExtraKeysError) else _walk(part, keys)
-    elif isinstance(error, IterableValidationError):
-        noted_items, bare = error.group_exceptions()
-        for part, item in noted_items:
-            yield from _walk(part, (*keys, item.index))
-        for part in bare:
-            yield from _walk(part, keys)
-    else:
-        yield Problem(keys, _text(error), within=error.within if isinstance(error, _Wrong) else "")
+def _wrong(text: str, within: str = "") -> _Wrong:
+    return _Wrong(Problem((), text, within))
 
 
-def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
+def _problems_of(error: Exception) -> Sequence[Problem]:
+    return error.problems if isinstance(error, _Wrong) else [Problem((), _text(error))]
+
+
+def _inside(key: str | int, error: Exception) -> list[Problem]:
+    return [evolve(problem, keys=(key, *problem.keys)) for problem in _problems_of(error)]
+
+
+def _missing(field: attrs.Attribute[Any], keys: Keys = ()) -> Iterator[Problem]:
     """The problem for a missing required field; for a table, one for each required field in it."""
     here = (*keys, field.name)
     kind: Any = field.type
@@ -304,14 +270,14 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
         yield Problem(here, f"required but missing; set {spell(kind)}" + (f": {help_text}" * bool(help_text)))
 
 
-def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
-    known = list(class_fields(error.cl))
-    if (more := len(error.extra_fields) - SHOWN) > 0:
-        yield Problem(keys, f"has {more} more unknown keys")
-    for key in sorted(error.extra_fields)[:SHOWN]:
-        near = next(iter(deeper(error.cl, key)), "") or nearest(key, known)
+def _unknown(extra: Iterable[str], cls: type) -> Iterator[Problem]:
+    known, unknown = list(class_fields(cls)), sorted(extra)
+    if (more := len(unknown) - SHOWN) > 0:
+        yield Problem((), f"has {more} more unknown keys")
+    for key in unknown[:SHOWN]:
+        near = next(iter(deeper(cls, key)), "") or nearest(key, known)
         advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        yield Problem((*keys, key), f"unknown key; {advice}")
+        yield Problem((key,), f"unknown key; {advice}")
 
 
 def deeper(cls: type, key: str) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import operator
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from attrs import define, field
 
 from corerl.calls import POLL_SECONDS, Future, wait_all
 from corerl.checkpoint.commit import begin, begin_over, commit, put_aside, remove_all_but, retain
+from corerl.checkpoint.copies import memory_of
 from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
@@ -24,7 +23,6 @@ from corerl.plugin.events import CheckpointSaved
 from corerl.trainer.group import TrainGroup
 from corerl.types import ParallelLayout, Step
 
-MEMORY = Path("/dev/shm")
 ON_OTHERS = (
     "ranks are on other machines than the driver, and copies have to be complete on one; ranks that die are started "
     "anew from checkpoints (checkpoint.every)"
@@ -187,8 +185,7 @@ class Copies(Checkpoints):
 def copies_of(saves: Checkpoints) -> Iterator[Copies]:
     """Copies of what is saved, until the generator is closed. What a killed run of the same directory has left there
     goes first."""
-    known = hashlib.sha256(os.fsencode(saves.run_dir.absolute())).hexdigest()[:16]
-    directory = MEMORY / f"corerl-{os.getuid()}-{known}"
+    directory = memory_of(str(saves.run_dir.absolute()))
     shutil.rmtree(directory, ignore_errors=True)
     try:
         directory.mkdir(mode=0o700)

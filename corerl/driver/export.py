@@ -21,7 +21,7 @@ from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
-from corerl.models.files import kept_files, look_at
+from corerl.models.files import kept_config, kept_digest, kept_files, look_at
 from corerl.models.lora import targets_in
 from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
@@ -59,7 +59,8 @@ def export(
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, the adapters merged into the weights that it was trained from. None is False for
-    such a role. `notify` is told if no directory has the weights that they belong to.
+    such a role. `notify` is told if no directory has the weights that they belong to, or if
+    what is copied from the model's directory is not what was there as the run began.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
     Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
@@ -69,7 +70,8 @@ def export(
 
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    config = structure(read_run(checkpoint)["config"], Config, path="")
+    state = read_run(checkpoint)
+    config = structure(state["config"], Config, path="")
     if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
     model, lora = config.model_of(role), config.lora_of(role)
@@ -107,6 +109,11 @@ def export(
             source, FirstOf(source, base), wholes, lora.scale, held=DTYPES[precision], base_digest=str(told)
         )
         tensors = ((name, tensor if name in precise else tensor.to(kept)) for name, tensor in merged)
+    if (then := state.get("kept", {}).get(role)) and then != kept_digest(model.path, hf):
+        notify(
+            f"{model.path} has other weights or settings for pictures than as the {role} was trained, and the export "
+            "gets these; give back the directory that the run began with, and export again"
+        )
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     exported = _with_special_tokens(hf, tokenizer)
     if isinstance(tokenizer.chat_template, str):
@@ -119,7 +126,8 @@ def export(
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
         files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
         kept=_kept(model, hf),
-        kept_config=_kept_config(model, hf),
+        # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
+        kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -237,16 +245,6 @@ def _kept(model: ModelConfig, hf: PreTrainedConfig) -> Iterator[tuple[str, torch
         for name in names:
             shape = files.shape(name) or ()
             yield name, files.read(name, (0,) * len(shape), shape)
-
-
-def _kept_config(model: ModelConfig, hf: PreTrainedConfig) -> dict[str, Any]:
-    """What the model's own config.json says of the parts that the run did not build: an older transformers, as engines
-    have, may not read the words of the one that writes the export."""
-    if not model.path or not reads_pictures(hf):
-        return {}
-    written = read_json_file(Path(model.path) / "config.json")
-    text = hf.get_text_config()
-    return {name: written[name] for name in hf.sub_configs if name in written and getattr(hf, name) is not text}
 
 
 def _of(directory: str, names: Sequence[str] = TOKENIZER_FILES) -> list[Path]:

@@ -22,9 +22,10 @@ from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver import scaling
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
+from corerl.driver.control import Control
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
+from corerl.driver.groups import Groups, with_devices
 from corerl.driver.idle import SCORING
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
@@ -41,7 +42,6 @@ from corerl.driver.sampling import (
     start_source,
     unseen_tokens,
 )
-from corerl.driver.sizes import Sizes, with_devices
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
@@ -62,6 +62,7 @@ from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.rollout import templates
 from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.sampler import Sampler
@@ -69,7 +70,6 @@ from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
@@ -110,7 +110,6 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
     write_config(start.run_dir, plan.record)
-    scaling.begin(start.run_dir)
     progress = Progress(
         load_observers(plan.extensions, str(start.run_dir), [("notices", NoticeFile(str(start.run_dir)))]),
         plan.first_step,
@@ -288,7 +287,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
         return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
 
-    sizes = Sizes(
+    groups_now = Groups(
         plan=plan,
         room=room,
         roles=roles,
@@ -298,8 +297,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress=progress,
         address_of=address,
     )
+    control = Control(groups=groups_now, progress=progress, stop=stop)
     if updates is not None:
-        updates.refit = sizes.refit_engines
+        updates.places = functools.partial(control.failed, ranks=False)
     run = Run(
         plan=plan,
         progress=progress,
@@ -326,13 +326,12 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             checkpoints=checkpoints,
             copies=copies,
             updates=updates,
-            sizes=sizes,
+            control=control,
             start=start,
             progress=progress,
             stop=stop,
         ),
-        sizes=sizes,
-        scaling=scaling.Scaling(name=plan.cluster.scaler, scaler=plan.scaler) if plan.scaler is not None else None,
+        control=control,
         source_of=source_of,
         kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
         before=answers_in(start.state) if trains else (),
@@ -340,6 +339,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             algorithm=plan.algorithm,
             samples=plan.run.samples,
             unseen=unseen_tokens(rollout) if plan.run.samples else {},
+            rewarding=rollout.rewarding,
+            max_tokens=rollout.params.max_tokens if plan.run.samples else 0,
         ),
     )
     if fleet is not None:
@@ -405,7 +406,7 @@ def _end(group: TrainGroup) -> None:
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
     """The address of weight updates, without the meeting point, which `TrainGroup.meeting` adds."""
     # Two processes on one GPU cannot share an NCCL group.
-    own_devices = TRANSPORTS[processes.transport].one_device or cluster.placement == "disaggregated"
+    own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
     return Address(
         transport=processes.transport,
         engines=tuple(receivers),
@@ -414,6 +415,7 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
         device=processes.device if own_devices else "cpu",
         # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
         timeout=cluster.timeout / 2,
+        options=processes.transport_options,
     )
 
 
@@ -505,8 +507,6 @@ def _notices(plan: Plan) -> Iterator[str]:
     yield from plan.notices
     if plan.rollout.check is not None:
         yield from plan.rollout.check.notices or ()  # of one that goes on, when it has ended
-    if plan.memory is not None:
-        yield from plan.memory.lines(fullest=True)
 
 
 def make_fleet(

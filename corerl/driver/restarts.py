@@ -14,10 +14,10 @@ from corerl.checkpoint.commit import read_state
 from corerl.cluster import services
 from corerl.cluster.nodes import elsewhere
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.control import Control
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
-from corerl.driver.sizes import Sizes
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, NoPlaces, WorkerDied
@@ -54,7 +54,7 @@ class Restarts:
     checkpoints: Checkpoints
     copies: Checkpoints | None  # in memory, of every step
     updates: WeightUpdates | None
-    sizes: Sizes
+    control: Control
     start: Start
     progress: Progress
     stop: StopRequest
@@ -99,7 +99,7 @@ class Restarts:
         point = self._newest()
         self.progress.notice(f"{error.message}; all ranks are started anew from {point}{self._lost(point)}")
         with self.progress.phase("starting the ranks anew"):
-            self._make_way()
+            self._make_way(error)
             if point.kind == COPY and self._on_others:  # since ranks have got other places
                 point = self._newest()
                 self.progress.notice(
@@ -134,21 +134,20 @@ class Restarts:
     def _on_others(self) -> bool:
         """Whether ranks that a checkpoint is for have their places on other machines than this one."""
         trained = [name for name, role in self.roles.items() if role.loss is not None]
-        return bool(elsewhere(slot.node for name in trained for slot in self.sizes.room[name]))
+        return bool(elsewhere(slot.node for name in trained for slot in self.control.groups.room[name]))
 
-    def _make_way(self) -> None:
+    def _make_way(self, error: WorkerDied) -> None:
         """End all ranks, and find places for others."""
         for role in self.roles.values():
             role.group.processes.kill()
         if self.updates is not None:
             self.updates.given_up()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
-        for line in self.sizes.refit():
-            self.progress.notice(line)
+        self.control.failed(error.message, ranks=True)
 
     def _restart_ranks(self, checkpoint: Path | None) -> int:
         """Returns the version of the actor's weights."""
-        plans, room = self.sizes.plan.processes.roles, self.sizes.room
+        plans, room = self.control.plan.processes.roles, self.control.groups.room
         starting = {}
         for name, role in self.roles.items():
             saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)

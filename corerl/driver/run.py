@@ -19,6 +19,7 @@ from corerl.calls import Future, wait_all
 from corerl.cluster import services
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints, Copies
+from corerl.driver.control import Control
 from corerl.driver.early import Early
 from corerl.driver.gate import Gate
 from corerl.driver.idle import idle, idle_seconds
@@ -37,16 +38,13 @@ from corerl.driver.restarts import Point, Restarts
 from corerl.driver.roles import Role
 from corerl.driver.routing_replay import replayed
 from corerl.driver.run_dir import require_there
-from corerl.driver.scaling import Answer, Scaling, answer, asked
-from corerl.driver.sizes import Sizes
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError
+from corerl.errors import SaveFailed
 from corerl.event_loop import EventLoop
-from corerl.messages import message_of
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.run_dir import EXPORT
@@ -104,8 +102,7 @@ class Run:
     checkpoints: Checkpoints
     copies: Copies | None = None  # of every step, in memory
     restarts: Restarts
-    sizes: Sizes
-    scaling: Scaling | None  # None: only `corerl scale` asks for other sizes
+    control: Control
 
     source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
     kl_coef: float  # algorithm.kl_coef, as adapted so far
@@ -355,61 +352,14 @@ class Run:
         self.ensure_serving(force=True)
         self.evaluate()
 
-    # ---- sizes ------------------------------------------------------------------------------------------------------
+    # ---- extensions that decide -------------------------------------------------------------------------------------
 
-    def resize(self) -> None:
-        """Change the groups' sizes if somebody wants that, between two steps. What cannot be is told, and the run goes
-        on."""
+    def between_steps(self) -> None:
+        """Let extensions change the groups, or stop the run, if another step comes."""
         if self.stopping or self.progress.step >= self.plan.run.steps:
             return
-        run_dir = self.plan.start.run_dir
-        try:
-            request = asked(run_dir)
-        except ConfigError as error:
-            self.progress.notice(f"a request for other sizes is ignored: {error.message}")
-            request = None
-        if request is not None:
-            changed: list[str] = []
-            failed = "the run was stopped"
-            try:
-                failed = self._resize(request.overrides, changed)
-            except Exception as error:  # such as of ranks that have died, whose successors know of no request
-                failed = message_of(error)
-                raise
-            finally:
-                try:
-                    answer(run_dir, request, Answer(changed=tuple(changed), error=failed))
-                except ConfigError as error:
-                    self.progress.notice(f"nobody hears of the request for other sizes: {error.message}")
-        if self.scaling is not None:
-            try:
-                devices = self.sizes.devices
-            except CorerlError as error:
-                self.progress.notice(f"cluster.scaler is not asked after this step: {error.message}")
-                return
-            try:
-                wanted = self.scaling.wanted(self.progress.step, self.sizes.now, devices)
-            except CorerlError as error:
-                self.progress.notice(f"{error.message}; it is not asked again")
-                self.scaling = None
-                return
-            if wanted and self._resize(wanted, []):
-                self.scaling.refused(wanted, devices)
-
-    def _resize(self, overrides: Sequence[str], changed: list[str]) -> str:
-        """Adds a line to `changed` for each group that has; returns what went wrong."""
-        failed = ""
-        try:
-            for line in self.sizes.change(overrides):
-                changed.append(line)
-                self.progress.notice(line)
-        except (UserError, ResizeFailed) as error:
-            told = "; ".join(error.message.splitlines())
-            self.progress.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
-            failed = error.message
-        if changed or failed:  # engines may be new, or asleep
+        if self.control.between_steps():
             self.push_weights()
-        return failed
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -478,8 +428,6 @@ class Run:
         engines = self.updates.fleet.names if self.updates is not None else ()
         waits = idle(self.progress.spans.take(), self._step_started, now, engines=engines)
         metrics |= idle_seconds(waits, engines=len(engines))
-        if self.scaling is not None:
-            self.scaling.step_done(metrics, self.sizes.now)
         for line in self.notices.of(scored, batch, results):
             self.progress.notice(line)
         self._step_started = now
@@ -560,7 +508,8 @@ class Run:
             "source": self.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
             **({"schedules": stands} if stands else {}),
-            "config": self.sizes.plan.record,
+            **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
+            "config": self.control.plan.record,
             "before": [asdict(shown) for shown in self._before],
         }
         saves.start(

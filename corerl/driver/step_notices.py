@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from attrs import Factory, define, field
 
+from corerl.config.schema import RewardConfig
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.equal_rewards import EqualRewards
-from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.algorithm import BY_ALL_PARTS, AlgorithmPlan, has_several_parts
 from corerl.rollout.sources.base import Scored
-from corerl.types import SampleBatch, TrainResult
+from corerl.types import TURN_REWARDS, SampleBatch, TrainResult
 
 LONG = 1.0  # seconds of a compilation that are worth a line
 
@@ -23,6 +24,9 @@ class StepNotices:
     algorithm: AlgorithmPlan
     samples: bool  # whether the run samples, and so could sample other prompts
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
+    rewarding: RewardConfig = field(factory=RewardConfig)
+    max_tokens: int = 0  # rollout.max_tokens of the samples; 0: not known
+    _said: set[str] = field(factory=set, init=False)  # names of lines
     _equal: EqualRewards = Factory(
         lambda self: EqualRewards(self.algorithm.settings, compares=self.algorithm.compares, samples=self.samples),
         takes_self=True,
@@ -33,6 +37,9 @@ class StepNotices:
     ) -> Iterator[str]:
         """`batch` is None if the step was not for training; `results` are by role."""
         yield from self._of_unseen(scored.rollout.batch)
+        once = self._of_parts(scored) | self._of_turns(scored.rollout.batch, trains=batch is not None)
+        yield from (f"step {scored.step}: {once[name]}" for name in once if name not in self._said)
+        self._said |= once.keys()
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
@@ -54,6 +61,48 @@ class StepNotices:
                     f"step {scored.step}: a rank of the {name} compiled {each.what} anew, in {each.seconds:.0f} s: "
                     f"{each.why}"
                 )
+
+    def _of_parts(self, scored: Scored) -> dict[str, str]:
+        """What dynamic sampling goes by, as far as a config does not tell: lines by names."""
+        settings, parts, lines = self.algorithm.settings, scored.parts, dict[str, str]()
+        part, missing = settings.dynamic_sampling_on, scored.counts.get("groups_missing", 0)
+        if not settings.dynamic_sampling or not self.samples:
+            return lines
+        if not part and len(parts) > 1 and not has_several_parts(self.rewarding):
+            lines["parts"] = f"the reward has the parts {', '.join(map(repr, parts))}; {BY_ALL_PARTS}"
+        if part and parts and part not in parts:
+            lines["part"] = (
+                f"no sample has the part {part!r} of the reward (algorithm.dynamic_sampling_on), only "
+                f"{', '.join(map(repr, parts))}: groups are equal where their whole rewards are"
+            )
+        elif part and missing and self.algorithm.compares:
+            lines["missing"] = (
+                f"{missing} of {len(scored.rollout.prompts)} groups are equal in {part!r}, and too few others were "
+                f"found (algorithm.dynamic_sampling={settings.dynamic_sampling}): the policy learns from them what "
+                "else differs in their rewards; rollout/groups_missing counts such groups"
+            )
+        return lines
+
+    def _of_turns(self, batch: SampleBatch, *, trains: bool) -> dict[str, str]:
+        """What becomes of the turns of episodes: lines by names."""
+        settings, rows, lines = self.algorithm.settings, batch.rows, dict[str, str]()
+        adds_up = trains and not self.algorithm.credits_turns and not settings.advantages
+        rewards = batch.columns.get(TURN_REWARDS)
+        if adds_up and rewards is not None and rewards.any() and (rows["turns"] > 1).any():
+            lines["turns"] = (
+                f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
+                "tokens of an episode get one advantage; to credit each turn with its own, use an algorithm whose spec "
+                "says credits_turns, or algorithm.advantages"
+            )
+        if self.max_tokens and "span" in rows:
+            full = rows["truncated"] & (rows["span"] < self.max_tokens)  # else its last answer was cut
+            if full.any():
+                lines["full"] = (
+                    f"{full.sum()} of {len(full)} rows ended since what came behind an answer, such as a tool's "
+                    f"result, left no room in rollout.max_tokens={self.max_tokens}; they count as truncated, also for "
+                    "algorithm.overlong"
+                )
+        return lines
 
     def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
         """That the reward misses tokens that the policy samples."""

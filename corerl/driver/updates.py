@@ -16,11 +16,11 @@ from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
+from corerl.plugin.transports import give_up
 from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
@@ -50,8 +50,8 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
-    # Finds places for engines whose machine is gone; a line for each change. Raises NoPlaces.
-    refit: Callable[[], Sequence[str]] = tuple
+    # Finds places for engines that are to be replaced, which have ended as the message says. Raises NoPlaces.
+    places: Callable[[str], None] = lambda message: None
     adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
@@ -69,7 +69,7 @@ class WeightUpdates:
 
     def given_up(self) -> None:
         """Note that the ranks have ended, maybe in an update: engines must not wait for them."""
-        TRANSPORTS[self.address.transport].give_up(self.address)
+        give_up(self.address)
 
     def renewed(self, source: Source) -> None:
         """Note that the ranks were replaced by new ones, and the source by another."""
@@ -177,8 +177,7 @@ class WeightUpdates:
             self.progress.notice(f"{engine} is replaced: {error.message}")
         with self.progress.phase("replace"):
             try:
-                for line in self.refit():
-                    self.progress.notice(line)
+                self.places("; ".join(error.message for error in failed.values()))
             except NoPlaces as refused:
                 raise refused.told_with(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from corerl.messages import message_of
+from corerl.plugin.transports import open_receiver
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver
 
 if TYPE_CHECKING:
     import torch

@@ -34,6 +34,7 @@ class EngineAssignment:
     model: ModelConfig
     options: Mapping[str, Any]  # the engine's own table
     context: EngineContext
+    transport: str = ""  # of the weight updates that it receives; empty if it is not known
 
 
 class EngineService:
@@ -42,7 +43,10 @@ class EngineService:
     def __init__(self, assignment: EngineAssignment) -> None:
         require_met(each.distribution for each in assignment.origins)
         loaded = load(Kind.ENGINES, assignment.engine)
-        require_same(assignment.origins, (Kind.ENGINES, loaded))
+        plugins = [(Kind.ENGINES, loaded)]
+        if assignment.transport:
+            plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
+        require_same(assignment.origins, *plugins)
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
         context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
         try:

@@ -12,6 +12,8 @@ from corerl.plugin.spec import EngineSpec
 
 @frozen(kw_only=True)
 class TransformersConfig:
+    """Options of the engine `transformers`."""
+
     batch_size: int = option("rows generated at once", default=512, validator=at_least(1))
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "attention implementation of transformers; auto: sdpa if the model supports it, else eager", default="auto"
@@ -26,13 +28,13 @@ class FakeConfig:
 TRANSFORMERS = EngineSpec(
     implementation="corerl.engines.transformers:TransformersEngine",
     config=TransformersConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="transformers' own generate(), on CPU or GPU",
     adapters=True,
 )
 FAKE = EngineSpec(
     implementation="corerl.engines.fake:FakeEngine",
     config=FakeConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="no model: tokens are a function of prompt, noise and weights version; for tests",
 )

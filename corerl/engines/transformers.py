@@ -55,6 +55,8 @@ PAD = 0  # any token will do: padding is masked, and what follows a stop token i
 
 
 class TransformersEngine(Engine):
+    """The engine `transformers`, in the process that constructs it: the model's own `generate`, on a CPU or a GPU."""
+
     def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
         self._options = options
         self._vocabulary = model.vocabulary or None

@@ -4,6 +4,8 @@ without the model's prefix, and with a head that is the embedding or one of its 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -18,10 +21,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
-from corerl.models.described import Described
 from corerl.models.lora import put_adapters
 from corerl.models.names import shapes_of
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
+from corerl.plain_json import read_json_file
 
 LOOKED_AT = 16  # models that a process keeps on meta
 COMPARED = 2**24  # elements at a time, of tensors that may be equal
@@ -91,6 +94,38 @@ def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFi
     nor trains, like those of a vision tower. An export copies them."""
     files, model = model_files(directory, config), look_at(config)
     return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
+
+
+def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """What the config.json of a model that reads pictures says of the parts that a run on text does not build."""
+    written, text = read_json_file(Path(directory) / "config.json"), config.get_text_config()
+    return {name: written[name] for name in config.sub_configs if name in written and getattr(config, name) is not text}
+
+
+def kept_digest(directory: str | Path, config: PreTrainedConfig) -> str:
+    """32 hexadecimal digits of `kept_config` and of the tensors of `kept_files`: of their names, types, shapes and
+    first rows. To read a tower whole takes seconds, and another one differs in nearly every row."""
+    digest = hashlib.sha256(json.dumps(kept_config(directory, config), sort_keys=True).encode())
+    files, names = kept_files(directory, config)
+    for name in names:
+        shape = files.shape(name) or ()
+        row = files.read(name, (0,) * len(shape), tuple(1 if axis == 0 else size for axis, size in enumerate(shape)))
+        digest.update(f"{name} {row.dtype} {shape}".encode())
+        digest.update(row.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+@frozen
+class Described:
+    """A config, equal to those that describe the same model."""
+
+    kind: type[PreTrainedConfig]
+    text: str
+    config: PreTrainedConfig = field(eq=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Described:
+        return cls(type(config), config.to_json_string(use_diff=False), config)
 
 
 def look_at(config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None) -> PreTrainedModel:

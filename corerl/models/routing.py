@@ -71,7 +71,9 @@ class Routers:
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts(model.config)
-        self.topk = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0)  # experts per token
+        text = model.config.get_text_config()
+        of_dbrx = getattr(getattr(text, "ffn_config", None), "moe_top_k", 0)
+        self.topk = int(getattr(text, "num_experts_per_tok", 0) or of_dbrx or 0)  # experts per token
         self._logits_at = _recorders(model)[0].index if modules else 0
         self._listening = False
         self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded

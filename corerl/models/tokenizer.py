@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-from tokenizers import decoders, models, processors
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -100,20 +100,32 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
             f"model.tokenizer='{CHARACTERS}{characters}' must list at least one character, and each only once"
         )
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
-    # Byte-pair encoding without merges: faster than splitting a text by a pattern.
-    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
-    inner.decoder = decoders.Fuse()
-    inner.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    begin, first, second = (
+        {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+        *({"Sequence": {"id": name, "type_id": 0}} for name in "AB"),
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    inner = {
+        # Byte-pair encoding without merges: faster than splitting a text by a pattern.
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>"},
+        "decoder": {"type": "Fuse"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, first],
+            "pair": [begin, first, second],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [vocabulary["<bos>"]], "tokens": ["<bos>"]}},
+        },
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / TOKENIZER
+        file.write_text(json.dumps(inner))
+        return PreTrainedTokenizerFast(
+            tokenizer_file=str(file),
+            pad_token="<pad>",
+            bos_token="<bos>",
+            eos_token="<eos>",
+            unk_token="<unk>",
+            clean_up_tokenization_spaces=False,
+        )
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -1,1 +1,17 @@
-"""The extensions that come with CoreRL: displays, logs, trackers, traces and guards."""
+"""Metrics of a run over time, and the extensions that core brings: lines and files."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.observability.files import keep as keep
+    from corerl.observability.history import History as History
+    from corerl.observability.history import phases as phases
+    from corerl.observability.run_state import RunState as RunState
+    from corerl.observability.run_state import scores as scores
+    from corerl.observability.text import duration as duration
+    from corerl.observability.text import number as number
+    from corerl.plain_json import read_json_file as read_json_file
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
 
-from rich.console import Console as Terminal
-
-from corerl.observability.live import LiveView
+from corerl.errors import PluginConflict
 from corerl.observability.plain import PlainView
 from corerl.observability.run_state import RunState
 from corerl.observability.specs import ConsoleOptions
 from corerl.plugin.events import Event
 from corerl.plugin.hookspecs import hookimpl
-
-
-class View(Protocol):
-    def update(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
+from corerl.plugin.registry import Kind, load, load_implementation, scan
+from corerl.plugin.spec import Display
 
 
 class Console:
-    """A live display if standard output is a terminal that can show one, else plain lines."""
+    """The display that is installed, if standard output is a terminal that it can use, else plain lines."""
 
     def __init__(self, *, options: ConsoleOptions, run_dir: str) -> None:
-        self._view = choose_view(RunState(time.monotonic), Terminal(), every=options.every)
+        shown = display() if sys.stdout.isatty() else None
+        lines = PlainView(RunState(time.monotonic), sys.stdout, every=options.every)
+        self._display: Display = lines if shown is None else shown
 
     @hookimpl
     def observe(self, event: Event) -> None:
-        self._view.update(event)
+        self._display.update(event)
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        self._view.close()
+        self._display.close()
 
 
-def choose_view(state: RunState, terminal: Terminal, *, every: int) -> View:
-    able = terminal.is_terminal and not terminal.is_dumb_terminal and terminal.encoding.startswith("utf")
-    # FORCE_COLOR makes rich take a pipe for a terminal, but cursor movements are useless in a file.
-    if able and terminal.file.isatty():
-        return LiveView(state, terminal)
-    return PlainView(state, sys.stdout, every=every)
+def display() -> Display | None:
+    """The display that is installed, if there is one and it can use this terminal. Raises PluginConflict if there are
+    several, and as `load` does."""
+    found = scan(Kind.DISPLAYS)
+    if len(found) > 1:
+        raise PluginConflict(
+            f"the displays {' and '.join(map(str, found))} are installed, and a terminal can show one; uninstall "
+            f"{' or '.join(entry.distribution for entry in found)}"
+        )
+    made = load_implementation(Kind.DISPLAYS, load(Kind.DISPLAYS, found[0].name)) if found else None
+    return made() if made is not None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,15 +19,6 @@ def keep(path: Path) -> None:
         while (other := path.with_stem(f"{path.stem}-{number}")).exists():
             number += 1
         path.rename(other)
-
-
-@contextmanager
-def beside(error: BaseException) -> Iterator[None]:
-    """Run a block that records details of `error`. If it fails, add a note to `error` instead of raising."""
-    try:
-        yield
-    except Exception as failed:
-        error.add_note(f"additionally, writing what goes with it failed: {failed}")
 
 
 def reopen(path: Path, *, before: float, same_run: bool = False) -> IO[str]:

@@ -20,7 +20,7 @@ from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.registry import find_loss, policy_loss
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, TrainConfig
+from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, RewardConfig, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import ROLES, algorithm_spec, check_spec, role_kinds
@@ -29,6 +29,11 @@ from corerl.plan.sampler import plays_episodes
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
+
+BY_ALL_PARTS = (
+    "groups are equal where the sums of all parts of the reward are; name the part that decides in "
+    "algorithm.dynamic_sampling_on, if one does"
+)
 
 
 @frozen(kw_only=True)
@@ -227,16 +232,17 @@ def _against_streaming(config: Config) -> Iterator[str]:
         )
 
 
+def has_several_parts(reward: RewardConfig) -> bool:
+    """Whether the config says so: a function may return several without."""
+    return len(reward.functions) > 1 or len(reward.weights) > 1
+
+
 def told_sampling(config: Config) -> Iterator[str]:
     """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of, and one if what
     dynamic sampling goes by may not be what is meant."""
     rollout, reward, part = config.rollout, config.reward, config.algorithm.dynamic_sampling_on
-    several = len(reward.functions) > 1 or len(reward.weights) > 1
-    if config.algorithm.dynamic_sampling and several and not part:
-        yield (
-            "algorithm.dynamic_sampling: groups are equal where the sums of all parts of the reward are; name the part "
-            "that decides in algorithm.dynamic_sampling_on, if one does"
-        )
+    if config.algorithm.dynamic_sampling and has_several_parts(reward) and not part:
+        yield f"algorithm.dynamic_sampling: {BY_ALL_PARTS}"
     if part and config.run.trains and not config.algorithm.dynamic_sampling:
         yield f"algorithm.dynamic_sampling_on: {part!r}, but algorithm.dynamic_sampling=0 drops no groups"
     cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}

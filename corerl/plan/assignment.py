@@ -17,4 +17,5 @@ class Assignment:
     backend: str  # the name, resolved again in the worker
     config: RoleConfig  # with `options` as a plain table
     extensions: tuple[ExtensionChoice, ...] = ()  # the ones for workers, options as plain tables
+    transport: str = ""  # of the weight updates that it sends; empty if it sends none, or it is not known
     origins: tuple[Origin, ...]  # of the plugins the driver resolved

@@ -15,14 +15,13 @@ from corerl.messages import did_you_mean, did_you_mean_path
 UNSET = AlgorithmConfig()
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
-BALANCE = "corerl.driver.scaling:balance"
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
     checks = (
-        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _scaler, _cluster, _extensions),
+        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _cluster, _extensions),
         missing_directories,
     )
     return [line for check in checks for line in check(config)]
@@ -276,15 +275,6 @@ def _asleep(config: Config) -> Iterator[str]:
                 )
 
 
-def _scaler(config: Config) -> Iterator[str]:
-    both = config.run.samples and config.run.trains
-    if config.cluster.scaler == BALANCE and not (both and config.cluster.placement == "disaggregated"):
-        yield (
-            f"cluster.scaler: {BALANCE!r} moves devices between ranks and engines that have their own; set run.mode="
-            "'train' and cluster.placement='disaggregated', or remove it"
-        )
-
-
 def _cluster(config: Config) -> Iterator[str]:
     if config.cluster.resources and not config.cluster.address:
         yield (
@@ -324,7 +314,7 @@ def _cluster(config: Config) -> Iterator[str]:
 
 
 def _extensions(config: Config) -> Iterator[str]:
-    counts = Counter(extension.name for extension in config.extensions)
+    counts = Counter(extension.name for extension in config.chosen_extensions)
     for name, count in counts.items():
         if count > 1:
             yield f"extensions: {name!r} is listed {count} times; keep one"

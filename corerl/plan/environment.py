@@ -10,7 +10,7 @@ from corerl.config.variables import GLOO_INTERFACE
 from corerl.errors import ConfigError
 from corerl.plugin import hooktrace
 from corerl.plugin.spec import Environment
-from corerl.weights.transports import TRANSPORTS
+from corerl.plugin.transports import transport_named
 
 USER = "cluster.environment"  # whose values may be secrets
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
@@ -31,7 +31,7 @@ def process_environment(*, cluster: ClusterConfig, device: str, transport: str) 
         environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-    elif transport and TRANSPORTS[transport].joins and cluster.placement == "disaggregated":
+    elif transport and transport_named(transport).joins and cluster.placement == "disaggregated":
         # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment

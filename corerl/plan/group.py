@@ -24,12 +24,11 @@ from corerl.plan.experts import against_aux_loss, unread_fields, without_adapter
 from corerl.plan.inputs import built_model
 from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
 from corerl.plan.model_files import require_same_tensors, require_weights, saved_shapes
-from corerl.plan.notices import slow_paths
 from corerl.plan.resolve import ROLES, has_value_head, ignored_tables, is_frozen, load_plugins, settle_algorithm
 from corerl.plan.roles import RolePlan, plan_role
-from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation
+from corerl.plan.settle import settled, with_absolute_paths, with_choices
 from corerl.plan.user_code import require_no_code_of_a_model
-from corerl.weights.transports import AUTO
+from corerl.plugin.transports import AUTO
 
 
 @frozen(kw_only=True)
@@ -67,8 +66,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     problems.raise_all()
 
     asked, own, table = config, config.model_of(role), config.model_table_of(role)
-    config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
-    config = with_recomputation(config, {})
+    config = with_choices(config, device, bfloat16=has_bfloat16(config.cluster, device))
     hf = hf_config(own)
     model = built_model(config, role, hf)
     check_adapters(config, {role: hf}, problems)
@@ -119,7 +117,6 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *without_adapters(config, {role: hf}),
             *([f"{config.train_table_of(role)}.layout: whole, because {layout.why}"] if layout.why else []),
             *(settled(asked, config) if device == "cuda" else ()),
-            *slow_paths(asked, config, {role: plan}, {role: model}),
         ),
     )
 

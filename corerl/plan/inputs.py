@@ -17,7 +17,7 @@ from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
-from corerl.models.config import code_not_run, context_length, experts, hf_config
+from corerl.models.config import code_not_run, context_length, experts, hf_config, reads_pictures
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
@@ -189,6 +189,15 @@ def require_positions(config: Config, built: Mapping[str, PreTrainedModel], prob
         if (positions := position_limit(model, wanted=wanted)) is not None:
             whose = "" if role == ACTOR else f"{role}'s "
             problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {positions} positions; lower it")
+
+
+def kept_digests(config: Config, models: Mapping[str, PreTrainedConfig]) -> dict[str, str]:
+    """The digests of what exports of the roles that are trained copy from their models' directories, if anything."""
+    from corerl.models.files import kept_digest  # slow to import: takes seconds
+
+    trained = [role for role in models if config.run.trains and not is_frozen(config, role)]
+    paths = {role: path for role in trained if (path := config.model_of(role).path) and reads_pictures(models[role])}
+    return {role: kept_digest(path, models[role]) for role, path in paths.items()}
 
 
 def check_weights(

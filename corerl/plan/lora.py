@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig
+from corerl.models.config import class_name, reads_pictures
 from corerl.plan.resolve import has_value_head, is_frozen
 from corerl.plugin.spec import ACTOR
 
@@ -72,6 +73,16 @@ def check_adapters(config: Config, models: Mapping[str, PreTrainedConfig], probl
             if lora.path:
                 with problems.stage(f"{table}.path", path=f"{table}.path"):
                     require_adapters(Path(lora.path), adapted)
+
+
+def named_for(config: Config, models: Mapping[str, PreTrainedConfig]) -> Iterator[str]:
+    """A line for each role whose adapters may not fit what AutoModelForCausalLM builds of the checkpoint."""
+    for role, hf in models.items():
+        if config.lora_of(role) is not None and config.run.trains and reads_pictures(hf):
+            yield (
+                f"{config.lora_table_of(role)}: adapters are named for the modules of {class_name(hf)}, the class of "
+                "the checkpoint; load them onto a model of AutoModelForImageTextToText"
+            )
 
 
 def with_absolute_adapters(config: Config) -> Config:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from attrs import evolve
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.config.functions import imported
-from corerl.config.load import recorded, to_plain
+from corerl.config.load import as_config, recorded, to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
+from corerl.errors import ConfigError, Unsupported
 from corerl.plan.algorithm import (
     AlgorithmPlan,
     check_algorithm,
@@ -30,6 +27,7 @@ from corerl.plan.inputs import (
     built_models,
     check_weights,
     choose_layouts,
+    kept_digests,
     load_models,
     load_postprocess,
     load_sampled,
@@ -38,12 +36,11 @@ from corerl.plan.inputs import (
     require_positions,
     require_room_for_prompts,
 )
-from corerl.plan.lora import against_adapters, against_sending, check_adapters, settle_adapters
+from corerl.plan.lora import against_adapters, against_sending, check_adapters, named_for, settle_adapters
 from corerl.plan.notices import (
     held_out_and_trained_on,
     kl_gradient,
     opened_reasoning,
-    slow_paths,
     swapped_weights,
     title_of,
     unanswered,
@@ -52,19 +49,23 @@ from corerl.plan.notices import (
 )
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.processes import ProcessPlan, plan_processes
-from corerl.plan.resolve import ignored_tables, load_plugins, settle_algorithm
+from corerl.plan.ready import Decisions, PlanReady, decide
+from corerl.plan.resolve import (
+    absent_extensions,
+    ignored_tables,
+    load_plugins,
+    settle_algorithm,
+    settle_extensions,
+    with_extensions,
+)
 from corerl.plan.run_dir import changed_settings
 from corerl.plan.sampler import MakeSampler, plan_sampler
-from corerl.plan.settle import settled, with_absolute_paths, with_precisions, with_recomputation, with_vocabulary
+from corerl.plan.settle import BY_MEMORY, settled, with_absolute_paths, with_choices, with_vocabulary
 from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sources.recorded import SavedRollouts
-from corerl.weights.transports import AUTO, transport_named
-
-if TYPE_CHECKING:
-    from corerl.plan.forecast import Forecast
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -72,8 +73,24 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
 
     Raises UserError with a line per problem; checks that depend on a wrong setting are skipped. Unless a run is
     `starting`, its directory may already hold one: the config that a run has written stays valid. A run goes on by
-    itself from none of the checkpoints that ranks have found to be `damaged`.
+    itself from none of the checkpoints that ranks have found to be `damaged`. Extensions are asked about the plan, and
+    may want another one (`plan_ready`).
     """
+    decisions = Decisions()
+    while True:
+        try:
+            found = _planned(config, damaged, starting=starting, decisions=decisions)
+        except (ConfigError, Unsupported) as error:
+            if not decisions.settings:
+                raise
+            raise decisions.explained(error) from error
+        if isinstance(found, Plan):
+            return found
+        decisions = found
+
+
+def _planned(given: Config, damaged: Faults, *, starting: bool, decisions: Decisions) -> Plan | Decisions:
+    """The plan with what extensions have decided; if there is more of that once they have been asked, that alone."""
 
     def resized(overrides: Sequence[str]) -> Plan:
         # State comes from the ranks that run, and the checkpoint that these began with may be gone by now.
@@ -82,7 +99,10 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         resume = {"checkpoint": {**plan.record["checkpoint"], "resume": given.checkpoint.resume}}
         return evolve(plan, record={**plan.record, **resume}, resized=lambda more: resized([*overrides, *more]))
 
-    given, problems = config, Problems()
+    problems = Problems()
+    config = settle_extensions(as_config(given, decisions.overrides))
+    listed = len(config.chosen_extensions)
+    config = with_extensions(config)
     with problems.stage("algorithm's spec", path="algorithm.name"):
         config = settle_algorithm(config)
     config = settle_adapters(config, problems)
@@ -108,10 +128,6 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         problems.add(line)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     postprocess = load_postprocess(config.rollout, problems)
-    scaler: Callable[..., Any] | None = None
-    if config.cluster.scaler:
-        with problems.stage("cluster.scaler"):
-            scaler = imported(config.cluster.scaler, setting="cluster.scaler")
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
@@ -120,9 +136,6 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     require_room_for_prompts(config, context, problems)
     named = config
     config = with_absolute_paths(config)  # only now, because the checks above name files as the user does
-    with problems.stage("weights.transport", path="weights.transport"):
-        if config.weights.transport != AUTO:
-            transport_named(config.weights.transport)  # raises if unknown
     start = find_start(config, prompts, problems, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did; with the paths that the user gave, for errors.
     eval_sets, about_sets = load_eval_sets(named, prompts, reward, tokenizer, context, problems)
@@ -148,32 +161,47 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             with problems.stage("algorithm.check"):
                 check_algorithm(config)
     asked = config
-    planned = functools.partial(
-        plan_processes,
-        device=device,
-        models=models,
-        built=built,
-        layouts=layouts,
-        run_dir=start.run_dir,
-        resume=start.resume if problems.none_in("checkpoint") else None,
-        context_length=context,
-        algorithm=algorithm,
-    )
     processes: ProcessPlan | None = None
     if problems.none_in("cluster.device", "algorithm's spec"):  # which says what the roles are
         if problems.none_in("plugins.backends"):
-            config = with_precisions(config, device, bfloat16=has_bfloat16(config.cluster, device))
-        processes = planned(config, problems)
+            config = with_choices(config, device, bfloat16=has_bfloat16(config.cluster, device))
+        processes = plan_processes(
+            config,
+            problems,
+            device=device,
+            models=models,
+            built=built,
+            layouts=layouts,
+            run_dir=start.run_dir,
+            resume=start.resume if problems.none_in("checkpoint") else None,
+            context_length=context,
+            algorithm=algorithm,
+        )
     problems.raise_all()
 
     # No problems, so nothing is missing.
     assert processes is not None and tokenizer is not None and algorithm is not None
     assert prompts is not None and reward is not None and params is not None and sampler is not None
-    config, processes, memory = _fitted(config, asked, algorithm, processes, planned, problems, models, built)
+    ready = PlanReady(
+        config=config,
+        asked=asked,
+        algorithm=algorithm,
+        processes=processes,
+        models=models,
+        built=built,
+        device_memory=device_memory(config.cluster) if device == "cuda" else 0,
+        starting=starting,
+    )
+    decisions = decide(ready, decisions, run_dir=str(start.run_dir))
+    if not decisions.final:
+        return decisions
+    for line in decisions.problems:
+        problems.add(line)
     problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
-    record = to_plain(recorded(config))
+    # Without those that join every run: where the record is loaded again, those join that are installed there.
+    record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[:listed])))
     return Plan(
         title=title_of(config, processes, prompts, layouts),
         run=config.run,
@@ -202,14 +230,14 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
         checkpoint=config.checkpoint,
         eval=config.eval,
         eval_sets=eval_sets,
-        extensions=config.extensions,
+        extensions=config.chosen_extensions,
         resized=resized,
-        scaler=scaler,
         record=record,
-        memory=memory,
+        kept=kept_digests(config, models),
         notices=(
             *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
             *ignored_tables(config),
+            *absent_extensions(config),
             *start.data,
             *(prompts.notices if config.run.samples else ()),
             *unanswered(config, prompts),
@@ -219,45 +247,13 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
             *unused,
             *unread_fields(config, models),
             *without_adapters(config, models),
+            *named_for(config, models),
             *told_sampling(config),
             *(kl_gradient(config.algorithm) if config.run.trains else ()),
             *unapplied_sampling(config),
             *(unpacked(config, layouts) if config.run.trains else ()),
-            *(settled(asked, config) if device == "cuda" else ()),
+            *(settled(asked, config, decided=decisions.by, advice=BY_MEMORY) if device == "cuda" else ()),
             *(swapped_weights(algorithm, config.rollout.source) if config.run.trains else ()),
-            *(slow_paths(asked, config, processes.roles, built) if config.run.trains else ()),
+            *decisions.notices,
         ),
     )
-
-
-def _fitted(
-    config: Config,
-    asked: Config,
-    algorithm: AlgorithmPlan,
-    processes: ProcessPlan,
-    planned: Callable[[Config, Problems], ProcessPlan | None],
-    problems: Problems,
-    models: Mapping[str, PreTrainedConfig],
-    built: Mapping[str, PreTrainedModel],
-) -> tuple[Config, ProcessPlan, Forecast | None]:
-    """The config with recomputation where it was left open and memory wants it, its plan, and the memory predicted of
-    GPUs. On this machine's, a role that cannot be trained is a problem."""
-    if processes.device != "cuda" or not config.run.trains:
-        return with_recomputation(config, {}), processes, None
-    from corerl.plan.forecast import Forecaster  # slow to import: takes seconds
-
-    # Not by the model's positions, which are often many times as many as samples ever have tokens.
-    longest = config.rollout.context_length
-    forecaster = Forecaster(
-        config=config, asked=asked, algorithm=algorithm, plan=processes, models=models, built=built, longest=longest
-    )
-    memory, there = forecaster.forecast(), device_memory(config.cluster)
-    full = with_recomputation(config, {role: memory.tight(role, there=there) for role in processes.roles})
-    config = with_recomputation(config, {})
-    if full != config and (again := planned(full, Problems())) is not None:  # None: a backend cannot, as configured
-        config, processes = full, again
-        forecaster = evolve(forecaster, config=config, plan=processes)
-        memory = forecaster.forecast()
-    for line in forecaster.too_large(memory, there=there) if there else ():
-        problems.add(line)
-    return config, processes, memory

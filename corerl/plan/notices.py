@@ -16,16 +16,13 @@ from corerl.data.prompts import PromptSource
 from corerl.models.tokenizer import unapplied
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
-from corerl.plan.resolve import place_of, role_options
-from corerl.plan.roles import RolePlan
 from corerl.plan.sampler import brings_prompts
-from corerl.plugin.slow import slow_precision
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.encoding import Rejected
 from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from corerl.models.layout import Layout
     from corerl.rollout.evaluation import EvalSet
@@ -142,25 +139,3 @@ def swapped_weights(algorithm: AlgorithmPlan, source: str) -> list[str]:
         + ("; a table [roles.reference] makes it a model that stays in memory" if tag == REFERENCE else "")
         for tag, wanted in algorithm.snapshots(ACTOR).items()
     ]
-
-
-def slow_paths(
-    asked: Config, config: Config, roles: Mapping[str, RolePlan], built: Mapping[str, PreTrainedModel]
-) -> list[str]:
-    """One line for each slow path of a role on GPUs, with its price and what avoids it; none on CPUs, where the fast
-    ones are not. `config` is `asked` with what that leaves open settled, `built` has the models on meta."""
-    lines = []
-    for role, plan in roles.items():
-        if plan.cluster.device != "cuda":
-            continue
-        from corerl.models.activations import size_of  # slow to import: takes seconds
-
-        options = role_options(config, role, plan.backend)
-        found = [
-            *slow_precision(plan.cluster, asked=asked.train_of(role).precision == "float32"),
-            *plan.backend.spec.slow(options, plan.cluster, size_of(built[role])),
-        ]
-        for each in found:
-            place = place_of(each, plan.backend, config=config, role=role)
-            lines.append(f"{place}: {each.text}; {each.price}; {each.instead}")
-    return list(dict.fromkeys(lines))

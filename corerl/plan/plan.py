@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import frozen
 from transformers import PreTrainedTokenizerBase
@@ -28,9 +28,6 @@ from corerl.plan.start import Start
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sources.base import Scored
-
-if TYPE_CHECKING:
-    from corerl.plan.forecast import Forecast
 
 
 @frozen(kw_only=True)
@@ -71,10 +68,9 @@ class Plan:
     eval_sets: Sequence[EvalSet]  # that of data.held_out first, if there is one
     extensions: tuple[ExtensionChoice, ...]
     resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
-    scaler: Callable[..., Any] | None  # which decides on them; None if nobody does
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
+    kept: Mapping[str, str]  # of what a role's export copies from its model's directory: role -> digest
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
-    memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training
 
     @property
     def first_step(self) -> int:

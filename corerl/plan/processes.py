@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,6 +27,7 @@ from corerl.plan.transports import ENGINES, transport_of
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import AUTO
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout
@@ -53,6 +54,7 @@ class ProcessPlan:
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates
+    transport_options: Mapping[str, Any]  # its own table, as plain data
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
 
@@ -83,16 +85,19 @@ def plan_processes(
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
     own_devices = list(config.own_devices)
     widths: dict[str, int] = {}
-    transport: str = config.weights.transport
+    transport: str = config.weights.transport if fit[Kind.TRANSPORTS] else AUTO
+    sending_by: Loaded | None = None
     sending: tuple[int, ...] = ()
     engine = load(Kind.ENGINES, config.rollout.engine) if fit[Kind.ENGINES] else None
-    if engine is not None and fit[Kind.BACKENDS]:
+    if engine is not None and fit[Kind.BACKENDS] and fit[Kind.TRANSPORTS]:
         with problems.stage("weights.transport"):
             if config.run.samples:
                 groups[ENGINES] = config.rollout.replicas
                 widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
                 own_devices += [ENGINES] if config.cluster.placement == "disaggregated" else []
             transport, sending = transport_of(config, arrange(groups, own_devices=own_devices, widths=widths), device)
+            sending_by = load(Kind.TRANSPORTS, transport)
+            check_spec(sending_by, config.transports.get(sending_by.name, {}), clusters[ACTOR], config=config)
     if engine is not None:
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
@@ -119,7 +124,7 @@ def plan_processes(
             )
             if not is_frozen(config, role) and (line := uneven(role, config, data_parallel=plans[role].data_parallel)):
                 problems.add(line)
-    if problems or algorithm is None or engine is None:
+    if problems or algorithm is None or engine is None or sending_by is None:
         return None
     common = process_environment(cluster=config.cluster, device=device, transport=transport)
     environment = functools.partial(environment_of, cluster=config.cluster, common=common)
@@ -142,7 +147,7 @@ def plan_processes(
             lora=config.lora if adapters_apart(config) else None,
         )
         with problems.stage("environment"):
-            engine_plan = plan_engines(config, engine, engines, context, environment)
+            engine_plan = plan_engines(config, engine, sending_by, engines, context, environment)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     if problems:
         return None
@@ -162,6 +167,7 @@ def plan_processes(
         sharing=offloaded(config, device),
         placement=placement,
         transport=transport,
+        transport_options=to_plain(config.transports.get(sending_by.name, {})),
         senders=sending,
         common=common,
     )
@@ -170,6 +176,7 @@ def plan_processes(
 def plan_engines(
     config: Config,
     engine: Loaded,
+    transport: Loaded,
     cluster: ClusterInfo,
     context: EngineContext,
     environment: Callable[[str, Mapping[str, str]], dict[str, str]],
@@ -180,7 +187,8 @@ def plan_engines(
     assignments = (
         EngineAssignment(
             engine=config.rollout.engine,
-            origins=origins_of((Kind.ENGINES, engine)),
+            transport=transport.name,
+            origins=origins_of((Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)),
             model=config.model,
             options=to_plain(options),
             context=evolve(context, name=f"engine-{index}", index=index),
@@ -197,7 +205,7 @@ def plan_engines(
 
 def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
     names: dict[str, str] = {}  # extension -> its name in the config
-    for index, each in enumerate(config.extensions):
+    for index, each in enumerate(config.chosen_extensions):
         with problems.stage("extensions"):
             extension = load(Kind.EXTENSIONS, each.name)
             if names.setdefault(extension.name, each.name) != each.name:

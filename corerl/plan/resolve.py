@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, fields, frozen
@@ -13,14 +13,16 @@ from attrs import evolve, fields, frozen
 from corerl.algorithms.base import REFERENCE
 from corerl.config.load import structure
 from corerl.config.problems import Problems
-from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, RolesConfig
+from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
 from corerl.errors import ConfigError, PluginBroken, PluginError
 from corerl.messages import nearest
-from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
+from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, is_named, load, locate, usable
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
+from corerl.plugin.transports import AUTO
 
-TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS)  # the kinds with a table for each plugin
+# The kinds with a table for each plugin.
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS, Kind.TRANSPORTS)
 ROLES = tuple(field.name for field in fields(RolesConfig))
 
 
@@ -35,8 +37,9 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """The selected backends, engine, sampler, algorithm and extensions, in that order; one entry for each setting that
-    names a plugin."""
+    """The selected backends, engine, sampler, algorithm, extensions and transport, in that order; one entry for each
+    setting that names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed
+    them."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -52,7 +55,12 @@ def selected(config: Config) -> list[Selection]:
         ),
         *(
             Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
-            for index, each in enumerate(config.extensions)
+            for index, each in enumerate(config.chosen_extensions)
+        ),
+        *(
+            [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.samples)]
+            if (transport := config.weights.transport) != AUTO
+            else []
         ),
     ]
 
@@ -114,6 +122,38 @@ def settle_algorithm(config: Config) -> Config:
     return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
 
 
+def settle_extensions(config: Config) -> Config:
+    """The same config with the installed extensions that join by default, if it says nothing of extensions."""
+    return config if config.extensions is not None else evolve(config, extensions=_joining("default"))
+
+
+def with_extensions(config: Config) -> Config:
+    """The same config, once settled, with the installed extensions that join every run, behind those that it lists."""
+    listed = [each.name for each in config.chosen_extensions]
+    return evolve(config, extensions=(*config.chosen_extensions, *_joining("always", besides=listed)))
+
+
+def _joining(how: str, besides: Sequence[str] = ()) -> tuple[ExtensionChoice, ...]:
+    """The installed extensions that join in this way, without those already listed. Whoever loads them raises an error
+    if two have one name."""
+    found = [each for each in usable(Kind.EXTENSIONS) if each.spec.joins == how]
+    new = [each for each in found if not any(is_named(each, name) or each.value == name for name in besides)]
+    names = dict.fromkeys(each.name for each in sorted(new, key=lambda each: (each.spec.place, each.name)))
+    return tuple(ExtensionChoice(name=name) for name in names)
+
+
+def absent_extensions(config: Config) -> list[str]:
+    """One line for each installed extension whose spec cannot be used, so that nobody knows whether it would join. If
+    the config lists it, that is an error elsewhere."""
+    listed = {each.name.rpartition(":")[2] for each in config.chosen_extensions}
+    return [
+        f"the extension {each.name!r} of {each.distribution} takes no part: {each.reason}; run corerl doctor "
+        f"{each.name}, or uninstall {each.distribution}"
+        for each in installed(Kind.EXTENSIONS)
+        if each.status in (Status.BROKEN, Status.INCOMPATIBLE) and each.name not in listed
+    ]
+
+
 def _require_valid(spec: AlgorithmSpec, name: str) -> None:
     """Raise PluginBroken if an algorithm has roles that no run has, or defaults that `[algorithm]` cannot have."""
     if wrong := [role for role in spec.roles if role not in ROLES]:
@@ -136,8 +176,8 @@ def _require_valid(spec: AlgorithmSpec, name: str) -> None:
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class.
 
-    Tables of unselected backends, engines, samplers and algorithms stay as they are, and are checked if the plugin is
-    installed. If it is not, but its name is close to a known one, that is a problem too: a likely typo.
+    Tables of unselected plugins stay as they are, and are checked if the plugin is installed. If it is not, but its
+    name is close to a known one, that is a problem too: a likely typo.
     Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
     in a table.
     """
@@ -163,7 +203,7 @@ def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str
         loaded = _found(kind, name)
         return options if loaded is None else _options(options, loaded, path=path, kind=kind, wrong=wrong)
 
-    extensions = tuple(
+    extensions = config.extensions and tuple(
         evolve(each, options=own(each.options, Kind.EXTENSIONS, each.name, f"extensions[{index}].options"))
         for index, each in enumerate(config.extensions)
     )
@@ -190,6 +230,7 @@ def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str
         engines=tables[Kind.ENGINES],
         samplers=tables[Kind.SAMPLERS],
         algorithms=tables[Kind.ALGORITHMS],
+        transports=tables[Kind.TRANSPORTS],
         roles=evolve(config.roles, **roles),
         extensions=extensions,
     )

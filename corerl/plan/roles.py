@@ -23,8 +23,8 @@ from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.observers import extensions_for
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, Process, Resources
+from corerl.plugin.transports import AUTO, transport_named
 from corerl.types import LossSpec
-from corerl.weights.transports import TRANSPORTS
 
 CLIPPED = Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")
 
@@ -88,7 +88,11 @@ def plan_role(
     with problems.stage("backends"):
         check_spec(backend, options, cluster, config=config, role=role)
     problems.raise_all()
-    extensions = extensions_for(config.extensions, Process.WORKER)
+    extensions = extensions_for(config.chosen_extensions, Process.WORKER)
+    plugins = [(Kind.BACKENDS, backend), *[(Kind.EXTENSIONS, loaded) for _, loaded in extensions]]
+    transport = config.weights.transport if role == ACTOR and config.weights.transport != AUTO else ""
+    if transport:
+        plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, transport)))
     role_config = RoleConfig(
         model=config.model_of(role),
         train=cluster.train or config.train_of(role),
@@ -110,7 +114,8 @@ def plan_role(
         backend=name,
         config=role_config,
         extensions=tuple(evolve(choice, options=to_plain(choice.options)) for choice, _ in extensions),
-        origins=origins_of((Kind.BACKENDS, backend), *[(Kind.EXTENSIONS, loaded) for _, loaded in extensions]),
+        transport=transport,
+        origins=origins_of(*plugins),
     )
     return RolePlan(
         role=role,
@@ -195,8 +200,8 @@ def needed(
     if (config.checkpoint.background or config.checkpoint.memory) and config.run.trains and not cluster.frozen:
         name = "background" if config.checkpoint.background else "memory"
         needs[Capability.SAVE_BACKGROUND] = f"checkpoint.{name} = true"
-    if role == ACTOR and (transport := config.weights.transport) in TRANSPORTS:
-        needs[Capability(TRANSPORTS[transport].capability)] = f"weights.transport = '{transport}'"
+    if role == ACTOR and (transport := config.weights.transport) != AUTO:
+        needs[transport_named(transport).capability] = f"weights.transport = '{transport}'"
     return needs
 
 

@@ -1,10 +1,9 @@
-"""Settle what a config leaves open: the precision by the device, recomputation by the memory that is predicted, and
-where relative paths begin."""
+"""Settle what a config leaves open: the precision by the device, and where relative paths begin."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-def with_precisions(config: Config, device: str, *, bfloat16: bool) -> Config:
-    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`."""
+# What decides on recomputation where the config leaves it open.
+BY_MEMORY = "pip install 'corerl[forecast]' to have it chosen by the memory that training needs"
+
+
+def with_choices(config: Config, device: str, *, bfloat16: bool) -> Config:
+    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`, and with
+    nothing recomputed in place of 'auto'."""
     trains = {}
     for role in config.chosen_roles:
         train = config.train_of(role)
         half = bfloat16 and supports(config, role, Capability.BFLOAT16)
-        trains[role] = evolve(train, precision=train.settled(device, bfloat16=half).precision)
+        trains[role] = train.settled(device, bfloat16=half)
     return with_trains(config, trains)
 
 
@@ -59,19 +63,6 @@ def with_vocabulary(
     return evolve(config, model=of(ACTOR), roles=evolve(config.roles, **own))
 
 
-def with_recomputation(config: Config, wanting: Mapping[str, bool]) -> Config:
-    """The config with 'full' or 'none' in place of 'auto': the former for roles that are `wanting` memory, if their
-    backends can."""
-    trains = {}
-    for role in config.chosen_roles:
-        train = config.train_of(role)
-        full = wanting.get(role, False) and supports(config, role, Capability.RECOMPUTE)
-        if train.recompute == "auto":
-            train = evolve(train, recompute="full" if full else "none")
-        trains[role] = train
-    return with_trains(config, trains)
-
-
 def supports(config: Config, role: str, capability: Capability) -> bool:
     return bool(load(Kind.BACKENDS, backend_name(config, role)).spec.support(capability).full)
 
@@ -94,14 +85,17 @@ def with_trains(config: Config, trains: Mapping[str, TrainConfig]) -> Config:
     return evolve(config, roles=evolve(config.roles, **own)) if own else config
 
 
-def settled(before: Config, after: Config) -> Iterator[str]:
-    """A line for each setting that was settled."""
+def settled(before: Config, after: Config, *, decided: Collection[str] = (), advice: str = "") -> Iterator[str]:
+    """A line for each setting that was settled, but for those that extensions have `decided`; with `advice` where they
+    might decide on recomputation."""
     for role in before.chosen_roles:
         table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
         trained = before.run.trains and not is_frozen(before, role)
         for name in ("precision", "recompute") if trained else ("precision",):
-            if getattr(was, name) == "auto":
-                yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}"
+            if getattr(was, name) == "auto" and f"{table}.{name}" not in decided:
+                open_to = advice and name == "recompute" and supports(before, role, Capability.RECOMPUTE)
+                more = f"; {advice}" if open_to else ""
+                yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
 
 
 def with_absolute_paths(config: Config) -> Config:

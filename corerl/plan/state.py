@@ -21,6 +21,9 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     require_fields(state, {"rollout_step": int, "source": dict, "config": dict}, where=where)
     if "kl_coef" in state:
         require_fields(state, {"kl_coef": float}, where=where)
+    if "kept" in state:
+        require_fields(state, {"kept": dict}, where=where)
+        require_fields(state["kept"], dict.fromkeys(state["kept"], str), where=f"{where}: kept")
     if "before" in state:
         require_fields(state, {"before": list}, where=where)
         for number, shown in enumerate(state["before"]):

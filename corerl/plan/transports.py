@@ -11,7 +11,7 @@ from corerl.plan.resolve import backend_name
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
-from corerl.weights.transports import AUTO
+from corerl.plugin.transports import AUTO, transport_named
 
 ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
 
@@ -31,16 +31,16 @@ def choose_transport(
 ) -> str:
     """The name of the transport. `by_handle`: whether the actor's backend can share memory by handle.
 
-    Raises ConfigError if 'ipc' is configured and an engine is on a device without a rank.
+    Raises ConfigError if one within a device is configured, as 'ipc' is, and an engine is on a device without a rank.
     """
     transport = config.weights.transport
     if transport == AUTO:
         return "ipc" if by_handle and senders and config.cluster.placement == "colocated" else "collective"
-    if transport == "ipc" and config.run.samples and not senders:
+    if transport_named(transport).one_device and config.run.samples and not senders:
         raise ConfigError(
-            f"weights.transport: 'ipc' shares memory within one device, but an engine is on a device without {ACTOR} "
-            f"ranks (they have the bundles {list(places[ACTOR])}); use 'auto', or colocated engines, at most one per "
-            "rank"
+            f"weights.transport: {transport!r} shares memory within one device, but an engine is on a device without "
+            f"{ACTOR} ranks (they have the bundles {list(places[ACTOR])}); use 'auto', or colocated engines, at most "
+            "one per rank"
         )
     return transport
 

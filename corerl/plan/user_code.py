@@ -12,7 +12,7 @@ from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.messages import listed
 from corerl.plan.resolve import TABLES, distributions_of, selected
-from corerl.plugin.registry import Kind
+from corerl.plugin.registry import Kind, scan
 from corerl.plugin.requirements import require_met
 
 CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
@@ -35,6 +35,8 @@ def code_of(config: Config) -> UserCode:
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.
     plugins += [(kind, name) for kind in TABLES for name in getattr(config, kind.value)]
+    # And the spec of an extension says whether it joins without being listed.
+    plugins += [(Kind.EXTENSIONS, f"{each.distribution}:{each.name}") for each in scan(Kind.EXTENSIONS)]
     return UserCode(
         modules=tuple(name.partition(":")[0] for name in functions_of(config).values()),
         plugins=tuple(dict.fromkeys(plugins)),
@@ -49,7 +51,6 @@ def functions_of(config: Config) -> dict[str, str]:
         **{f"{table}.answer": each.answer or "" for table, each in config.eval.tables.items()},
         **_function_of_sampler(config),
         "rollout.postprocess": config.rollout.postprocess,
-        "cluster.scaler": config.cluster.scaler,
     }
     if config.run.mode != "eval":  # which asks nothing of the algorithm
         names["algorithm.loss"] = algorithm.loss

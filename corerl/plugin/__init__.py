@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported
     from corerl.plugin.context import Context as Context
+    from corerl.plugin.control import Failure as Failure
+    from corerl.plugin.control import RunControl as RunControl
     from corerl.plugin.events import CallFinished as CallFinished
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated
@@ -35,12 +37,16 @@ if TYPE_CHECKING:
     from corerl.plugin.slow import slow_attention as slow_attention
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
+    from corerl.plugin.spec import CommandSpec as CommandSpec
+    from corerl.plugin.spec import Display as Display
+    from corerl.plugin.spec import DisplaySpec as DisplaySpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec
     from corerl.plugin.spec import Finding as Finding
     from corerl.plugin.spec import Level as Level
     from corerl.plugin.spec import NoOptions as NoOptions
+    from corerl.plugin.spec import PlanAnswer as PlanAnswer
     from corerl.plugin.spec import Problem as Problem
     from corerl.plugin.spec import Process as Process
     from corerl.plugin.spec import RankMemory as RankMemory
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import SamplerSpec as SamplerSpec
     from corerl.plugin.spec import SlowPath as SlowPath
     from corerl.plugin.spec import ToolFormatSpec as ToolFormatSpec
+    from corerl.plugin.spec import TransportSpec as TransportSpec
     from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok
 else:

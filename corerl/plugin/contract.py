@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import Parameter
 from typing import Any
 
 import pluggy
 
-from corerl.errors import ContractError
-from corerl.messages import nearest
+from corerl.errors import ContractError, CorerlError, HookFailed, NoPlaces, WorkerDied
+from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
+from corerl.plugin.moved import method_now
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
-LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that an error in one does not stop the others
+DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
+LIST_HOOKS = ("shutdown", *DRIVER_HOOKS)  # called plugin by plugin, so that each error and answer has a name
 
 
 class HookManager(pluggy.PluginManager):
@@ -79,17 +82,19 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
                 f"{name} implements {hook} {found}, expected exactly one method without wrapper=True: "
                 f"{hook}{_text(_specified(hook))}"
             )
-    if any(impl.plugin_name == name for impl in manager.hook.observe.get_hookimpls()):
-        raise ContractError(f"{name} implements observe, which only extensions may do; remove it from the backend")
+    for hook in DRIVER_HOOKS:
+        if any(impl.plugin_name == name for impl in getattr(manager.hook, hook).get_hookimpls()):
+            raise ContractError(f"{name} implements {hook}, which only extensions may do; remove it from the backend")
 
 
-def refuse_observers(manager: pluggy.PluginManager) -> None:
-    """Raise ContractError for observers in a worker, where no event would ever reach them."""
-    for impl in manager.hook.observe.get_hookimpls():
-        raise ContractError(
-            f"{impl.plugin_name} implements observe, but events are sent on the driver only; remove it, or move it to "
-            "a separate extension whose spec has process=Process.DRIVER"
-        )
+def refuse_driver_hooks(manager: pluggy.PluginManager) -> None:
+    """Raise ContractError for hooks of the driver in a worker, where nothing would ever call them."""
+    for hook in DRIVER_HOOKS:
+        for impl in getattr(manager.hook, hook).get_hookimpls():
+            raise ContractError(
+                f"{impl.plugin_name} implements {hook}, but it is called on the driver only; remove it, or move it to "
+                "a separate extension whose spec has process=Process.DRIVER"
+            )
 
 
 def call_chain(manager: pluggy.PluginManager, hook: str) -> str:
@@ -105,13 +110,39 @@ def call_each(
     for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
         if impl.plugin_name in skip:
             continue
-        taken = {name: arguments[name] for name in (*impl.argnames, *impl.kwargnames) if name in arguments}
-        told = manager.hook_trace.call(hook, impl.plugin_name, taken) if manager.hook_trace else nullcontext()
         try:
-            with told:
-                impl.function(**taken)
+            _call(manager, hook, impl, arguments)
         except (Exception, SystemExit) as error:
             yield impl.plugin_name, error
+
+
+def ask_each(
+    manager: HookManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
+) -> Iterator[tuple[str, Any]]:
+    """Call the implementations of a list hook that decides something, outermost first; yield (plugin, what it returned)
+    for each. The first CorerlError is raised as it is, any other error as HookFailed; both have the plugin's name, but
+    for what the run's processes have met."""
+    for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
+        if impl.plugin_name in skip:
+            continue
+        try:
+            answer = _call(manager, hook, impl, arguments)
+        except (WorkerDied, NoPlaces):
+            raise
+        except CorerlError as error:
+            error.add_note(f"raised in {hook} of {impl.plugin_name}")
+            raise
+        except (Exception, SystemExit) as error:
+            failed = HookFailed(f"{impl.plugin_name}: {hook} failed: {one_line(error)}")
+            failed.hook, failed.details = hook, "".join(traceback.format_exception(error))
+            raise failed from error
+        yield impl.plugin_name, answer
+
+
+def _call(manager: HookManager, hook: str, impl: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
+    taken = {name: arguments[name] for name in (*impl.argnames, *impl.kwargnames) if name in arguments}
+    with manager.hook_trace.call(hook, impl.plugin_name, taken) if manager.hook_trace else nullcontext():
+        return impl.function(**taken)
 
 
 def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hooks: Collection[str]) -> None:
@@ -124,7 +155,9 @@ def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hook
         marked = True
         hook = options.get("specname") or attribute
         if hook not in HOOKS:
-            near = nearest(hook, HOOKS)
+            near, moved = nearest(hook, HOOKS), method_now(hook)
+            if moved and not options.get("optionalhook"):
+                raise ContractError(f"{name} implements {hook!r}, which is no hook of this corerl{moved}")
             if near or not options.get("optionalhook"):
                 hint = f"did you mean {near!r}?" if near else f"known hooks: {', '.join(HOOKS)}"
                 raise ContractError(f"{name} implements unknown hook {hook!r}; {hint}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 import corerl
 from corerl.errors import PluginError, PluginIncompatible
@@ -63,6 +64,11 @@ def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
         except PluginError as error:
             found.append(Origin(kind=kind.noun, name=name, problem=error.message))
     return found
+
+
+def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """`look_for` each (value of Kind, name) as plain data; runs on the nodes of a cluster, which need core alone."""
+    return [asdict(each) for each in look_for([(Kind(kind), name) for kind, name in named])]
 
 
 def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:

@@ -1,4 +1,4 @@
-"""The contract between core and backends, API 1.0: the hooks a worker calls, in the order of a backend's life.
+"""The contract between core and backends, API 2.0: the hooks a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
 (`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe on the driver. Hooks are called on every rank.
@@ -28,14 +28,18 @@ from corerl.types import (
 
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
+    from corerl.plan.ready import PlanReady
     from corerl.plugin.context import Context
+    from corerl.plugin.control import Failure, RunControl
     from corerl.plugin.events import Event
+    from corerl.plugin.spec import PlanAnswer
 
 __all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl", "hookspec"]
 
 
 class Hooks:
-    """Every hook of API 1.0. All but `shutdown` and `observe` have exactly one implementation, the backend's."""
+    """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    the backend's."""
 
     # ---- once --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +100,33 @@ class Hooks:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
         `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run starts anew
         from an older checkpoint, with new instances, and no RunFinished was told."""
+
+    # ---- on the driver, for extensions alone -------------------------------------------------------------------------
+
+    @hookspec
+    def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
+        """Called where a run has been planned without a problem, before anything of it starts: by `corerl train`,
+        `corerl config check` and `corerl doctor`, and for other sizes of a run that goes on. Needs `plans=True` in the
+        spec. May read all of `plan`, change nothing of it, and answer with settings to plan again with, notices, and
+        problems that end the planning. None: nothing to say. If any extension sets what the plan does not have yet, the
+        run is planned again, and all extensions are asked again, about that plan.
+
+        The extension is constructed for this call alone: its run directory may not be there, and must not be made; it
+        gets no events and no `shutdown`. A UserError that it raises is a problem of the user's; any other error ends
+        the start, with the extension's name."""
+
+    @hookspec
+    def between_steps(self, run: RunControl) -> None:
+        """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
+        nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
+        Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
+        `run.apply` is to be let pass."""
+
+    @hookspec
+    def ranks_failed(self, run: RunControl, failure: Failure) -> None:
+        """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
+        May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
+        without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
 
     @hookspec
     def observe(self, event: Event) -> None:

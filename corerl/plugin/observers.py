@@ -9,24 +9,25 @@ from typing import Any
 
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
-from corerl.errors import CorerlError, PluginBroken
+from corerl.errors import ContractError, CorerlError, PluginBroken
 from corerl.messages import note, one_line, printable
-from corerl.plugin.contract import build_manager, call_each
+from corerl.plugin.contract import DRIVER_HOOKS, HookManager, ask_each, build_manager, call_each
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.spec import Process
 
 
 class Observers:
-    """The driver's extensions, (name, instance) pairs in the config's order. No error of theirs ends the run. Notices
-    are printed to stderr if none of the extensions named in `showing` is there to show them.
+    """The driver's extensions, (name, instance) pairs in the config's order. No error in `observe` ends the run; one in
+    a hook that decides does. Notices are printed to stderr if none of the extensions named in `showing` is there to
+    show them.
 
     Raises ContractError if one does not keep the contract.
     """
 
     def __init__(self, extensions: Sequence[tuple[str, object]], *, showing: Collection[str] = ()) -> None:
         plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
-        self._manager = build_manager(plugins, hooks=("observe", "shutdown"), where="driver")
+        self._manager = build_manager(plugins, hooks=(*DRIVER_HOOKS, "shutdown"), where="driver")
         self._silenced: set[str] = set()  # extensions that have raised
         self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
@@ -47,6 +48,12 @@ class Observers:
             if isinstance(event, Notice) and self._showing <= self._silenced:
                 note(event.text)
 
+    def ask(self, hook: str, **arguments: Any) -> None:
+        """Call a hook that decides something, in the config's order. Raises the first error, with the extension's
+        name. An extension that was disabled is not asked."""
+        for _ in ask_each(self._manager, hook, skip=self._silenced, **arguments):
+            pass
+
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""
         with self._telling:
@@ -62,8 +69,28 @@ def load_observers(
 ) -> Observers:
     """The run's own observers, then the extensions that run on the driver; their options may be plain tables or already
     resolved."""
-    showing = [loaded.name for _, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.shows_notices]
-    return Observers([*own, *_instances(choices, run_dir, Process.DRIVER)], showing=showing)
+    specs = {loaded.name: loaded.spec for _, loaded in extensions_for(choices, Process.DRIVER)}
+    extensions = _instances(choices, run_dir, Process.DRIVER)
+    for name, extension in extensions:
+        if hasattr(extension, "plan_ready") and not specs[name].plans:
+            raise ContractError(
+                f"extension:{name} implements plan_ready, which is not called; set plans=True in its spec"
+            )
+    return Observers([*own, *extensions], showing=[name for name, spec in specs.items() if spec.shows_notices])
+
+
+def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> HookManager:
+    """The extensions whose specs say that they plan, constructed to be asked about a plan, and for nothing else."""
+    found = [each for each in extensions_for(choices, Process.DRIVER) if each[1].spec.plans]
+    plugins = [
+        (f"extension:{loaded.name}", _instance(loaded, choice.options, run_dir)) for choice, loaded in reversed(found)
+    ]
+    manager = build_manager(plugins, hooks=(*DRIVER_HOOKS, "shutdown"), where="driver")
+    planning = {impl.plugin_name for impl in manager.hook.plan_ready.get_hookimpls()}
+    for name, _ in plugins:
+        if name not in planning:
+            raise ContractError(f"{name} implements no plan_ready; add it, or remove plans=True from its spec")
+    return manager
 
 
 def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:

@@ -6,6 +6,7 @@ names win, and return nothing for an unknown name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -17,11 +18,23 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import asdict, field, frozen
 
-from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
-from corerl.plugin.spec import AlgorithmSpec, BackendSpec, EngineSpec, ExtensionSpec, SamplerSpec, Spec, ToolFormatSpec
+from corerl.plugin.moved import PAGE, as_list, method_now, used, where_now
+from corerl.plugin.spec import (
+    AlgorithmSpec,
+    BackendSpec,
+    CommandSpec,
+    DisplaySpec,
+    EngineSpec,
+    ExtensionSpec,
+    SamplerSpec,
+    Spec,
+    ToolFormatSpec,
+    TransportSpec,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -34,8 +47,11 @@ class Kind(Enum):
     ENGINES = "engines"
     SAMPLERS = "samplers"
     EXTENSIONS = "extensions"
+    DISPLAYS = "displays"
     ALGORITHMS = "algorithms"
+    COMMANDS = "commands"
     TOOL_FORMATS = "tool_formats"
+    TRANSPORTS = "transports"
 
     @property
     def group(self) -> str:
@@ -54,12 +70,18 @@ class Kind(Enum):
             Kind.ENGINES: EngineSpec,
             Kind.SAMPLERS: SamplerSpec,
             Kind.EXTENSIONS: ExtensionSpec,
+            Kind.DISPLAYS: DisplaySpec,
             Kind.ALGORITHMS: AlgorithmSpec,
+            Kind.COMMANDS: CommandSpec,
             Kind.TOOL_FORMATS: ToolFormatSpec,
+            Kind.TRANSPORTS: TransportSpec,
         }[self]
 
 
-# How to install a first-party plugin that is missing; the only place in core that knows backends by name.
+# The commands of core, modules of `corerl.cli`: a plugin's of the same name is only reached as 'distribution:name'.
+CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
+
+# How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.BACKENDS: {
         "deepspeed": "pip install 'corerl[deepspeed]'",
@@ -69,9 +91,26 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     },
     Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.SAMPLERS: {"episodes": "pip install 'corerl[agents]'"},
-    Kind.EXTENSIONS: {},
+    Kind.EXTENSIONS: {
+        **dict.fromkeys(
+            ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
+        ),
+        "elastic": "pip install 'corerl[elastic]'",
+        "forecast": "pip install 'corerl[forecast]'",
+        "mlflow": "pip install 'corerl[mlflow]'",
+        "wandb": "pip install 'corerl[wandb]'",
+    },
+    Kind.DISPLAYS: {"live": "pip install 'corerl[observe]'"},
     Kind.ALGORITHMS: {},
+    Kind.COMMANDS: {
+        "doctor": "pip install 'corerl[doctor]'",
+        "models": "pip install 'corerl[doctor]'",
+        "new-backend": "pip install 'corerl[testing]'",
+        "scale": "pip install 'corerl[elastic]'",
+        "verify": "pip install 'corerl[testing]'",
+    },
     Kind.TOOL_FORMATS: {},
+    Kind.TRANSPORTS: {"delta": "pip install 'corerl[delta]'"},
 }
 
 
@@ -151,10 +190,11 @@ def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Instal
         except PluginIncompatible as error:
             status = Status.INCOMPATIBLE
             reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
+            reason += f"; what changed: {PAGE}" if error.api < API else ""
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
-        if status is Status.OK and rivals:
-            status, reason = Status.CONFLICT, _rivalry(entry, rivals)
+        if status is Status.OK and (conflict := _conflict(kind, entry, rivals)):
+            status, reason = Status.CONFLICT, conflict
         found.append(
             Installed(
                 name=entry.name,
@@ -168,6 +208,15 @@ def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Instal
                 shadowed=tuple(str(copy) for copy in copies(entry)[1:]),
             )
         )
+    return found
+
+
+def usable(kind: Kind) -> list[Loaded]:
+    """Every plugin of this kind that can be used, with its spec; of one name there may be several."""
+    found = []
+    for entry in scan(kind):
+        with contextlib.suppress(PluginError):  # `installed` tells
+            found.append(_loaded(kind, entry))
     return found
 
 
@@ -249,14 +298,23 @@ def locate(kind: Kind, name: str) -> Entry:
         return Entry(name=name, distribution="", version="", value=name)
     if not wanted:
         raise _not_found(kind, name, entries)
-    if len(wanted) > 1:
-        raise PluginConflict(f"{kind.noun} {name!r} is {_rivalry(wanted[0], wanted[1:])}")
+    if (len(wanted) > 1 or name == wanted[0].name) and (conflict := _conflict(kind, wanted[0], wanted[1:])):
+        raise PluginConflict(f"{kind.noun} {name!r} is {conflict}")
     return wanted[0]
 
 
-def load_implementation(kind: Kind, loaded: Loaded) -> Any:
-    """Import the class that the spec names, and with it torch. Raises PluginBroken with its cause chained."""
-    return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=lambda: _cure(loaded))
+def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
+    """Import the class that the spec names, and with it torch; or `value`, where the spec names several. Raises
+    PluginBroken with its cause chained, or with the methods that it lacks."""
+    code = value or loaded.spec.implementation
+    found = _import(kind.noun, str(loaded), code, cure=lambda: _cure(loaded))
+    if lacks := sorted(getattr(found, "__abstractmethods__", ())):
+        moved = "".join(method_now(name) for name in dir(found) if kind is Kind.BACKENDS)
+        raise PluginBroken(
+            f"{kind.noun} {loaded}: {code} lacks {', '.join(lacks)}, which have no default; "
+            f"implement {'them' if len(lacks) > 1 else 'it'}{moved}"
+        )
+    return found
 
 
 def scan(kind: Kind) -> Sequence[Entry]:
@@ -264,7 +322,7 @@ def scan(kind: Kind) -> Sequence[Entry]:
     return _scanned(kind, importable())
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
@@ -332,7 +390,9 @@ def _import(noun: str, label: str, value: str, *, cure: Callable[[], str]) -> An
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything
-        raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure()}") from error
+        raise PluginBroken(
+            f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{where_now(error) or cure()}"
+        ) from error
     return found
 
 
@@ -350,7 +410,7 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
     if major != API[0] or minor > API[1]:
         error = PluginIncompatible(
             f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, but this corerl supports {_dotted(API)}; "
-            f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
+            f"{_changes(entry, spec.api)}install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
             f"or a corerl that supports {_dotted(spec.api)}"
         )
         error.api = spec.api
@@ -361,9 +421,18 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
         )
 
 
+def _changes(entry: Entry, api: tuple[int, int]) -> str:
+    """The clause of the error for a plugin of an older API: what has changed since, and what it uses of that."""
+    if api > API:
+        return ""
+    uses = used(entry.value, api)
+    own = f"; of that it uses {as_list(uses)}" if uses else ""
+    return f"what changed: {PAGE}, the table of API {_dotted(API)}{own}; "
+
+
 def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFound:
     hints = INSTALL_HINTS[kind]
-    known = sorted({entry.name for entry in entries})
+    known = sorted({*(entry.name for entry in entries), *(CORE_COMMANDS if kind is Kind.COMMANDS else ())})
     qualified = [f"{entry.distribution}:{entry.name}" for entry in entries]
     near = nearest(name, qualified if ":" in name else sorted({*known, *hints}))
     text = f"unknown {kind.noun} {name!r}; installed: {', '.join(known) or 'none'}"
@@ -373,6 +442,14 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFoun
     error = PluginNotFound(text + f"; to install {near!r}: {install}" * bool(install))
     error.install = install
     return error
+
+
+def _conflict(kind: Kind, entry: Entry, rivals: Sequence[Entry]) -> str:
+    """Why this entry point's name alone does not mean it; "" if it does."""
+    if kind is Kind.COMMANDS and entry.name in CORE_COMMANDS:
+        whole = f"{entry.distribution}:{entry.name}"
+        return f"core's own; write {whole!r} for that of {entry.distribution} {entry.version}"
+    return _rivalry(entry, rivals) if rivals else ""
 
 
 def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:

@@ -11,24 +11,12 @@ from corerl.config.schema import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
 from corerl.plugin.spec import UNMEASURED, SlowPath
 
-FLOAT32 = "a step takes twice as long"
 IN_PIECES: Mapping[InPieces, str] = {
     InPieces.HEADS: "a step takes 1.2 times as long",
     InPieces.SINKS: "a step takes 1.1 times as long",
     InPieces.CAPS: "a step takes 1.2 times as long",
     InPieces.STATE: UNMEASURED,
 }
-
-
-def slow_precision(cluster: ClusterInfo, *, asked: bool) -> Iterator[SlowPath]:
-    """What float32 costs on GPUs. Unless it was `asked` for, nothing better is there."""
-    if cluster.train is not None and cluster.train.precision == "float32":
-        yield SlowPath(
-            path=".train.precision",
-            text="float32 has neither a kernel for packed attention nor the fast matrix products of half precision",
-            price=FLOAT32,
-            instead="set it to 'bfloat16'" if asked else "bfloat16, which the GPU or the backend lacks, would avoid it",
-        )
 
 
 def slow_attention(cluster: ClusterInfo, size: ModelSize) -> Iterator[SlowPath]:

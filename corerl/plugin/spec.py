@@ -1,18 +1,19 @@
-"""Specs, which entry points name: light descriptions of backends, engines, samplers, extensions and algorithms,
+"""Specs, which entry points name: light descriptions of everything that plugins bring, by kind,
 importable without torch.
 
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, samplers under `corerl.samplers`, extensions under `corerl.extensions`, algorithms
-under `corerl.algorithms`, and formats of tool calls under `corerl.tool_formats`.
+Engines go under `corerl.engines`, samplers under `corerl.samplers`, extensions under `corerl.extensions`, displays
+under `corerl.displays`, algorithms under `corerl.algorithms`, commands under `corerl.commands`, weight transports under
+`corerl.transports`, and formats of tool calls under `corerl.tool_formats`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
@@ -45,7 +46,7 @@ UNMEASURED = "how much longer a step takes has not been measured"
 
 @frozen(kw_only=True)
 class SlowPath:
-    """What takes longer than it could, though nothing is wrong. A run says it before its first step."""
+    """What takes longer than it could, though nothing is wrong. `corerl-forecast` says it before the first step."""
 
     path: str = field(validator=PATH)  # the setting that decides it, as `Problem.path`
     text: str  # what is slow, and why
@@ -189,7 +190,7 @@ class BackendSpec:
     # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
     # The slow paths that a role takes; called only on GPUs, and if `check` finds no problem. `slow_attention` tells
-    # those of `corerl.ops.packed_attention`, and CoreRL itself what float32 costs.
+    # those of `corerl.ops.packed_attention`, and `corerl-forecast`, which calls this, what float32 costs.
     slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = no_slow_paths
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
@@ -270,8 +271,57 @@ class ExtensionSpec:
     summary: str
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # In which runs it takes part: "listed", where the config lists it; "default", also where the config lists no
+    # extensions at all; "always", in every run where it is installed, and a listing only sets its options.
+    joins: Literal["listed", "default", "always"] = field(
+        default="listed", validator=in_(("listed", "default", "always"))
+    )
+    place: int = 100  # among those that join by themselves: lower comes first, and is outermost
     traces: bool = False  # on the driver: receives `CallFinished` for every call, so that all processes keep records
     shows_notices: bool = False  # on the driver: shows `Notice` to whoever starts the run
+    plans: bool = False  # on the driver: has the hook `plan_ready`, for which it is constructed when a run is planned
+
+
+@frozen(kw_only=True)
+class PlanAnswer:
+    """What an extension's `plan_ready` has to say of a plan."""
+
+    # Values of settings to plan again with, by their dotted keys in the config, such as {"train.recompute": "full"}. A
+    # table is replaced as a whole. Extensions that set one differently end the planning, and so do settings with which
+    # the run cannot be planned.
+    settings: Mapping[str, Any] = field(factory=dict)
+    notices: Sequence[str] = ()  # a line each, among a run's first and those of `corerl config check`
+    # A line each, which begins with the setting to change. They end the planning, unless it begins again.
+    problems: Sequence[str] = ()
+
+
+class Display(Protocol):
+    """What shows a run on a terminal."""
+
+    def update(self, event: Any) -> None:
+        """Take the next event, a `corerl.plugin.Event`."""
+        ...
+
+    def close(self) -> None:
+        """The run is over. May be called twice."""
+        ...
+
+
+@frozen(kw_only=True)
+class NoOptions:
+    """Config of a plugin without a table."""
+
+
+@frozen(kw_only=True)
+class DisplaySpec:
+    """What the extension `console` shows on a terminal in place of its lines; its module imports no torch."""
+
+    # "package.module:function", called without arguments if standard output is a terminal: returns a `Display`, or None
+    # if it cannot use that terminal.
+    implementation: str
+    api: tuple[int, int]
+    summary: str
+    config: type = NoOptions
 
 
 ACTOR = "actor"  # the role whose policy samples
@@ -326,11 +376,6 @@ class AlgorithmSpec:
 
 
 @frozen(kw_only=True)
-class NoOptions:
-    """Config of a plugin without a table."""
-
-
-@frozen(kw_only=True)
 class ToolFormatSpec:
     """How a model family writes calls of tools, for `samplers.episodes.tool_calls`."""
 
@@ -343,7 +388,48 @@ class ToolFormatSpec:
     config: type = NoOptions
 
 
-Spec: TypeAlias = BackendSpec | EngineSpec | SamplerSpec | ExtensionSpec | AlgorithmSpec | ToolFormatSpec
+@frozen(kw_only=True)
+class CommandSpec:
+    """A command of `corerl`: what `corerl --help` shows of it, and where its code is."""
+
+    # "package.module:function", which gets the command's `argparse.ArgumentParser`, adds arguments, and sets `run`, a
+    # function of the parsed arguments that returns the exit status: `parser.set_defaults(run=run)`. Imported only when
+    # the command is chosen, also with --help.
+    implementation: str
+    api: tuple[int, int]
+    summary: str  # one line
+    config: type = NoOptions
+
+
+@frozen(kw_only=True)
+class TransportSpec:
+    """What a run knows of a weight transport before its two ends exist; its module imports no torch."""
+
+    sender: str  # "package.module:Class", a corerl.weights.WeightSender, constructed with (address, rank) on every rank
+    receiver: str  # "package.module:Class", a corerl.weights.Receiver, constructed with (address, index) by an engine
+    capability: Capability  # required of the backend
+    api: tuple[int, int]
+    summary: str
+    config: type = NoOptions  # both ends read the table as `Address.options`, complete and checked
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    one_device: bool = False  # both ends access the same device memory
+    joins: bool = False  # both ends join a process group, meeting at the address
+    # "package.module:function", called by the driver with the address of ranks that have ended: ends the receivers'
+    # wait if they do not notice that themselves, and never raises. Empty if they do.
+    give_up: str = ""
+
+
+Spec: TypeAlias = (
+    BackendSpec
+    | EngineSpec
+    | SamplerSpec
+    | ExtensionSpec
+    | DisplaySpec
+    | AlgorithmSpec
+    | ToolFormatSpec
+    | CommandSpec
+    | TransportSpec
+)
 
 
 explain(__name__)

@@ -18,6 +18,7 @@ SELECTED_BY = {
     Kind.ENGINES: "rollout.engine",
     Kind.SAMPLERS: "rollout.sampler",
     Kind.ALGORITHMS: "algorithm.name",
+    Kind.TRANSPORTS: "weights.transport",
 }
 WIDTH = 100  # columns of a comment
 
@@ -26,6 +27,8 @@ def table_of(kind: Kind, loaded: Loaded) -> str:
     """One plugin's table for a config file, all settings at their defaults: adding it changes nothing in the run."""
     source = f" ({loaded.distribution} {loaded.version})" if loaded.distribution else ""
     lines = _comment(f"{kind.noun} {loaded.name}{source}: {loaded.spec.summary}")
+    if kind not in (Kind.EXTENSIONS, *SELECTED_BY):  # it has no table
+        return "\n".join([*lines, *_comment("there are no settings")]) + "\n"
     if kind is Kind.EXTENSIONS:
         lines += _comment("extensions listed in a config replace the default ones; the first is the outermost")
         header = ["[[extensions]]", f"name = {toml_value(loaded.name)}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,21 +15,24 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 from attrs import evolve, frozen
 
-from corerl.calls import POLL_SECONDS, Calls, Future
-from corerl.cluster.group import GRACE_SECONDS, Pending, RayGroup, Watching
+from corerl.calls import Calls, Future
+from corerl.checkpoint.copies import memory_of
+from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError, ResizeFailed, UserError, WorkerDied
+from corerl.errors import ContractError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import transport_named
 from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (
@@ -44,10 +48,8 @@ from corerl.types import (
     TrainResult,
     UpdateResult,
 )
-from corerl.weights.handover import PART, PART_OF_GPUS, Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import TRANSPORTS
 
 T = TypeVar("T")
 
@@ -163,38 +165,36 @@ class TrainGroup:
         directory `resume`, or the model if it is empty; by another plan and in other slots if these are given."""
         assert self._again is not None  # it was launched
         self.processes.kill()
-        plan, self._slots = plan or self.plan, self._slots if slots is None else slots
-        assignments = tuple(evolve(each, config=evolve(each.config, resume=resume)) for each in plan.assignments)
-        self.plan = evolve(plan, assignments=assignments)
+        self.plan = resuming(plan or self.plan, resume)
+        self._slots = self._slots if slots is None else slots
         self.processes = self._again(self.plan, self._slots)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
     def move(self, plan: RolePlan, slots: Sequence[Slot], step: Step) -> InitResult:
         """Let other ranks go on in the place of these: of `plan`, which may be of another number of ranks, layout or
-        backend, in `slots`. They start while these still have the state, take it from them, rank to rank, snapshots
+        backend, in `slots`. They start while these still have the state, load what these write of it, snapshots
         included, and then these end. `step` is the one that comes next. Ranks of a frozen role load its model anew.
 
-        Raises ResizeFailed, or the UserError of the new ranks, if they could not take over: then all is as before.
+        The state goes through this machine's memory; where that has no room, or ranks are on other machines, through
+        the run's directory, if there is one. Raises ResizeFailed, or the UserError of the new ranks, if they could not
+        take over: then all is as before.
         """
         self._calls.wait()
         if self.processes.ended:
             self._calls.raise_unheard()
             raise WorkerDied(f"the {self.role}'s ranks have ended; move can no longer be called")
-        others = TrainGroup.launch(plan, slots, watching=self._watching)
-        try:
-            with self._staying():
-                others.construct()
-                if plan.objective is None:
+        with self._handed_over(slots, step) as state:
+            others = TrainGroup.launch(resuming(plan, state), slots, watching=self._watching)
+            try:
+                with self._staying():
                     result = others.init().result()
-            if plan.objective is not None:
-                result = self._hand_over(others, step)
-        except BaseException:
-            others.processes.kill()
-            raise
+            except BaseException:
+                others.processes.kill()
+                raise
         before = TrainGroup(self.processes, self.plan)
         before._calls = self._calls
-        self.processes, self.plan, self._again = others.processes, others.plan, others._again
+        self.processes, self.plan, self._again = others.processes, plan, others._again
         self._slots = others._slots
         self._calls, self.layouts, self._join_at = others._calls, others.layouts, others._join_at
         try:
@@ -210,68 +210,51 @@ class TrainGroup:
         """Go on with another number of ranks, another backend, or other `options` of it; what is left out stays as it
         is, but for the options of another backend. For groups of `start`; `step` is the one that comes next.
 
-        New ranks start while the old ones still have the state, take it from them, rank to rank, snapshots included,
-        and then the old ones end. Devices that both are on need room for both. Raises UserError with a line for each
-        problem that can be known before a process starts, ResizeFailed if the new ranks could not take over, and
-        CorerlError if the cluster has no room: then all is as before.
+        New ranks start while the old ones still have the state, load what these write of it to this machine's memory,
+        snapshots included, and then the old ones end. Devices that both are on need room for both. Raises UserError
+        with a line for each problem that can be known before a process starts, ResizeFailed if the new ranks could not
+        take over, and CorerlError if the cluster has no room: then all is as before.
         """
         if self._planned is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use move")
         with self._planned(ranks=ranks, backend=backend, options=options) as (plan, slots):
             return self.move(plan, slots, step)
 
-    def _hand_over(self, others: TrainGroup, step: Step) -> InitResult:
-        host, port, listening = self.processes.listen(0)
-        config = others.plan.assignments[0].config
-        handover = Handover(
-            host=host,
-            port=port,
-            token=secrets.token_hex(16),
-            listening=listening,
-            givers=len(self.processes),
-            takers=len(others.processes),
-            timeout=config.timeout,
-            part=PART_OF_GPUS if config.device == "cuda" else PART,
-        )
-        taking = others.init(handover)
-        pending = self._start("hand_over", handover, step)
-        giving = self._add(pending, sum)
-        try:
-            while not taking.ready(POLL_SECONDS):
-                for found in self.processes.answered(pending, 0.0).values():
-                    if isinstance(found, CorerlError):
-                        raise found
-            return taking.result()
-        except CorerlError as error:
-            # A giver that loses a taker may be heard first.
-            cause = error
-            if error.harmless and taking.ready(GRACE_SECONDS):
+    @contextlib.contextmanager
+    def _handed_over(self, slots: Sequence[Slot], step: Step) -> Iterator[str]:
+        """The directory in which these ranks' state is, for as long as the block; "" if they are not trained."""
+        if self.plan.objective is None:
+            yield ""
+            return
+        run_dir = self.plan.assignments[0].context.run_dir
+        places = [Path(run_dir) / f"{self.role}.state"] if run_dir else []
+        if not elsewhere([*self.processes.nodes, *(slot.node for slot in slots)]):
+            places.insert(0, memory_of(f"{run_dir or secrets.token_hex(8)}/{self.role}"))
+        why = "ranks on other machines than this one need a directory that all of them reach, such as a run's"
+        with contextlib.ExitStack() as files:
+            for place in places:
+                shutil.rmtree(place, ignore_errors=True)  # what a killed process has left there
+                files.callback(shutil.rmtree, place, ignore_errors=True)
                 try:
-                    taking.result()
-                except CorerlError as own:
-                    cause = own
-            # Before anyone waits for the givers: those that wait for takers would else be ended for being late.
-            others.processes.kill()
-            if not self.processes.ended:
-                self.processes.aside("call_off", handover.token, cause.message)
-            try:
-                giving.result()
-            except CorerlError as late:
-                if self.processes.ended:
-                    if not late.harmless:
-                        raise
-                    raise WorkerDied(f"the {self.role}'s ranks were ended: {late.message}") from late
-            with self._staying():
-                raise cause from None
+                    with self._staying():
+                        self._add(self._start("hand_over", str(place), step), sum).result()
+                except SaveFailed as error:
+                    why = error.message
+                else:
+                    yield str(place)
+                    return
+        raise ResizeFailed(f"the {self.role}'s ranks stay as they are: {why}")
 
     @contextlib.contextmanager
     def _staying(self) -> Iterator[None]:
         """Errors of new ranks, which these then go on without, are told as such."""
         try:
             yield
-        except UserError:
+        except (UserError, SaveFailed):
             raise
         except CorerlError as error:
+            if self.processes.ended:
+                raise
             raise ResizeFailed(
                 f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {error.message}"
             ) from error
@@ -285,17 +268,14 @@ class TrainGroup:
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         return self._add(constructing, _nothing)
 
-    def init(self, handover: Handover | None = None) -> Future[InitResult]:
-        """Connect the ranks, build, load and resume, with what other ranks hand over if they do. Raises ContractError
-        if they disagree on their state or layout."""
+    def init(self) -> Future[InitResult]:
+        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
         if self._join_at is None:
             self.construct()
         assert self._join_at is not None
         host, port, listening = self._join_at
         token = secrets.token_hex(16)
-        meeting = [
-            (host, port, listening if rank == 0 else None, token, handover) for rank in range(len(self.processes))
-        ]
+        meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
         return self._add(self.processes.start_each("init", meeting), self._agreed)
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
@@ -426,7 +406,7 @@ class TrainGroup:
         """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in
         the first rank if the transport joins senders and receivers in a group."""
         address = evolve(address, token=secrets.token_hex(16))
-        if not TRANSPORTS[address.transport].joins or not address.engines:
+        if not transport_named(address.transport).joins or not address.engines:
             return address
         host, port, listening = self.processes.listen(0)
         return evolve(address, host=host, port=port, listening=listening)
@@ -556,6 +536,13 @@ class TrainGroup:
         if self.processes.ended:
             self._calls.raise_unheard()
         return self.processes.start(method, *args)
+
+
+def resuming(plan: RolePlan, path: str) -> RolePlan:
+    """The plan of ranks that begin with what is in the directory `path`, or if it is empty with the model."""
+    return evolve(
+        plan, assignments=tuple(evolve(each, config=evolve(each.config, resume=path)) for each in plan.assignments)
+    )
 
 
 @frozen

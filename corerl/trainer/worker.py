@@ -27,6 +27,7 @@ from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.requirements import require_met
+from corerl.plugin.transports import open_sender, transport_named
 from corerl.trainer.collectives import collectives_begun
 from corerl.trainer.compilations import Compilations
 from corerl.types import (
@@ -47,10 +48,8 @@ from corerl.types import (
     WakeResult,
     merge_metrics,
 )
-from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import open_sender, transport_named
 from corerl.weights.verify import SummingSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -86,9 +85,10 @@ class Worker:
         require_met(each.distribution for each in assignment.origins)
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
-        require_same(
-            assignment.origins, (Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]
-        )
+        plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
+        if assignment.transport:
+            plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
+        require_same(assignment.origins, *plugins)
         options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         choices = [
@@ -106,7 +106,6 @@ class Worker:
         self.sender: WeightSender | None = None
         self._address: Address | None = None
         self._owns_process_group = False
-        self._called_off: dict[str, str] = {}  # handovers, by their tokens, that are not to be -> why
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
         self._compilations = Compilations()
@@ -119,6 +118,11 @@ class Worker:
         """The rank's startup phase; "" after `init`."""
         return self.backend.phase or self._starting
 
+    @property
+    def hook(self) -> str:
+        """The plugins' method that runs, such as forward_backward in `train`; "" between two."""
+        return self.host.running
+
     def collectives(self) -> dict[str, int]:
         return collectives_begun()
 
@@ -130,13 +134,10 @@ class Worker:
 
     # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
-    def init(
-        self, host: str, port: int, listening: int | None = None, token: str = "", handover: Handover | None = None
-    ) -> InitResult:
-        """Meet the other ranks at rank 0's address, then build, load and resume, with what other ranks hand over if
-        they do. Rank 0 takes over the socket `listening`, if one already listens at that address; for a single rank,
-        port 0 will do. Without `token`, which the ranks' keys begin with, nobody answers to one of them."""
-        self.backend.handover = handover
+    def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
+        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
+        the ranks' keys begin with, nobody answers to one of them."""
         self._starting = "process group"
         self._join(host, port, listening, token)
         self._starting = "init"
@@ -223,8 +224,9 @@ class Worker:
         self, address: Address, version: int, verify: bool = False, adapters: bool = False
     ) -> UpdateResult:
         """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
-        capability = Capability(transport_named(address.transport).capability)
-        self.backend.require(capability, f"update_weights over {address.transport!r}")
+        self.backend.require(
+            transport_named(address.transport).capability, f"update_weights over {address.transport!r}"
+        )
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
@@ -251,17 +253,13 @@ class Worker:
     def copied(self, wait: bool) -> bool:
         return self.backend.copied(wait)
 
-    def hand_over(self, handover: Handover, step: Step) -> int:
-        """Give this rank's state to the ranks that are to go on with it; returns the bytes sent."""
+    def hand_over(self, path: str, step: Step) -> int:
+        """Write this rank's state for the ranks that are to go on with it; returns bytes."""
         with self.host.entering("hand_over", needs=STATE, at=step):
             # What steps have left in the allocator's cache, such as gradients, is room for ranks beside this one.
             self.clear_memory()
             self.backend.saved(True)
-            return self.backend.hand_over(handover, step, lambda: self._called_off.get(handover.token, ""))
-
-    def call_off(self, token: str, reason: str) -> None:
-        """Called in another thread before or during the handover of this token: the other ranks will not go on."""
-        self._called_off[token] = reason
+            return self.backend.hand_over(path, step)
 
     def saved(self, wait: bool) -> bool:
         return self.backend.saved(wait)

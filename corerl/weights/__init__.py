@@ -6,8 +6,7 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapted as adapted
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
-    from corerl.weights.changes import apply_changes as apply_changes
-    from corerl.weights.changes import encode_changes as encode_changes
+    from corerl.weights.checksums import checksum as checksum
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource
@@ -26,6 +25,11 @@ if TYPE_CHECKING:
     from corerl.weights.shared import CudaPinning as CudaPinning
     from corerl.weights.transport import Address as Address
     from corerl.weights.transport import WeightSender as WeightSender
+    from corerl.weights.transports.disk import DiskReceiver as DiskReceiver
+    from corerl.weights.transports.disk import DiskSender as DiskSender
+    from corerl.weights.transports.disk import bucket_file as bucket_file
+    from corerl.weights.transports.protocol import Receiver as Receiver
+    from corerl.weights.transports.protocol import Sender as Sender
     from corerl.weights.verify import bit_sums as bit_sums
 else:
     from corerl.imports import on_demand

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -116,20 +116,6 @@ class CudaPinning:
 
     def unpin(self, memory: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
-
-
-@contextlib.contextmanager
-def pinned(memory: torch.Tensor, others: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Pin host memory while it is copied to and from `others`, if these are on a GPU. Where pinning is refused copies
-    take several times as long, and are as good."""
-    device = next((each.device for each in others if each.device.type == "cuda"), None)
-    pinning = None if device is None else CudaPinning(device)
-    refused = "" if pinning is None else pinning.pin_apart(memory)
-    try:
-        yield
-    finally:
-        if pinning is not None and not refused:
-            pinning.unpin(memory)
 
 
 class SharedOnDevice(Shared):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from corerl.weights.manifest import Bucket, Manifest
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 class Address:
     """Where and how one run's weights are sent; sending ranks and engines all get the same object."""
 
-    transport: str  # ipc, collective, disk, delta
+    transport: str  # its name
     engines: tuple[str, ...]  # receiver index -> engine name; an engine over several devices has several receivers
     host: str = ""  # collective: of the store where sender and receivers meet
     port: int = 0
     listening: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
-    path: str = ""  # disk, delta: directory with one subdirectory per version
+    path: str = ""  # disk: directory with one subdirectory per version
     token: str = ""  # part of the names where sender and receivers meet, ipc's sockets and keys of collective's store
     senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = 600.0  # seconds that one side waits for the other
+    options: Mapping[str, Any] = field(factory=dict)  # the transport's own table, as plain data
 
 
 class WeightSender(ABC):

@@ -1,17 +1,18 @@
-"""Write what the code knows best into the pages: a line `<!-- reference: NAME -->` becomes Markdown made from it.
+"""What the code knows best, as Markdown: `python docs/quoted.py` writes it into the pages, under a line
+`<!-- reference: NAME -->`.
 
 config        a table for each table of the TOML file, from corerl.config.schema
 plugins       a table for each table of an engine or algorithm of CoreRL's, and of its backends that are installed
 hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
 hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
-extensions    those that come with CoreRL and their options, from corerl.observability.specs
+extensions    those of CoreRL's wheels that are installed, and their options
 errors        the tree of errors with their exit status, from corerl.errors
 checks        the conformance suite, from the marks and names of its checks
 algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
 inputs        what becomes of each field of a model's files, of a request and of a directory of PEFT
-public        the names that each package has for plugins and users, with the first sentence of what documents them
+users, authors, testers   the names that each package has for them, with the first sentence of what documents each
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import attrs
-from sphinx.application import Sphinx
 
 import corerl
 import corerl_testing
 from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
+from corerl.plan.ready import PlanReady
 from corerl.plan.resolve import TABLES
-from corerl.plugin import events, hookspecs
+from corerl.plugin import control, events, hookspecs
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
-from corerl.plugin.spec import Process
+from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
+from corerl_doctor.matrix import Status
 from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
-from corerl_testing.matrix import Status
 from corerl_testing.suite import CHECKS
 
-MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python prints of objects
 MODELS = Path(__file__).parent.parent.parent / "benchmarks/results/models.json"
 CORE = Path(errors.__file__).parent
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
@@ -122,7 +123,8 @@ def hooks_reference() -> str:
 
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
-    known = {**vars(types), **vars(events), "Context": Context, "RoleConfig": RoleConfig}
+    known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
+    known |= {**vars(types), **vars(events), **vars(control)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:
@@ -142,8 +144,14 @@ def hooktypes_reference() -> str:
     for name, named in found.items():
         code = inspect.getsource(named).rstrip()
         package = ".".join(named.__module__.split(".")[:2])
-        lines += [f"### `{name}`", "", f"`{package}.{name}`", "", "```python", code, "```", ""]
+        lines += [f"### `{name}`", "", f"`{package}.{name}`", "", "```python3", code, "```", ""]
     return "\n".join(lines)
+
+
+CIRCLES = {  # who relies on the names of which packages; all others are for authors of plugins
+    "users": ("corerl", "corerl.data", "corerl.rollout"),
+    "testers": ("corerl_testing",),
+}
 
 
 def faces() -> dict[str, list[str]]:
@@ -154,9 +162,16 @@ def faces() -> dict[str, list[str]]:
     return {package.__name__: package.__all__ for package in packages if hasattr(package, "__all__")}
 
 
-def public_reference() -> str:
-    lines: list[str] = []
-    for package, names in faces().items():
+def public_reference(circle: str) -> str:
+    """The names of one circle, package by package, with their number."""
+    elsewhere = {package for packages in CIRCLES.values() for package in packages}
+    shown = {
+        package: names
+        for package, names in faces().items()
+        if (package in CIRCLES[circle] if circle in CIRCLES else package not in elsewhere)
+    }
+    lines = [f"{sum(map(len, shown.values()))} names.", ""]
+    for package, names in shown.items():
         lines += [f"### `{package}`", "", "| name | |", "|---|---|"]
         for name in names:
             value = getattr(importlib.import_module(package), name)
@@ -164,7 +179,7 @@ def public_reference() -> str:
                 paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
                 text = re.split(r"(?<=[.;]) ", paragraph, maxsplit=1)[0].rstrip(".;")
             else:  # a constant or an alias, of which what it is says most
-                text = f"`{value if isinstance(value, str) else MODULES.sub('', str(value))}`"
+                text = "`" + (value if isinstance(value, str) else ADDRESS.sub("", MODULES.sub("", str(value)))) + "`"
             escaped = text.replace("|", "\\|")
             lines.append(f"| `{name}` | {escaped} |")
         lines.append("")
@@ -174,10 +189,11 @@ def public_reference() -> str:
 def extensions_reference() -> str:
     lines: list[str] = []
     for loaded in (load(Kind.EXTENSIONS, name) for name in installed_names(Kind.EXTENSIONS)):
-        if not loaded.value.startswith("corerl."):
+        if not loaded.value.startswith(("corerl.", "corerl_")):
             continue
         where = "each rank" if loaded.spec.process is Process.WORKER else "the driver"
-        lines += [f"### `{loaded.name}`", "", f"In {where}: {loaded.spec.summary}.", ""]
+        summary = f"Of `{loaded.distribution}`, in {where}: {loaded.spec.summary}."
+        lines += [f"### `{loaded.name}`", "", summary, ""]
         lines += options_table(loaded.spec.config)
     return "\n".join(lines)
 
@@ -277,15 +293,8 @@ REFERENCES = {
     "algorithm": partial(checks_reference, ALGORITHM_CHECKS),
     "matrix": matrix_reference,
     "models": models_reference,
-    "public": public_reference,
+    "users": partial(public_reference, "users"),
+    "authors": partial(public_reference, "authors"),
+    "testers": partial(public_reference, "testers"),
     "inputs": inputs_reference,
 }
-
-
-def fill_in(app: Sphinx, document: str, source: list[str]) -> None:
-    source[0] = MARK.sub(lambda mark: REFERENCES[mark[1]](), source[0])
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("source-read", fill_in)
-    return {"parallel_read_safe": True}

@@ -12,8 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from corerl.backend.experts import ExpertLoad, load_balancing_loss, metrics_of_load
 from corerl.models.routing import Routers
-from corerl.models.smallest import smallest_config
-from corerl_testing import Runs
+from corerl_testing import Runs, smallest_config
 from corerl_testing.routing import assert_balances
 from corerl_testing.scenarios import training
 from corerl_testing.subject import WHOLE
@@ -62,7 +61,17 @@ def test_a_single_expert_has_a_load_without_entropy() -> None:
     assert (found["moe/entropy"].value, found["moe/largest_share"].value) == (0.0, 1.0)
 
 
-FAMILIES = ["qwen2_moe", "mixtral", "gpt_oss", "ernie4_5_moe", "granitemoe", "phimoe", "qwen3_5_moe_text", "minimax_m2"]
+FAMILIES = [
+    "qwen2_moe",
+    "mixtral",
+    "gpt_oss",
+    "ernie4_5_moe",
+    "granitemoe",
+    "phimoe",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+    "dbrx",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

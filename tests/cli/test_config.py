@@ -94,7 +94,7 @@ def test_options_of_plugins_and_functions_are_told_beside_keys_that_cannot_be_re
     sound: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["run.stepps=3", "backends.plain.no_such_option=1", "engines.fake.no_such_option=1", "model.path=no/model"]
-    functions = ["reward.name=sub/other.py:f", "cluster.scaler=no_such_module:f"]
+    functions = ["reward.name=sub/other.py:f", "rollout.postprocess=no_such_module:f"]
     assert main(["config", "check", sound, *wrong, *functions]) == 2
     out, checked = capsys.readouterr()
     lines = [line.removeprefix("corerl: error: ") for line in checked.splitlines()]
@@ -104,7 +104,7 @@ def test_options_of_plugins_and_functions_are_told_beside_keys_that_cannot_be_re
         "backends.plain.no_such_option",
         "engines.fake.no_such_option",
         "reward.name",
-        "cluster.scaler",
+        "rollout.postprocess",
     ]
     assert main(["train", sound, *wrong, *functions]) == 2
     assert capsys.readouterr() == ("", checked)
@@ -148,7 +148,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "rollout.stop: 'two words' is ['<unk>'",
         "data.source: unknown source 'nope'",
         "reward.name: unknown reward 'exakt'",
-        "weights.transport: unknown weight transport 'pigeon'",
+        "weights.transport: unknown transport 'pigeon'",
         "algorithm.loss: unknown loss 'cliped'",
         "roles.actor.ranks = 2 requires 'multi-rank', which the backend 'plain' does not support: it is one process",
     )

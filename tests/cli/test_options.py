@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Options:
     words: dict[str, str] = option("by name", factory=lambda: {{"a b": 'say "c"'}})
     on: bool = option("whether at all", default=True)
 
-SPEC = {kind}Spec(implementation="nowhere:Code", config=Options, api=(1, 0), summary="a {kind} to print"{more})
+SPEC = {kind}Spec(implementation="nowhere:Code", config=Options, api=(2, 0), summary="a {kind} to print"{more})
 """
 
 
@@ -84,7 +85,7 @@ def test_each_setting_has_its_help_its_type_and_its_default(capsys: pytest.Captu
     )
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.EXTENSIONS, *SELECTED_BY])
 def test_what_is_printed_can_be_pasted_and_changes_nothing(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,11 @@ def test_each_default_that_is_set_stands_there_as_a_value(capsys: pytest.Capture
         (tables,) = tomllib.loads(printed(capsys, name)).values()
         cls = load(Kind.BACKENDS if name == "fsdp" else Kind.ENGINES, name).spec.config
         assert tables[name] == {field.name: getattr(cls(), field.name) for field in cls.__attrs_attrs__}
+
+
+def test_a_command_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    about = f"# command doctor (corerl-doctor {version('corerl-doctor')}): diagnose the installation, a plugin or a run"
+    assert printed(capsys, "doctor") == f"{about}\n# there are no settings\n"
 
 
 def test_a_name_of_several_kinds_asks_which_one(capsys: pytest.CaptureFixture[str]) -> None:

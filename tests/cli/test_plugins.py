@@ -1,4 +1,4 @@
-"""`corerl backends`, `engines` and `extensions` list what is there, what is wrong with it, and what could be there."""
+"""`corerl plugins` lists what is there of every kind, what is wrong with it, and what could be there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 import corerl
 from corerl.cli.main import main
+from corerl.plugin.registry import Kind
 
 pytestmark = pytest.mark.processes
 
@@ -31,7 +32,7 @@ SPEC = BackendSpec(implementation="nowhere:Code", config=Options, api={api}, sum
 
 @pytest.fixture(autouse=True)
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {"good": SPEC.format(api=(1, 0)), "later": SPEC.format(api=(2, 0)), "bad": BROKEN, "no_engine": BROKEN}
+    modules = {"good": SPEC.format(api=(2, 0)), "later": SPEC.format(api=(3, 0)), "bad": BROKEN, "no_engine": BROKEN}
     for name, source in modules.items():
         kind = "engines" if name == "no_engine" else "backends"
         metadata = tmp_path / f"corerl_{name}-0.3.1.dist-info"
@@ -43,16 +44,16 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
-    assert main(["backends"]) == 0
+    assert main(["plugins", "backends"]) == 0
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
     rows = {line[0]: line[1:] for line in lines[1:]}
-    assert rows["good"] == ["corerl-good", "0.3.1", "1.0", "ok: a small backend"]
+    assert rows["good"] == ["corerl-good", "0.3.1", "2.0", "ok: a small backend"]
     assert rows["later"] == [
         "corerl-later",
         "0.3.1",
-        "2.0",
-        "incompatible: written for API 2.0, but this corerl supports 1.0",
+        "3.0",
+        "incompatible: written for API 3.0, but this corerl supports 2.0",
     ]
     assert rows["bad"] == [
         "corerl-bad",
@@ -65,7 +66,7 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
 
 def test_what_a_plugin_prints_is_no_part_of_the_list(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cli_bad.py").write_text("print('hello')\n" + BROKEN)
-    assert main(["backends", "--json"]) == 0
+    assert main(["plugins", "backends", "--json"]) == 0
     shown = capfd.readouterr()
     assert {"good", "bad", "later"} <= {each["name"] for each in json.loads(shown.out)}
     assert shown.err == "hello\n"
@@ -80,7 +81,7 @@ def test_a_second_set_of_metadata_that_says_the_same_is_not_told(
     (metadata / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: corerl-good\nVersion: {used.version}\n")
     (metadata / "entry_points.txt").write_text(used.read_text("entry_points.txt") or "")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["backends"]) == 0
+    assert main(["plugins", "backends"]) == 0
     assert "found twice" not in capsys.readouterr().out
 
 
@@ -97,13 +98,13 @@ def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told
             (metadata / file).write_text(text)
         (metadata / "entry_points.txt").write_text(f"[corerl.backends]\n{points}\n")
     monkeypatch.syspath_prepend(earlier)
-    assert main(["backends"]) == 0
+    assert main(["plugins", "backends"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
     reason = "conflict: provided by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
     assert rivals == [
-        ["corerl-good", "0.3.1", "1.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
-        ["other", "2.0", "1.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
+        ["corerl-good", "0.3.1", "2.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
+        ["other", "2.0", "2.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
     ]
     assert lines[-1] == (
         f"corerl-good is found twice; not used: 0.1 in {earlier}/corerl_good-0.1.egg-info (corerl doctor good)"
@@ -111,7 +112,7 @@ def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told
 
 
 def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
-    assert main(["backends", "--json"]) == 0
+    assert main(["plugins", "backends", "--json"]) == 0
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["good"] == {
         "name": "good",
@@ -120,7 +121,7 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], ab
         "value": "cli_good:SPEC",
         "status": "ok",
         "reason": "",
-        "api": [1, 0],
+        "api": [2, 0],
         "summary": "a small backend",
         "shadowed": [],
     }
@@ -133,11 +134,11 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], ab
 
 
 def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["engines"]) == 0
+    assert main(["plugins", "engines"]) == 0
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     rows = {line[0]: line[1:] for line in lines[1:]}
     version = corerl.__version__
-    assert rows["transformers"] == ["corerl", version, "1.0", "ok: transformers' own generate(), on CPU or GPU"]
+    assert rows["transformers"] == ["corerl", version, "2.0", "ok: transformers' own generate(), on CPU or GPU"]
     assert rows["no_engine"] == [
         "corerl-no_engine",
         "0.3.1",
@@ -148,7 +149,7 @@ def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest
 
 
 def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["extensions", "--json"]) == 0
+    assert main(["plugins", "extensions", "--json"]) == 0
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["jsonl"] == {
         "name": "jsonl",
@@ -157,17 +158,44 @@ def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[st
         "value": "corerl.observability.specs:JSONL",
         "status": "ok",
         "reason": "",
-        "api": [1, 0],
+        "api": [2, 0],
         "summary": "metrics.jsonl and samples.jsonl in the run directory",
         "shadowed": [],
     }
     assert not {"transformers", "good", "plain"} & rows.keys()
 
 
-@pytest.mark.parametrize("kind", ["backends", "engines", "extensions"])
+def test_without_a_kind_each_kind_is_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    sections = [section.splitlines() for section in capsys.readouterr().out.removesuffix("\n").split("\n\n")]
+    assert [section[0] for section in sections] == [kind.value for kind in Kind]
+    for section in sections:
+        assert main(["plugins", section[0]]) == 0
+        assert capsys.readouterr().out.splitlines() == section[1:]
+    assert any(line.startswith("doctor ") for line in {each[0]: each for each in sections}["commands"])
+
+
+def test_json_of_all_kinds_has_the_array_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [kind.value for kind in Kind]
+    for kind, rows in found.items():
+        assert main(["plugins", kind, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == rows
+
+
+def test_an_unknown_kind_is_answered_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "backend"]) == 2
+    kinds = ", ".join(kind.value for kind in Kind)
+    assert capsys.readouterr().err == (
+        f"corerl: error: there are no plugins of kind 'backend'; choose from {kinds}; did you mean 'backends'?\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["backends", "engines", "extensions", "commands"])
 def test_listing_loads_no_library_that_is_slow_to_import(kind: str) -> None:
     program = (
         f"import sys\nfrom corerl.plugin.registry import Kind, installed\nassert installed(Kind({kind!r}))\n"
-        "assert not {'torch', 'ray', 'transformers', 'numpy', 'cattrs'} & sys.modules.keys()"
+        "assert not {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from corerl.cli import child
 from corerl.cli.main import main
 from corerl.cli.trial import beside
 from corerl.config.load import load_config
-from corerl.doctor import child
 from corerl.plan.user_code import code_of
 from tests.end_to_end.command import write_small
 
@@ -23,6 +23,15 @@ ENDINGS = {
 def try_imports(file: str, overrides: list[str]) -> None:
     code = code_of(load_config(file, overrides))
     beside(code.modules, code.plugins)()
+
+
+def install_leaves(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose spec ends the process that imports it."""
+    metadata = site / "corerl_leaves-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
+    monkeypatch.syspath_prepend(site)
 
 
 @pytest.fixture
@@ -64,7 +73,7 @@ def test_an_import_that_ends_its_process_is_one_line(
 def test_an_import_that_ends_its_process_is_a_line_beside_keys_that_cannot_be_read(
     here: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "cluster.scaler=exits_mod:f"]
+    wrong = ["run.stepps=3", "model.path=no/model", "reward.name=leaves_mod:f", "rollout.postprocess=exits_mod:f"]
     assert main(["config", "check", here, *wrong]) == 2
     lines = [line.removeprefix("corerl: error: ") for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(": ")[0] for line in lines[:2]] == ["run.stepps", "model.path"]
@@ -99,28 +108,26 @@ def test_a_working_directory_with_a_models_code_is_refused(
 
 
 @pytest.mark.processes
-def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])
-    try_imports(here, ["backend.name=plain", "rollout.engine=fake"])
+    plain = ["backend.name=plain", "rollout.engine=fake"]
+    try_imports(here, [*plain, "engines.sglang={}", "backends.no-such={}"])  # wheels of CoreRL's are its own parts too
     assert asked == []
-    try_imports(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"])
-    assert asked == [("corerl.doctor.plugins:look_imports", ["leaves_mod"], [])]
-    other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
-    try_imports(here, other)  # tables that are not selected are checked too
-    assert asked[1:] == [("corerl.doctor.plugins:look_imports", [], [("engines", "sglang")])]
+    try_imports(here, [*plain, "reward.name=leaves_mod:f"])
+    assert asked.pop() == ("corerl.cli.trial:look_imports", ["leaves_mod"], [])
+    install_leaves(tmp_path, monkeypatch)
+    try_imports(here, [*plain, "engines.leaves={}"])  # tables that are not selected are checked too
+    assert asked.pop() == ("corerl.cli.trial:look_imports", [], [("engines", "leaves")])
+    assert asked == []
 
 
 @pytest.mark.processes
 def test_plugins_are_listed_although_the_import_of_one_ends_its_process(
     here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metadata = tmp_path / "corerl_leaves-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["engines"]) == 0
+    install_leaves(tmp_path, monkeypatch)
+    assert main(["plugins", "engines"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "  ok: " in rows["fake"] and "  ok: " in rows["transformers"]
     said = "importing leaves_mod:SPEC, the spec of engine 'leaves' (corerl-leaves 0.1), ended its process with status 0"

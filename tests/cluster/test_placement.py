@@ -334,7 +334,7 @@ def test_processes_of_a_machine_that_is_gone_are_where_the_cluster_has_put_their
     room.begin({"actor": 4, "engines": 2})
     before = {name: list(slots) for name, slots in room.items()}
     on(moves, ["node 2", "node 3", "node 1", "node 1"])
-    room.settle(within=0.0)
+    room.look()
     assert [(slot.node, slot.devices, slot.neighbors) for slot in room["actor"]] == [
         *(("node 2", ("7",), 1), ("node 3", ("7",), 1)),
         *(("node 1", ("0",), 2), ("node 1", ("1",), 2)),
@@ -348,13 +348,11 @@ def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 2)
-    whole = arrange({"actor": 4, "engines": 2}, cpus=1.0, gpus=1.0)
     room.begin({"actor": 4, "engines": 2})
     on(moves, ["", "node 0", "node 1", "node 1"])  # of one, Ray has not said yet that it is no more
-    room.settle(within=0.0)
+    room.look()
     assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
     assert [slot.lost for slot in room["engines"]] == [True, False]
-    assert [room.left(whole, name) for name in whole.places] == [2, 2]
     living = room["engines"][1]
     found = room.refit(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
     assert found["engines"][1] is living
@@ -369,113 +367,6 @@ def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on
         *("node 1", "node 1", "node 5")
     ]
     assert room.reserved == [4]
-
-
-def test_a_group_with_bundles_of_its_own_loses_what_was_on_them_alone(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 2)
-    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
-    whole = arrange({"actor": 2, "engines": 2}, **how)
-    room.begin({"actor": 2, "engines": 2}, **how)
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1"})
-    on(moves, ["node 0", "node 0", "", "", "node 2", "node 2"])
-    room.settle(within=0.0)
-    assert [room.left(whole, name) for name in whole.places] == [2, 2]
-
-
-def test_a_room_waits_for_machines_that_come_in_time(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 1)
-    room.begin({"actor": 2})
-    on(moves, ["", "node 1"])
-    monkeypatch.setattr(placement.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
-    room.settle(within=60.0)
-    assert [(slot.node, slot.lost) for slot in room["actor"]] == [("node 9", False), ("node 1", False)]
-
-
-def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 1)
-    room.begin({"actor": 3})
-    waited = [0.0]
-    monkeypatch.setattr(placement.time, "monotonic", lambda: waited[-1])
-    monkeypatch.setattr(placement.time, "sleep", lambda seconds: waited.append(waited[-1] + seconds))
-
-    def settled() -> tuple[float, list[bool]]:
-        before = waited[-1]
-        room.settle(within=60.0)
-        return waited[-1] - before, [slot.lost for slot in room["actor"]]
-
-    on(moves, ["", "node 1", "node 2"])
-    assert settled() == (60.0, [True, False, False])
-    assert settled() == (0.0, [True, False, False])
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 1"})
-    assert settled() == (60.0, [True, True, False])
-    on(moves, ["node 9", "", "node 2"])  # later than the run has waited, but it has come
-    assert settled() == (0.0, [False, True, False])
-    on(moves, ["", "", "node 2"])
-    assert settled() == (60.0, [True, True, False])  # the machine that came is gone too
-
-
-def waiting(
-    room: Room, moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch, later: Mapping[float, Sequence[str]]
-) -> float:
-    """The seconds that a room waits at most a minute, while the cluster puts its bundles on the nodes of `later`, by
-    second."""
-    waited = [0.0]
-
-    def sleep(seconds: float) -> None:
-        waited.append(waited[-1] + seconds)
-        on(moves, later.get(waited[-1], []))
-
-    monkeypatch.setattr(placement.time, "monotonic", lambda: waited[-1])
-    monkeypatch.setattr(placement.time, "sleep", sleep)
-    room.settle(within=60.0)
-    return waited[-1]
-
-
-def test_a_room_waits_for_no_bundle_whose_place_an_unused_one_can_take(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 5})
-    room.take({"actor": room["actor"][:3]})  # on nodes 0 and 1; two bundles are unused, on nodes 1 and 2
-    on(moves, ["", "", "node 1", "node 1", "node 2"])
-    assert waiting(room, moves, monkeypatch, {}) == 0.0
-    assert [slot.lost for slot in room["actor"]] == [True, True, False] and room.unused == 2
-    found = room.refit(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
-    assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
-        *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
-    ]
-    assert room.reserved == [5]
-
-
-def test_a_room_waits_for_as_many_bundles_as_there_are_no_unused_ones_for(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 3)
-    room.begin({"actor": 4})
-    room.take({"actor": room["actor"][:3]})  # on node 0; one bundle is unused, on node 1
-    on(moves, ["", "", "", "node 1"])
-    later = {4.0: ["node 8", "", "", "node 1"], 9.0: ["node 8", "", "node 9", "node 1"]}
-    assert waiting(room, moves, monkeypatch, later) == 9.0
-    assert [(slot.node, slot.lost) for slot in room["actor"]] == [
-        *(("node 8", False), ("node 0", True), ("node 9", False))
-    ]
-
-
-def test_unused_bundles_are_no_reason_not_to_wait_for_those_that_one_process_needs_side_by_side(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 4, "engines": 1}, own_devices=["actor"], widths={"engines": 2})
-    room.take({"actor": room["actor"][1:3]})  # the engine is on node 0, a bundle of nodes 1 and 2 each is unused
-    on(moves, ["", "", "node 1", "node 1", "node 2", "node 2"])
-    assert waiting(room, moves, monkeypatch, {7.0: ["node 9", "node 9"]}) == 7.0
-    assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 9", False)]
 
 
 def test_newcomers_are_on_no_machine_that_is_gone_though_no_process_was_there(
@@ -530,16 +421,16 @@ def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_
     room = rooms_of(monkeypatch, 2)
     room.begin({"actor": 3})
     on(moves, ["node 8", "node 9", "node 1"])
-    assert waiting(room, moves, monkeypatch, {}) == 60.0
+    room.look()
     assert [(slot.node, slot.lost) for slot in room["actor"]] == [
         *(("node 0", True), ("node 9", False), ("node 1", False))
     ]
     assert room.silent == ["no answer"] and room.count({"GPU": 1.0}) == (2, 0, 0)
     room.take(room.refit(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
-    assert room.silent == [] and room.unused == 0
+    assert room.silent == []
     assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
     assert room.reserved == [3, 1]  # as the silent one is not used
     assert probed == [{0: "node 8", 1: "node 9"}]  # not twice, which may take long
     on(moves, ["node 5", "node 9", "node 1"])
-    room.settle(within=0.0)
+    room.look()
     assert probed[1:] == [{0: "node 5"}] and room.count({"GPU": 1.0}) == (4, 2, 0)

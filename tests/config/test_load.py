@@ -59,7 +59,7 @@ def test_a_value_in_the_place_of_a_table_is_answered_with_the_tables_first_setti
     [
         ("run.steps = 'a'\n[backend]\nname = 'b'\n[[extensions]]\nname = 'c'\nx = 1\n", "b", ["c"]),
         ("[[extensions]]\nname = 'c'\n[[extensions]]\noptions = 3\n", "", ["c", ""]),
-        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", ["console", "jsonl", "tensorboard", "curves"]),
+        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", []),
     ],
     ids=["values", "missing", "tables"],
 )
@@ -71,7 +71,7 @@ def test_more_is_told_of_what_fits_where_something_does_not(
         load_config(write(tmp_path, text), more=lambda config: rest.append(config) or ["more"])  # type: ignore[func-returns-value]
     assert caught.value.message.splitlines() == [*problems_of(tmp_path / "run.toml"), "more"]
     (config,) = rest
-    assert (config.backend.name, [each.name for each in config.extensions]) == (backend, extensions)
+    assert (config.backend.name, [each.name for each in config.chosen_extensions]) == (backend, extensions)
 
 
 def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
@@ -168,6 +168,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
             "bogus = 1",
             (
                 "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, algorithms, "
+                "transports, "
                 "roles, train, lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
             ),
         ),

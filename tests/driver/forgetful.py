@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from corerl.config.options import option
 from corerl.config.schema import RoleConfig
 from corerl.models.build import stored_buffers
-from corerl.models.smallest import smallest_config
 from corerl.plugin.context import Context
 from corerl.types import ParallelLayout
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model
 from corerl_testing.plain.backend import PlainBackend
 from corerl_testing.plain.spec import SPEC as PLAIN

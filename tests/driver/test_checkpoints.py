@@ -9,10 +9,10 @@ from attrs import define, field
 
 from corerl.calls import Future
 from corerl.checkpoint import commit
+from corerl.checkpoint import copies as memory_copies
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
-from corerl.driver import checkpoints as module
 from corerl.driver.checkpoints import Checkpoints, Copies, copies_of
 from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
@@ -241,7 +241,7 @@ def test_after_a_failure_a_rank_that_never_answers_keeps_what_is_written_from_no
 def test_copies_are_of_the_newest_step_alone_told_to_nobody_and_gone_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     heard = Heard()
     saves = make(tmp_path / "run", heard, actor=Group())
@@ -272,7 +272,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 

@@ -22,10 +22,10 @@ from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.lora import targets_in
 from corerl.models.peft_files import saved_settings
-from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import require_adapters, with_adapters
 from corerl.types import SampleBatch
 from corerl.weights.adapters import adapters_of, is_adapter
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_fields
 from corerl_testing.tolerances import LOGPROBS
 from tests.driver.adapted import Adapted, train_adapted

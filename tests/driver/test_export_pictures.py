@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from corerl.config.schema import LoraConfig, ModelConfig, RunConfig
 from corerl.driver.export import export
 from corerl.models.config import hf_config
+from corerl.models.files import kept_digest
 from corerl.models.peft_files import saved_settings
 from corerl.plan.model_files import require_adapters, with_adapters
+from tests.checkpoint.changes import rewrite
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
@@ -129,6 +132,33 @@ def test_merged_adapters_are_the_whole_checkpoint(tmp_path: Path, family: str) -
         tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
         logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
     assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+
+
+def test_an_export_says_that_the_tower_was_replaced(tmp_path: Path) -> None:
+    base, run = trained(tmp_path, "gemma3")
+    kept = kept_digest(base, hf_config(ModelConfig(path=str(base))))
+    rewrite(run.checkpoint, lambda content: content["state"].update(kept={"actor": kept}))
+    tensors, said = tensors_in(base), list[str]()
+
+    def exported(**changed: torch.Tensor) -> int:
+        """The notices so far, after an export with some tensors of the directory replaced."""
+        save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
+        export(run.checkpoint, tmp_path / "export", replace=True, notify=said.append)
+        return len(said)
+
+    text, tower = (next(n for n in tensors if of_pictures(n) == each and "proj" in n) for each in (False, True))
+    assert exported() == 0
+    assert exported(**{text: tensors[text] + 1}) == 0  # which the checkpoint has
+    assert exported(**{tower: tensors[tower] + 1}) == 1
+    file = base / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "vision_config": {**written["vision_config"], "layer_norm_eps": 0.5}}))
+    assert exported() == 2
+    line = (
+        f"{base} has other weights or settings for pictures than as the actor was trained, and the export gets these; "
+        "give back the directory that the run began with, and export again"
+    )
+    assert said == [line] * 2
 
 
 def test_a_critic_is_exported_beside_the_tower(tmp_path: Path) -> None:

@@ -99,9 +99,19 @@ def slots_on(node: str) -> list[Slot]:
     return [Slot((Bundle(group, 0, node),), 1.0, 0.0)]
 
 
-def sizes(refit: Callable[[], list[str]]) -> Any:
+def control(failed: Callable[[str], object]) -> Any:
+    """`failed` is called where extensions are asked for places."""
     plans, room = defaultdict(lambda: "its plan"), defaultdict(lambda: slots_on(""))
-    return SimpleNamespace(refit=refit, plan=SimpleNamespace(processes=SimpleNamespace(roles=plans)), room=room)
+
+    def asked(message: str, *, ranks: bool) -> None:
+        assert ranks
+        failed(message)
+
+    return SimpleNamespace(
+        failed=asked,
+        plan=SimpleNamespace(processes=SimpleNamespace(roles=plans)),
+        groups=SimpleNamespace(room=room),
+    )
 
 
 def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done: int = 5, **parts: Any) -> Case:
@@ -112,7 +122,7 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
         "checkpoints": Saves(),
         "copies": None,
         "updates": SimpleNamespace(given_up=lambda: actor.log.append("given up")),
-        "sizes": sizes(list),
+        "control": control(lambda message: None),
         "start": SimpleNamespace(resume=None, state={}),
         "progress": progress(ears, step=done),
         "stop": SimpleNamespace(requested=requested),
@@ -143,15 +153,16 @@ def test_ranks_are_started_anew_as_often_as_the_config_says_without_a_new_step()
         case.dies("six")
 
 
-def test_what_became_smaller_is_told_and_where_nothing_can_the_death_is_the_error_and_says_so() -> None:
-    case = make(sizes=sizes(lambda: ["actor: 2 ranks -> 1 rank"]))
+def test_extensions_are_asked_for_places_and_where_there_is_none_the_death_is_the_error_and_says_so() -> None:
+    heard: list[str] = []
+    case = make(control=control(heard.append))
     case.dies("one")
-    assert told(case.ears)[1:] == ["actor: 2 ranks -> 1 rank"] and len(case.points) == 1
+    assert heard == ["one"] and len(case.points) == 1
 
-    def refuse() -> list[str]:
+    def refuse(message: str) -> None:
         raise NoPlaces("roles.actor.ranks: devices are left for 0 of 2")
 
-    case = make(sizes=sizes(refuse))
+    case = make(control=control(refuse))
     with pytest.raises(WorkerDied) as caught:
         case.dies("one")
     assert caught.value.message == (
@@ -198,14 +209,13 @@ def test_ranks_on_another_machine_begin_with_a_checkpoint_where_a_copy_is_newer(
     old, newer = saved(tmp_path / "disk", 2), saved(tmp_path / "memory", 4)
     saves, copies = Saves(old), Saves(newer)
 
-    def refit() -> list[str]:
-        parts.room["actor"] = slots_on("another")
-        return []
+    def failed(message: str) -> None:
+        parts.groups.room["actor"] = slots_on("another")
 
-    parts = sizes(refit)
+    parts = control(failed)
     if when == "before":  # a resize has put them there
-        refit()
-    case = make(checkpoints=saves, copies=copies, sizes=parts)
+        failed("")
+    case = make(checkpoints=saves, copies=copies, control=parts)
     case.dies("it")
     assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
     assert case.actor.log[2] == f"restart from '{old}/actor'" and saves.log == [2]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,13 @@ from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
-from corerl.driver import scaling
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.progress import Progress
 from corerl.driver.run import Run, answers_in
-from corerl.driver.scaling import Answer
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.engines.base import SamplingParams
-from corerl.errors import CorerlError, DataError, ResizeFailed, SaveFailed, WorkerDied
+from corerl.errors import DataError, SaveFailed
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
 from corerl.plan.resolve import resolve_tables
@@ -96,7 +94,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
-                "sizes": SimpleNamespace(plan=plan),
+                "control": SimpleNamespace(plan=plan),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
@@ -829,6 +827,15 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
     assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
 
 
+def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: Callable[..., Run]) -> None:
+    for kept in ({}, {"actor": "0" * 32}):
+        saves = Saves(0)
+        run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
+        run.plan = evolve(run.plan, kept=kept)
+        run.save()
+        assert [state.get("kept", {}) for state in saves.states] == [kept]
+
+
 def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
@@ -847,125 +854,29 @@ def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_ru
         assert saves.log == [("complete", False), *log]
 
 
-class Changing:
-    """The sizes of a run: the first override is carried out, then comes the error, if there is one."""
+class Asking:
+    """Extensions that are asked; `changes` says whether they change groups."""
 
-    def __init__(self, error: CorerlError | None = None) -> None:
-        self.now = {"roles.actor.ranks": 2, "rollout.replicas": 2}
-        self.error = error
-        self.asked: list[list[str]] = []
-        self.devices = scaling.Devices(reserved=4, unused=0, free=0)
+    def __init__(self, *, changes: bool) -> None:
+        self.changes, self.asked = changes, 0
 
-    def change(self, overrides: Sequence[str]) -> Iterator[str]:
-        self.asked.append(list(overrides))
-        key, _, value = overrides[0].partition("=")
-        self.now = self.now | {key: int(value)}
-        yield f"{key} is {value}"
-        if self.error is not None:
-            raise self.error
+    def between_steps(self) -> bool:
+        self.asked += 1
+        return self.changes
 
 
-@pytest.fixture
-def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """At which step weights had been pushed, each time that they are to be pushed again."""
-    found: list[int | None] = []
-    monkeypatch.setattr(Run, "push_weights", lambda run: found.append(run._pushed_at))
-    return found
-
-
-def test_a_request_is_answered_with_what_was_changed_and_why_no_more_was(
-    make_run: Callable[..., Run], tmp_path: Path, pushed: list[int | None]
+@pytest.mark.parametrize("changes", [False, True])
+def test_extensions_are_asked_after_each_step_but_the_last_and_engines_get_weights_if_groups_have_changed(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    ears, sizes = Ears(), Changing()
-    run = make_run(make_config(), ears=ears, rollout_step=3, run_dir=tmp_path, sizes=sizes)
-    run._pushed_at = 3
-    answers: list[Answer] = []
-
-    def ask(*overrides: str) -> None:
-        def runs() -> bool:
-            run.resize()
-            return True
-
-        answers.append(scaling.ask(tmp_path, overrides, runs=runs, told=lambda line: None))
-
-    ask("roles.actor.ranks=1")
-    ask("rollout.replicas=3")
-    sizes.error = ResizeFailed("no luck")
-    ask("roles.actor.ranks=2", "roles.critic.ranks=2")
-    assert answers == [
-        Answer(changed=("roles.actor.ranks is 1",)),
-        Answer(changed=("rollout.replicas is 3",)),
-        Answer(changed=("roles.actor.ranks is 2",), error="no luck"),
-    ]
-    assert told(ears) == [
-        "roles.actor.ranks is 1",
-        "rollout.replicas is 3",
-        "roles.actor.ranks is 2",
-        "no more sizes are changed: no luck",
-    ]
-    assert pushed == [3, 3, 3]  # whether that is due, engines know
-    died: list[CorerlError] = []
-
-    def dies() -> bool:
-        try:
-            run.resize()
-        except WorkerDied as error:  # for whom the run starts the ranks anew
-            died.append(error)
-        return len(died) == 0
-
-    sizes.error = WorkerDied("gone")
-    found = scaling.ask(tmp_path, ["roles.actor.ranks=1"], runs=dies, told=lambda line: None)
-    assert found == Answer(changed=("roles.actor.ranks is 1",), error="gone") and died == [sizes.error]
-
-
-def test_a_scaler_is_asked_again_after_a_step_at_whose_end_nobody_told_what_devices_there_are(
-    make_run: Callable[..., Run], tmp_path: Path, pushed: list[int | None]
-) -> None:
-    seen: list[int] = []
-
-    def decide(sizing: scaling.Sizing) -> Any:
-        seen.append(sizing.step)
-        return {}
-
-    class Silent(Changing):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "devices" and run.progress.step == 2:
-                raise CorerlError("Ray does not tell how many devices there are: GCS is unavailable")
-            return super().__getattribute__(name)
-
-    ears = Ears()
-    asks = scaling.Scaling(name="mine:decide", scaler=decide)
-    run = make_run(make_config(run={"steps": 9}), ears=ears, run_dir=tmp_path, sizes=Silent(), scaling=asks)
-    for step in (1, 2, 3):
+    pushed: list[int] = []
+    monkeypatch.setattr(Run, "push_weights", lambda run: pushed.append(run.progress.step))
+    asking = Asking(changes=changes)
+    run = make_run(make_config(run={"steps": 9}), control=asking)
+    for step in (1, 2, 9):
         run.progress.step = step
-        run.resize()
-    assert seen == [1, 3] and pushed == []
-    assert told(ears) == [
-        "cluster.scaler is not asked after this step: Ray does not tell how many devices there are: GCS is unavailable"
-    ]
-
-
-def test_a_scaler_is_asked_after_each_step_but_the_last_and_no_more_once_it_has_failed(
-    make_run: Callable[..., Run], tmp_path: Path, pushed: list[int | None]
-) -> None:
-    wanted: list[Any] = [{}, {"rollout.replicas": 1}, {"rollout.replicas": 1}, {"rollout.replicas": 1.5}]
-    seen: list[int] = []
-
-    def decide(sizing: scaling.Sizing) -> Any:
-        assert sizing.devices is sizes.devices
-        seen.append(sizing.step)
-        return wanted.pop(0)
-
-    ears, sizes, config = Ears(), Changing(), make_config(run={"steps": 9})
-    asks = scaling.Scaling(name="mine:decide", scaler=decide)
-    run = make_run(config, ears=ears, run_dir=tmp_path, sizes=sizes, scaling=asks)
-    for step in (1, 2, 3, 9, 4, 5):
-        run.progress.step = step
-        run.resize()
-    assert (seen, sizes.asked, len(pushed)) == ([1, 2, 3, 4], [["rollout.replicas=1"]], 1)
-    first, last = told(ears)
-    assert first == "rollout.replicas is 1"
-    assert last == (
-        "cluster.scaler: mine:decide returned {'rollout.replicas': 1.5}, expected an integer for rollout.replicas; it "
-        "is not asked again"
-    )
+        run.between_steps()
+    assert (asking.asked, pushed) == (2, [1, 2] if changes else [])
+    run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3, stop=Stop(True))
+    run.between_steps()
+    assert asking.asked == 2

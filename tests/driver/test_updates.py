@@ -127,26 +127,28 @@ def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_t
 def test_engines_for_which_no_device_is_left_are_not_replaced_and_the_others_meet_elsewhere() -> None:
     updates, actor, fleet, ears = evicting({"engine-0": FAILED, "engine-1": DEAD})
 
-    def refit() -> list[str]:
+    heard: list[str] = []
+
+    def fewer(message: str) -> None:
+        heard.append(message)
         fleet.names = fleet.receivers = ("engine-0",)  # type: ignore[attr-defined]
         updates.meets_at(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
-        return ["engines: 2 -> 1"]
 
-    updates.refit = refit
+    updates.places = fewer
     actor.manifest = lambda: Future(actor, lambda timeout: True, lambda: "of now")  # type: ignore[attr-defined]
     updates.push()
     assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
     assert updates.address.engines == ("engine-0",)
-    assert told(ears) == ["engine-1 is replaced: its process died", "engines: 2 -> 1"]
+    assert told(ears) == ["engine-1 is replaced: its process died"] and heard == ["its process died"]
 
 
 def test_where_no_engine_is_left_its_death_is_the_error_and_says_why() -> None:
     updates, *_ = evicting({"engine-1": DEAD})
 
-    def refit() -> list[str]:
+    def refuse(message: str) -> None:
         raise NoPlaces("rollout.replicas: devices are left for 0 of 2")
 
-    updates.refit = refit
+    updates.places = refuse
     with pytest.raises(WorkerDied) as caught:
         updates.push()
     assert caught.value.message == (

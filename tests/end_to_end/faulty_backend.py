@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from corerl.checkpoint.copies import StateCopies
@@ -13,7 +12,6 @@ from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
 from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
-from corerl.weights.handover import Handover
 from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend
 from tests.machine import die_of
@@ -50,10 +48,10 @@ class FaultyBackend(FsdpBackend):
             self._copies = StateCopies(self.device, run=lambda job: (self.fail(), job()))
         return super().copy(path, step)
 
-    def hand_over(self, handover: Handover, step: Step, called_off: Callable[[], str]) -> int:
+    def hand_over(self, path: str, step: Step) -> int:
         if self.fails_in("hand_over", step):
             self.fail()
-        return super().hand_over(handover, step, called_off)
+        return super().hand_over(path, step)
 
     def fails_in(self, hook: str, step: Step) -> bool:
         options = self.config.options

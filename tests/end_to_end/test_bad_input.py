@@ -96,7 +96,7 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
         ),
         (
             "weights.transport=pigeon",
-            "weights.transport: unknown weight transport 'pigeon'; known: ",
+            "weights.transport: unknown transport 'pigeon'; installed: ",
             "collective, delta, disk, ipc",
         ),
         ("algorithm.loss=cliped", "algorithm.loss: unknown loss 'cliped'", "'clipped'?"),

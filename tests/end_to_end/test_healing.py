@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import machines
 from tests.end_to_end.command import Command, content, numbers, write_small
-from tests.end_to_end.faulty import NAME, fault
+from tests.end_to_end.faulty import fault
 from tests.end_to_end.faulty_engine import NAME as ENGINE
 from tests.machine import paced
 
@@ -105,45 +104,3 @@ def test_a_rank_that_is_killed_as_the_only_engine_gets_its_weights_anew_costs_no
     assert "actor rank 1: its process died during update_weights" in killed.out
     assert "; all ranks are started anew from the initial weights\n" in killed.out
     assert_same(tmp_path / "run", undisturbed)
-
-
-def test_a_machine_that_dies_costs_steps_and_another_takes_its_place_or_the_group_gets_smaller(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    """One rank on each of two machines, of which one has the engine too. The first to die has a successor."""
-    node = {"object_store_memory": 100 * 2**20}
-    one, other, spare = ({**node, "num_cpus": 1, "resources": {name: 1}} for name in ("one", "other", "spare"))
-    soon = {"RAY_health_check_initial_delay_ms": "0", "RAY_health_check_period_ms": "500"}
-    with machines({**node, "num_cpus": 0, "include_dashboard": False}, one, other, **soon) as nodes:
-        cluster = [f"cluster.address={nodes.address}", f"cluster.spare_timeout={paced(4.0)}"]
-        held = f"rollout.postprocess={USER}:held"
-        arguments = [
-            "train",
-            write_small(tmp_path),
-            f"run.dir={tmp_path}/run",
-            *SETTINGS,
-            *fault("", "raise", once=True),
-        ]
-        for step in (0, 1, 2):
-            (tmp_path / f"go-{step}").touch()
-        with Command(*arguments, *cluster, held, logs=tmp_path, directory=tmp_path, own_ray=True) as command:
-            command.until((tmp_path / "at-3").exists, "in its fourth step")
-            nodes.add(**spare)
-            nodes.kill("one")
-            (tmp_path / "go-3").touch()
-            command.until((tmp_path / "at-4").exists, "in its fifth step")
-            nodes.kill("other")
-            (tmp_path / "go-4").touch()
-            assert command.finish() == 0, command.err
-            command.assert_nothing_is_left()
-    assert re.findall(r"all ranks are started anew from (.*)|note: actor: (.*)", command.out) == [
-        ("the checkpoint of step 2; step 3 is done again", ""),
-        ("the checkpoint of step 4", ""),
-        ("", f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)"),
-    ]
-    found, wanted = numbers(tmp_path / "run"), numbers(undisturbed)
-    assert found[:-2] == wanted[:-2]  # to the last bit: two ranks as before
-    assert [row["step"] for row in found] == [row["step"] for row in wanted]
-    for row, as_whole in zip(found[-2:], wanted[-2:], strict=True):
-        for name in ("rollout/reward", "eval/reward", "train/loss", "train/grad_norm", "train/entropy"):
-            assert row.get(name, 0.0) == pytest.approx(as_whole.get(name, 0.0), rel=1e-4)

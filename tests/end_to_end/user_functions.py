@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from corerl import Sizing
 from corerl.data.prompts import Prompt
 
 KEPT: list[Any] = []  # references, in whose absence the store would drop the objects
@@ -37,23 +36,6 @@ def unreliable(prompt: Prompt, response: str) -> float:
             while True:
                 pass
     return len(response) / 8
-
-
-def down_and_up(sizing: Sizing) -> dict[str, int]:
-    """One rank and one engine more or less, at other steps each."""
-    ranks, replicas = "roles.actor.ranks", "rollout.replicas"
-    return {1: {ranks: 1}, 2: {ranks: 2, replicas: 2}, 4: {replicas: 1}}.get(sizing.step, {})
-
-
-def ranks_down_and_up(sizing: Sizing) -> dict[str, int]:
-    """Of one role, then of the other, and of both at once."""
-    actor, critic = "roles.actor.ranks", "roles.critic.ranks"
-    wanted = {1: {actor: 1}, 2: {critic: 1}, 3: {actor: 2, critic: 2}}.get(sizing.step, {})
-    return {name: ranks for name, ranks in wanted.items() if name in sizing.sizes}
-
-
-def one_rank_at_step_3(sizing: Sizing) -> dict[str, int]:
-    return {"roles.actor.ranks": 1} if sizing.step == 3 else {}
 
 
 def held(scored: Any) -> Any:

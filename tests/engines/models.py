@@ -17,9 +17,9 @@ from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.engines.lifecycle import EngineLifecycle
 from corerl.models.config import hf_config
+from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_sender
 
 VOCAB = 16
 SMALL = {

@@ -30,9 +30,9 @@ from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDi
 from corerl.event_loop import EventLoop, in_thread
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_sender
 from tests.machine import paced
 
 REQUEST = GenerateRequest(

@@ -18,11 +18,11 @@ from corerl.errors import EngineFailed
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.names import shapes_of
-from corerl.models.smallest import smallest_config
 from corerl.ops.noise import hash_keys
 from corerl.weights.adapters import is_adapter
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model
 from tests.engines.models import (
     MOE,

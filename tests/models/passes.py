@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from corerl.models.build import materialize, stored_buffers
 from corerl.models.layout import make_policy
 from corerl.models.policy import Policy
-from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
+from corerl_testing import smallest_config
 
 LENGTHS = (24, 9, 1, 17)  # longer than the windows of the smallest configs
 TEMPERATURE = 0.7

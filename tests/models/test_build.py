@@ -19,7 +19,7 @@ from corerl.models.build import (
     recompute_layers,
     stored_buffers,
 )
-from corerl.models.smallest import smallest_config
+from corerl_testing import smallest_config
 from corerl_testing.models import KINDS, tiny_config
 from tests.pictures import FAMILIES, of_pictures, pictures_config
 

@@ -17,7 +17,7 @@ from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import architecture_of, build_on_meta
 from corerl.models.config import class_name, context_length, experts, hf_config, reads_pictures, require_ranges
-from corerl.models.smallest import smallest_config
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_fields
 
 

@@ -16,6 +16,7 @@ from corerl.models.experts import experts_of
         ({"model_type": "mixtral", "num_local_experts": 3}, 3),
         ({"model_type": "deepseek_v3", "n_routed_experts": 5}, 5),
         ({"model_type": "ernie4_5_moe", "moe_num_experts": 7}, 7),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 9}}, 9),
     ],
 )
 def test_experts_are_counted_in_the_fields_that_transformers_writes(fields: dict[str, Any], count: int) -> None:

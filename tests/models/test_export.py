@@ -21,8 +21,8 @@ from corerl.models.export import export_directory, write_adapters
 from corerl.models.names import hf_boxes
 from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
-from corerl.models.smallest import smallest_config
 from corerl.models.tokenizer import character_tokenizer
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
 from tests.pictures import pictures_config
 

@@ -18,9 +18,9 @@ from corerl.models.build import named_weights
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.names import hf_boxes
-from corerl.models.smallest import smallest_config
 from corerl.models.tokenizer import load_tokenizer
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model
 from tests.models.passes import TEMPERATURE, drawn, passed, policy_of
 from tests.models.test_export import LAYERS, LLAMA3, LONG, OLDER, PARTIAL, YARN

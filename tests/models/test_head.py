@@ -16,9 +16,9 @@ from corerl.errors import ModelError
 from corerl.models.files import look_at
 from corerl.models.head import Head
 from corerl.models.parts import parts_of
-from corerl.models.smallest import smallest_config
 from corerl.ops.logprobs import LOGITS
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 from tests.models.passes import LENGTHS, drawn, passed, policy_of
 

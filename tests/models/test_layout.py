@@ -10,8 +10,8 @@ from corerl.models.files import look_at
 from corerl.models.layout import Layout, choose_layout, make_policy, own_attention
 from corerl.models.packed import PackedPolicy
 from corerl.models.parts import parts_of
-from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
 
 NOT_PACKED = {

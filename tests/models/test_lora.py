@@ -17,8 +17,8 @@ from corerl.models.build import build_on_meta, materialize
 from corerl.models.files import look_at
 from corerl.models.lora import LoraLinear, adapter_parameters, freeze, put_adapters, targets_in, trained_parameters
 from corerl.models.names import peft_names, shapes_of
-from corerl.models.smallest import smallest_config
 from corerl.weights.adapters import PREFIX, B, adapted, is_adapter
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})

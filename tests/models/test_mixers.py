@@ -23,8 +23,8 @@ from corerl.models.mixers import (
     unregistered_attention,
 )
 from corerl.models.parts import parts_of
-from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
+from corerl_testing import smallest_config
 
 FOUND = {
     "qwen3": {"Qwen3Attention"},

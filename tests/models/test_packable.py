@@ -22,9 +22,9 @@ from corerl.models.packable import (
 )
 from corerl.models.packed import PackedPolicy
 from corerl.models.parts import parts_of
-from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_fields
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

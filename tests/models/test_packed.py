@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout
-from corerl.models.smallest import smallest_config
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model
 from tests.models.passes import LENGTHS, assert_same, by_the_book, drawn, passed, policy_of
 

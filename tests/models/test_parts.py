@@ -11,7 +11,7 @@ from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.files import look_at
 from corerl.models.parts import parts_of
-from corerl.models.smallest import smallest_config
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_fields
 
 

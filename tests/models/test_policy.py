@@ -13,9 +13,9 @@ from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.layout import make_policy
 from corerl.models.packed import PackedPolicy
-from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 from corerl_testing.pool import RankPool
 from tests.models import passes

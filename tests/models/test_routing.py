@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.routing import Routers, routers
-from corerl.models.smallest import smallest_config
+from corerl_testing import smallest_config
 
 EXPERTS, TOPK, TOKENS = 6, 2, torch.arange(11)[None]
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize, recompute_layers
-from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.ops import attention
 from corerl.ops.padding import Rectangles, rectangles
 from corerl.types import Output
+from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 from tests.models.passes import LENGTHS, assert_same, by_the_book, drawn, passed, policy_of
 

@@ -4,15 +4,33 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from rich.console import Console as Terminal
 
-from corerl.observability.console import choose_view
-from corerl.observability.live import LiveView
-from corerl.observability.plain import PlainView
-from corerl.observability.run_state import RunState
-from tests.observability.run import Clock
+from corerl.errors import PluginConflict
+from corerl.observability import console
+from corerl.observability.console import Console
+from corerl.observability.specs import ConsoleOptions
+from corerl.plugin import registry
+from corerl.plugin.registry import Kind
+from tests.observability.run import whole
+
+Install = Callable[..., Path]
+
+
+DISPLAY = """
+from corerl.plugin import DisplaySpec
+SPEC = DisplaySpec(implementation="NAME_code:shown", api=(2, 0), summary="a display")
+"""
+CODE = """
+class Shown(list):
+    update = list.append
+    close = lambda self: self.append("closed")
+def shown():
+    return Shown() if {able} else None
+"""
 
 
 class Tty(io.StringIO):
@@ -22,19 +40,49 @@ class Tty(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("file", "environment", "view"),
-    [
-        (Tty(), {"TERM": "xterm"}, LiveView),
-        (Tty(), {"TERM": "dumb"}, PlainView),
-        (io.StringIO(), {"TERM": "xterm"}, PlainView),
-        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, PlainView),
-    ],
-)
-def test_only_an_able_terminal_gets_the_live_display(
-    file: io.StringIO, environment: dict[str, str], view: type
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No display but the test's own is installed."""
+    there = {entry.distribution for entry in registry.scan(Kind.DISPLAYS)}
+    scan = registry.scan
+    monkeypatch.setattr(console, "scan", lambda kind: [each for each in scan(kind) if each.distribution not in there])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("terminal", "able"), [(True, True), (True, False), (False, True)])
+def test_a_display_that_can_use_the_terminal_takes_the_place_of_lines(
+    install: Install, monkeypatch: pytest.MonkeyPatch, terminal: bool, able: bool
 ) -> None:
-    assert type(choose_view(RunState(Clock()), Terminal(file=file, _environ=environment), every=1)) is view
+    install(
+        "corerl-shows",
+        {"displays": {"mine": "mine_d:SPEC"}},
+        mine_d=DISPLAY.replace("NAME", "mine_d"),
+        mine_d_code=CODE.format(able=able),
+    )
+    stream = Tty() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    events = [*whole("runs/small")]
+    shows = Console(options=ConsoleOptions(), run_dir="runs/small")
+    for event in events:
+        shows.observe(event)
+    shows.shutdown("finished")
+    if terminal and able:
+        assert [*shows._display, stream.getvalue()] == [*events, "closed", ""]  # type: ignore[misc]
+    else:
+        assert "finished after 4 of 4 steps" in stream.getvalue()
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_displays_are_a_conflict(install: Install) -> None:
+    assert console.display() is None
+    for name in ("one", "two"):
+        install(f"corerl-{name}", {"displays": {name: f"{name}_d:SPEC"}}, **{f"{name}_d": DISPLAY})
+    with pytest.raises(PluginConflict) as caught:
+        console.display()
+    assert caught.value.message == (
+        "the displays 'one' (corerl-one 0.1.0) and 'two' (corerl-two 0.1.0) are installed, and a terminal can show "
+        "one; uninstall corerl-one or corerl-two"
+    )
 
 
 @pytest.mark.processes

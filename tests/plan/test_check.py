@@ -231,17 +231,6 @@ def test_what_is_for_ranks_that_sleep_is_refused_where_none_does() -> None:
         ]
 
 
-def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own() -> None:
-    def lines(**how: Any) -> list[str]:
-        return contradictions(evolve(VALID, cluster=ClusterConfig(scaler="corerl.driver.scaling:balance", **how)))
-
-    assert lines(placement="disaggregated") == []
-    (line,) = lines()
-    assert line.startswith(
-        "cluster.scaler: 'corerl.driver.scaling:balance' moves devices between ranks and engines that"
-    )
-
-
 def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:
     def lines(*kinds: str) -> list[str]:
         cluster = ClusterConfig(offload_kinds=kinds, suspend_communicators=True, max_residual_gib=2.5)

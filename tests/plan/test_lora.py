@@ -12,10 +12,11 @@ import torch
 from attrs import evolve
 
 from corerl.config.load import structure
-from corerl.config.schema import Config, LoraConfig
+from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import UserError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
+from corerl.models.files import kept_digest
 from corerl.models.names import shapes_of
 from corerl.models.peft_files import peft_config
 from corerl.plan.group import plan_group
@@ -25,6 +26,7 @@ from corerl.plan.plan import Plan
 from corerl.weights.adapters import is_adapter
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config, make_model, save
+from tests.pictures import write_pictures
 
 SAVED = LoraConfig(rank=3, alpha=7.0, targets=("v_proj", "up_proj"), rslora=True)
 
@@ -63,6 +65,22 @@ def test_an_empty_table_means_the_common_settings(tmp_path: Path) -> None:
     recorded = structure(plan.record, Config, path="")
     assert recorded.lora == common
     assert lora_of(planned(tmp_path)) is None
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+def test_a_checkpoint_with_a_tower_is_known_by_it(tmp_path: Path, lora: Any) -> None:
+    base = write_pictures("mistral3", tmp_path / "base")
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    rollout = {**DATA["rollout"], "max_tokens": 8}
+    plan = planned(tmp_path, model=model, rollout=rollout, **({} if lora is None else {"lora": lora}))
+    assert plan.kept == {"actor": kept_digest(base, hf_config(ModelConfig(path=str(base))))}
+    line = (
+        "lora: adapters are named for the modules of Mistral3ForConditionalGeneration, the class of the checkpoint; "
+        "load them onto a model of AutoModelForImageTextToText"
+    )
+    assert (line in plan.notices) == (lora is not None)
+    other = planned(tmp_path, lora={})
+    assert not other.kept and not [each for each in other.notices if each.startswith("lora: adapters are named")]
 
 
 def test_a_directory_of_peft_says_what_is_left_open(tmp_path: Path, peft: Path) -> None:

@@ -16,7 +16,6 @@ from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
 from corerl.models.files import look_at
 from corerl.models.names import shapes_of
-from corerl.models.smallest import smallest_config
 from corerl.plan.model_files import (
     built,
     require_adapters,
@@ -28,6 +27,7 @@ from corerl.plan.model_files import (
     with_adapters,
 )
 from corerl.weights.adapters import is_adapter
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import make_config, make_model, save

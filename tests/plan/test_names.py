@@ -57,7 +57,6 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
             "engines": {"fake": {"no_such_option": 2}},
             "extensions": [{"name": "jsonl", "options": {"sampels": 3}}],
             "reward": {"functions": [{"name": "exact-match"}, {"name": "names_functions:absent"}]},
-            "cluster": {"scaler": "sub/other.py:f"},
             "algorithm": {"name": "grpo", "loss": "no_loss:f", "advantages": "no_advantages:f"},
         }
     )
@@ -77,7 +76,6 @@ def test_options_functions_and_directories_are_checked_each_by_itself(here: Path
         "engines.fake.no_such_option",
         "reward.functions[1].name",
         "samplers.episodes.function",
-        "cluster.scaler",
         "algorithm.loss",
         "algorithm.advantages",
     ]

@@ -1,9 +1,6 @@
-"""The slow paths that a run takes on GPUs are among its first lines, each with its price and what avoids it."""
-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,24 +8,16 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.config import ClusterInfo
 from corerl.data.chat import ChatPrompts
 from corerl.data.prompts import SortDigits
-from corerl.kinds import InPieces, ModelSize
-from corerl.plan import make, roles
+from corerl.plan import make
 from corerl.plan.make import make_plan
 from corerl.plan.notices import opened_reasoning
 from corerl.plan.plan import Plan
-from corerl.plugin import SlowPath
-from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.slow import FLOAT32, IN_PIECES, slow_attention
 from corerl_agents.script import byte_tokenizer
-from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model
-from tests.plan.test_forecast import LARGE
-from tests.plan.test_settle import planned_on
+from tests.driver.saved import DATA, config_in, make_config, make_model
 
-GEMMA2 = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
-GEMMA2 |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 97}
+pytestmark = pytest.mark.usefixtures("only_listed")
 
 
 def told(plan: Plan) -> list[str]:
@@ -36,10 +25,9 @@ def told(plan: Plan) -> list[str]:
     return [line for line in plan.notices if "'auto' is" not in line]
 
 
-def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any] | None = None, **tables: Any) -> Plan:
-    """A run on GPUs of this machine, which are large."""
-    table = {**DATA["model"], "config": model or LARGE}
-    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": table, **tables})
+def planned(tmp_path: Path, **tables: Any) -> Plan:
+    """A run on GPUs of this machine."""
+    config = config_in(tmp_path / "run", backend={"name": "deepspeed"}, **tables)
     config = evolve(config, cluster=evolve(config.cluster, device="cuda"))
     with (
         mock.patch.object(make, "resolve_device", return_value="cuda"),
@@ -47,29 +35,6 @@ def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any]
         mock.patch.object(make, "device_memory", return_value=2**40),
     ):
         return make_plan(config)
-
-
-def test_a_fast_run_says_nothing(tmp_path: Path) -> None:
-    assert told(planned(tmp_path)) == []
-
-
-def test_float32_is_told_with_its_price_where_it_was_asked_for_and_where_there_is_nothing_better(
-    tmp_path: Path,
-) -> None:
-    what = (
-        "train.precision: float32 has neither a kernel for packed attention nor the fast matrix products of half "
-        f"precision; {FLOAT32}; "
-    )
-    assert told(planned(tmp_path, train={"precision": "float32"})) == [f"{what}set it to 'bfloat16'"]
-    with mock.patch.object(make, "has_bfloat16", return_value=False):
-        plan = planned_on(0, tmp_path, backend="deepspeed")
-    assert told(plan) == [f"{what}bfloat16, which the GPU or the backend lacks, would avoid it"]
-
-
-def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
-    model = {**DATA["model"], "config": GEMMA2}
-    plan = make_plan(config_in(tmp_path / "run", model=model, train={"precision": "float32"}))
-    assert plan.notices == ()
 
 
 @pytest.mark.parametrize(
@@ -92,49 +57,6 @@ def test_sampling_that_the_models_authors_ask_for_is_told_where_it_is_not_done(
     assert len(found) == bool(told)
     assert all(told in line and line.endswith("not done: samples are drawn as [rollout] says") for line in found)
     assert ("repetition_penalty=1.05" in "".join(found)) == (settings.get("repetition_penalty") == 1.05)
-
-
-def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> None:
-    (line,) = told(planned(tmp_path, model=GEMMA2))
-    assert line == (
-        "model.config: attention runs on padded rows instead of one kernel over packed tokens, because it caps its "
-        f"scores; {IN_PIECES[InPieces.CAPS]}; no setting avoids it, only another model"
-    )
-
-
-def test_roles_of_one_table_are_told_once_and_a_role_with_its_own_under_its_own(tmp_path: Path) -> None:
-    slow = {"precision": "float32"}
-    assert len(told(planned(tmp_path, train=slow, **CRITIC))) == 1
-    own = {"critic": {"ranks": 1, "train": slow}}
-    (line,) = told(planned(tmp_path, **{**CRITIC, "roles": own}))
-    assert line.startswith("roles.critic.train.precision: float32 ")
-
-
-def test_what_a_backends_spec_tells_is_placed_in_its_table_and_the_spec_knows_where_ranks_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[ClusterInfo, ModelSize]] = []
-
-    def slow(config: Any, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:
-        seen.append((cluster, size))
-        yield SlowPath(path="speed", text="it is low", price="a step takes 3 times as long", instead="raise it")
-
-    def slower(kind: Kind, name: str) -> Loaded:
-        loaded = load(kind, name)
-        return evolve(loaded, spec=evolve(loaded.spec, slow=slow))
-
-    monkeypatch.setattr(roles, "load", slower)
-    line = "backends.deepspeed.speed: it is low; a step takes 3 times as long; raise it"
-    assert told(planned(tmp_path)) == told(planned_on(2**40, tmp_path, backend="deepspeed")) == [line]
-    assert [cluster.elsewhere for cluster, _ in seen] == [False, True]
-    assert {cluster.device for cluster, _ in seen} == {"cuda"} and all(size.in_pieces is None for _, size in seen)
-
-
-@pytest.mark.parametrize("why", list(InPieces))
-def test_only_packed_attention_is_told_and_every_reason_has_a_price(why: InPieces) -> None:
-    size = ModelSize(layers=(1,), experts=(0,), embedding=1, head=1, rest=1, hidden=1, in_pieces=why)
-    found = list(slow_attention(ClusterInfo(device="cuda", ranks=1), size))
-    assert [each.price for each in found] == ([] if why is InPieces.OWN else [IN_PIECES[why]])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from attrs import evolve
 
 from corerl.config.load import to_plain
 from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, RunConfig, WeightsConfig
-from corerl.errors import CheckpointError, ConfigError, PluginIncompatible
+from corerl.errors import CheckpointError, ConfigError, PluginIncompatible, PluginNotFound
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.devices import resolve_device
 from corerl.plan.make import make_plan
 from corerl.plan.start import require_same_source
 from tests.driver.saved import DATA, config_in, make_config, make_model, save
+
+Install = Callable[..., Path]
 
 
 def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
@@ -30,6 +33,17 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     assert plan.processes.roles["actor"].assignments[0].config.resume == ""
     assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:
+    always = extension_spec.replace("api=(2, 0),", 'api=(2, 0), joins="always",')
+    install("corerl-all", {"extensions": {"all": "all_p:SPEC"}}, all_p=always)
+    plan = make_plan(config_in(tmp_path / "run", extensions=[{"name": "jsonl"}]))
+    assert [each.name for each in plan.extensions][:1] == ["jsonl"] and "all" in {each.name for each in plan.extensions}
+    assert "all" in {each.name for each in plan.processes.roles["actor"].assignments[0].extensions}
+    assert [each["name"] for each in plan.record["extensions"]] == ["jsonl"]
+    defaults = make_plan(evolve(config_in(tmp_path / "run"), extensions=None))
+    assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
 
 
 def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:
@@ -96,8 +110,8 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
         "model.path: no directory 'no/model'; set",
         "checkpoint.resume: no directory '" + checkpoint[:7],
         "reward.name: unknown reward 'exakt-match",
-        "weights.transport: unknown weight transp",
         "backend.name: unknown backend 'plian'; i",
+        "weights.transport: unknown transport 'co",
     ]
 
 
@@ -121,7 +135,7 @@ def test_what_does_not_build_on_a_plugin_that_is_missing_is_checked_all_the_same
 
 def test_an_unknown_transport_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     config = evolve(config_in(tmp_path), weights=WeightsConfig(transport="colective"))
-    with pytest.raises(ConfigError, match=r"'colective'; known: collective, .*, ipc; did you mean 'collective'?"):
+    with pytest.raises(PluginNotFound, match=r"'colective'; installed: collective, .*; did you mean 'collective'?"):
         make_plan(config)
 
 

@@ -17,12 +17,14 @@ from corerl.config.schema import (
     ModelConfig,
     RoleChoice,
     RolesConfig,
+    RolloutConfig,
     RunConfig,
     SideRoleChoice,
     TrainConfig,
 )
-from corerl.errors import ConfigError, PluginNotFound
+from corerl.errors import ConfigError, PluginConflict, PluginNotFound
 from corerl.plan.resolve import (
+    absent_extensions,
     backend_name,
     check_spec,
     ignored_tables,
@@ -30,6 +32,8 @@ from corerl.plan.resolve import (
     resolved_tables,
     role_options,
     selected,
+    settle_extensions,
+    with_extensions,
 )
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
@@ -245,3 +249,58 @@ def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None
 def test_a_problem_is_of_a_table_that_specs_can_know(path: str) -> None:
     with pytest.raises(ValueError, match="'path' must match regex"):
         Problem(path, "too large")
+
+
+def joining(spec: str, how: str, place: int) -> str:
+    return spec.replace('summary="an extension",', f'summary="an extension", joins="{how}", place={place},')
+
+
+def test_defaults_join_a_config_that_says_nothing_by_their_place(install: Install, extension_spec: str) -> None:
+    before = [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions]
+    for name, how, place in (("late", "default", 999), ("early", "default", -1), ("other", "listed", 0)):
+        install(
+            f"corerl-{name}",
+            {"extensions": {name: f"{name}_j:SPEC"}},
+            **{f"{name}_j": joining(extension_spec, how, place)},
+        )
+    assert [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions] == [
+        "early",
+        *before,
+        "late",
+    ]
+    assert settle_extensions(config(extensions=())).extensions == ()
+    given = config(extensions=(ExtensionChoice(name="other"),))
+    assert settle_extensions(given) == given
+
+
+def test_who_joins_always_comes_behind_the_listed_once(install: Install, extension_spec: str) -> None:
+    before = [each.name for each in with_extensions(config(extensions=())).chosen_extensions]
+    install("corerl-all", {"extensions": {"all": "all_j:SPEC"}}, all_j=joining(extension_spec, "always", 999))
+    jsonl = ExtensionChoice(name="jsonl")
+    names = [each.name for each in with_extensions(config(extensions=(jsonl,))).chosen_extensions]
+    assert names == ["jsonl", *before, "all"]
+    for name in ("all", "corerl-all:all", "all_j:SPEC"):
+        given = config(extensions=(ExtensionChoice(name=name, options={"every": 5}), jsonl))
+        found = with_extensions(given).chosen_extensions
+        assert (found[:2], [each.name for each in found[2:]]) == (given.extensions, before)
+
+
+def test_two_defaults_of_one_name_are_a_conflict(install: Install, extension_spec: str) -> None:
+    for name in ("one", "two"):
+        module = joining(extension_spec, "default", 0)
+        install(f"corerl-{name}", {"extensions": {"same": f"same_{name}:SPEC"}}, **{f"same_{name}": module})
+    settled = settle_extensions(config(extensions=None))
+    assert [each.name for each in settled.chosen_extensions].count("same") == 1
+    with pytest.raises(PluginConflict, match="corerl-one 0.1.0 and corerl-two 0.1.0; choose one by writing"):
+        resolve_tables(evolve(settled, backend=BackendChoice(name="plain"), rollout=RolloutConfig(engine="fake")))
+
+
+def test_an_extension_that_may_join_and_is_broken_is_a_notice(install: Install) -> None:
+    before = absent_extensions(config(extensions=()))
+    install("corerl-torn", {"extensions": {"torn": "torn_j:SPEC"}}, torn_j="import a_library_that_is_not_there")
+    (told,) = [line for line in absent_extensions(config(extensions=())) if line not in before]
+    assert told == (
+        "the extension 'torn' of corerl-torn takes no part: ModuleNotFoundError: No module named "
+        "'a_library_that_is_not_there'; run corerl doctor torn, or uninstall corerl-torn"
+    )
+    assert absent_extensions(config(extensions=(ExtensionChoice(name="torn"),))) == before

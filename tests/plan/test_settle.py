@@ -11,22 +11,19 @@ from corerl.config.schema import TrainConfig
 from corerl.errors import ConfigError
 from corerl.plan import make
 from corerl.plan.algorithm import contradictions
-from corerl.plan.forecast import GIB
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.resolve import settle_algorithm
 from corerl.plan.settle import with_trains
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
-from tests.plan.test_forecast import LARGE
+
+pytestmark = pytest.mark.usefixtures("only_listed")
 
 
-def planned_on(there: int, tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Plan:
-    """A run on GPUs of `there` bytes."""
-    model = {**DATA["model"], "config": LARGE}
-    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": model, **tables})
-    config = evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
-    with mock.patch.object(make, "device_memory", return_value=there):
-        return make_plan(config)
+def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Plan:
+    """A run on the GPUs of a cluster, which is not asked anything."""
+    config = config_in(tmp_path / "run", backend={"name": backend}, **tables)
+    return make_plan(evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379")))
 
 
 def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
@@ -42,48 +39,28 @@ def test_on_a_cpu_passes_are_in_float32_and_recompute_nothing_and_nobody_is_told
     assert settings(plan) == ("float32", "none") and plan.notices == ()
 
 
-def test_on_gpus_passes_are_in_bfloat16_and_recompute_layers_where_memory_wants_it(tmp_path: Path) -> None:
-    roomy = planned_on(80 * GIB, tmp_path)
-    assert settings(roomy) == ("bfloat16", "none")
-    assert roomy.notices == (
-        "train.precision: 'auto' is 'bfloat16' for the actor",
-        "train.recompute: 'auto' is 'none' for the actor",
+def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Path) -> None:
+    plan = on_gpus(tmp_path)
+    assert settings(plan) == ("bfloat16", "none")
+    precision, recompute = plan.notices
+    assert precision == "train.precision: 'auto' is 'bfloat16' for the actor"
+    assert recompute == (
+        "train.recompute: 'auto' is 'none' for the actor; pip install 'corerl[forecast]' to have it chosen by the "
+        "memory that training needs"
     )
-    assert roomy.memory is not None
-    needed = roomy.memory.stages["train actor"].total
-    tight = planned_on(needed, tmp_path)
-    assert settings(tight) == ("bfloat16", "full")
-    assert tight.notices[1] == "train.recompute: 'auto' is 'full' for the actor"
-    assert tight.memory is not None and tight.memory.stages["train actor"].total < 0.9 * needed
-    unknown = planned_on(0, tmp_path)
-    assert settings(unknown) == ("bfloat16", "none")
-
-
-def test_layers_are_not_recomputed_where_the_backend_as_configured_cannot(tmp_path: Path) -> None:
-    options = {"megatron": {"recompute_method": "uniform", "recompute_layers": 3}}
-    roomy = planned_on(200 * GIB, tmp_path, backend="megatron", backends=options)
-    assert roomy.memory is not None
-    tight = planned_on(roomy.memory.stages["train actor"].total, tmp_path, backend="megatron", backends=options)
-    assert settings(tight) == ("bfloat16", "none")
+    asked = on_gpus(tmp_path, train={"recompute": "none"})
+    cannot = on_gpus(tmp_path, backend="plain")
+    assert asked.notices == plan.notices[:1] and cannot.notices[-1].endswith("'auto' is 'none' for the actor")
 
 
 def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
     with mock.patch.object(make, "has_bfloat16", return_value=False):
-        assert settings(planned_on(0, tmp_path)) == ("float32", "none")
-
-
-def test_what_is_asked_for_stays(tmp_path: Path) -> None:
-    plan = planned_on(200 * GIB, tmp_path, train={"precision": "float32", "recompute": "none"})
-    assert settings(plan) == ("float32", "none") and not any("'auto' is" in line for line in plan.notices)
-    assert plan.memory is not None
-    there = round(plan.memory.stages["train actor"].total / 1.2)
-    with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: training needs .* set train\.recompute='full' \("):
-        planned_on(there, tmp_path, train={"precision": "float32", "recompute": "none"})
+        assert settings(on_gpus(tmp_path)) == ("float32", "none")
 
 
 def test_a_role_whose_backend_lacks_bfloat16_gets_settings_of_its_own(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
-    plan = planned_on(0, tmp_path, **{**CRITIC, "roles": roles})
+    plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
 
 

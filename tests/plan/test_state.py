@@ -36,6 +36,7 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         state["kl_coef"] = 0.5
         state["source"]["prompts"] = POSITION
         state["schedules"] = {"actor": SCHEDULE}
+        state["kept"] = {"actor": "0" * 32}
 
     state = read_run(changed(tmp_path, more))
     assert (state["rollout_step"], state["kl_coef"], state["source"]["prompts"]) == (2, 0.5, POSITION)
@@ -46,6 +47,7 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         (lambda state: state.pop("config"), "state lacks 'config'"),
         (lambda state: state.update(config=[]), "state: 'config' is [], wanted an object"),
+        (lambda state: state.update(kept={"actor": 5}), "state: kept: 'actor' is 5, wanted a string"),
         (lambda state: state.pop("rollout_step"), "state lacks 'rollout_step'"),
         (lambda state: state.update(rollout_step="2"), "state: 'rollout_step' is '2', wanted an integer"),
         (lambda state: state.pop("source"), "state lacks 'source'"),

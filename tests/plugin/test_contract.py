@@ -117,7 +117,7 @@ def test_an_unknown_hook_is_answered_with_the_nearest_also_where_it_is_optional(
     assert refusal(Strange()) == (
         "extension:t implements unknown hook 'quench'; "
         "known hooks: init, forward_backward, optimizer_step, forward, update_weights, save, sleep, wake_up, shutdown, "
-        "observe"
+        "plan_ready, between_steps, ranks_failed, observe"
     )
     registered(("extension:t", OfANewerCore()))
 

@@ -10,7 +10,8 @@ import pytest
 
 from corerl import hookimpl
 from corerl.config.schema import ExtensionChoice
-from corerl.errors import ConfigError, ContractError, PluginBroken
+from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken, WorkerDied
+from corerl.plugin.control import RunControl
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
 from corerl.plugin.registry import Kind, load
@@ -127,6 +128,47 @@ def test_a_list_without_the_console_still_tells(
     observers = load_observers([ExtensionChoice(name=name) for name in names], str(tmp_path))
     observers.emit(Notice(text="hello"))
     assert capsys.readouterr().err.count("corerl: note: hello") == printed
+
+
+class Decides:
+    def __init__(self, name: str, log: list[str], error: BaseException | None = None) -> None:
+        self.name, self.log, self.error = name, log, error
+
+    @hookimpl
+    def between_steps(self, run: RunControl) -> None:
+        self.log.append(f"{self.name} {run}")
+        if self.error:
+            raise self.error
+
+
+def test_hooks_that_decide_are_asked_in_order_and_an_error_ends_the_run_with_the_extensions_name() -> None:
+    log: list[str] = []
+    Observers([(name, Decides(name, log)) for name in ("a", "b")]).ask("between_steps", run="a run")
+    assert log == ["a a run", "b a run"]
+    for error, told, notes in (
+        (ValueError("no luck"), "extension:a: between_steps failed: ValueError: no luck", []),
+        (SystemExit(3), "extension:a: between_steps failed: SystemExit: 3", []),
+        (ConfigError("roles.actor.ranks: no"), "roles.actor.ranks: no", ["raised in between_steps of extension:a"]),
+        (WorkerDied("actor rank 0 has died"), "actor rank 0 has died", []),  # the run's own: it goes on from there
+    ):
+        log.clear()
+        with pytest.raises(CorerlError) as caught:
+            Observers([("a", Decides("a", log, error)), ("b", Decides("b", log))]).ask("between_steps", run="a run")
+        assert (caught.value.message, getattr(caught.value, "__notes__", [])) == (told, notes)
+        assert log == ["a a run"]
+
+
+def test_an_extension_that_was_disabled_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    class Both(Hears):
+        @hookimpl
+        def between_steps(self) -> None:
+            self.log.append("asked")
+
+    log: list[str] = []
+    observers = Observers([("a", Both("a", log, ValueError("no luck")))])
+    observers.emit(Notice(text="x", step=0))
+    observers.ask("between_steps", run="a run")
+    assert log == ["a"] and "extension:a is disabled" in capsys.readouterr().err
 
 
 def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import ray
 from attrs import define, evolve, field
 
 from corerl.calls import Future, wait_all
+from corerl.checkpoint import copies as memory_copies
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Slot, reserved
@@ -55,7 +57,6 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
-from corerl.weights.handover import Handover
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.saved import DATA
@@ -661,12 +662,26 @@ def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
 
 
 class Moving(Answers):
-    """Ranks that are to be replaced, or that come."""
+    """Ranks that are to be replaced, or that come. The state that they hand over is a file, which holds `STATE`."""
 
     def __init__(self, **answers: Sequence[Any]) -> None:
         super().__init__(**answers)
-        self.late: dict[str, int] = {}  # verb -> how often it is not ready yet when somebody looks
         self.dead: CorerlError | None = None  # as the first process does not start
+        self.began_with: list[tuple[str, str]] = []  # the directory with the state, and what was in it
+        self.nodes = [""] * len(self)
+
+    def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        for (assignment,) in arguments:
+            state = assignment.config.resume
+            self.began_with.append((state, (Path(state) / "state").read_text() if state else ""))
+        return super().construct(arguments)
+
+    def start(self, method: str, *args: Any) -> Pending:
+        pending = super().start(method, *args)
+        if method == "hand_over":
+            Path(args[0]).mkdir()
+            (Path(args[0]) / "state").write_text(STATE)
+        return pending
 
     def listen(self, member: int) -> tuple[str, int, int]:
         if self.dead is not None:
@@ -674,29 +689,9 @@ class Moving(Answers):
             raise self.dead
         return super().listen(member)
 
-    def ready(self, pending: Pending, timeout: float) -> bool:
-        left = self.late.get(pending.method, 0)
-        self.late[pending.method] = left - 1
-        return left <= 0
 
-    def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        if self.late.get(pending.method, 0) > 0:
-            return {}
-        return dict(enumerate(self.answers.get(pending.refs[0], [None, None])))
-
-    def aside(self, method: str, *args: Any) -> None:
-        self.calls.append((method, *args))
-
-    @property
-    def handover(self) -> Handover:
-        """What the ranks were given to meet with those who have the state."""
-        (_, first, second), *_ = self.calls
-        assert first[4] is second[4]
-        found: Handover = first[4]
-        return found
-
-
-SLOTS: Any = ["two", "slots"]  # none is asked of them
+STATE = "masters and moments"
+SLOTS: Any = [SimpleNamespace(node="")] * 2
 AFTER = evolve(PLAN, environment={"OF": "the new ones"})
 INIT = [InitResult(layout=layout(rank), optimizer_step=2) for rank in range(2)]
 STAY = "the actor's ranks stay as they are, since the new ones could not take over: "
@@ -709,6 +704,7 @@ class Move:
     group: TrainGroup
     old: Moving
     new: Moving
+    memory: Path  # of this machine
     launched: list[tuple[Any, ...]] = field(factory=list)
     told: list[str] = field(factory=list)
 
@@ -723,14 +719,17 @@ class Move:
 
     def stays(self) -> None:
         """The old ranks go on, and nothing else is there."""
-        assert (self.old.killed, self.new.killed) == (False, True)
+        assert (self.old.killed, self.new.killed) == (False, bool(self.launched))
         assert self.group.processes is self.old and self.group.plan is PLAN  # type: ignore[comparison-overlap]
         assert [each.dp_size for each in self.group.layouts] == [2, 2]
         assert self.group.saved().result() is True
+        assert list(self.memory.iterdir()) == []
 
 
 @pytest.fixture
-def make_move(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
+def make_move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Move]:
+    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path)
+
     def make(
         *,
         old: dict[str, Any] | None = None,
@@ -741,7 +740,7 @@ def make_move(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
         one = TrainGroup(before, PLAN)  # type: ignore[arg-type]
         one.init().result()
         before.calls.clear()
-        found = Move(one, before, after)
+        found = Move(one, before, after, tmp_path)
         one._watching = Watching(notify=found.told.append)
 
         def started(*args: Any, **kwargs: Any) -> Moving:
@@ -760,7 +759,10 @@ def test_other_ranks_take_the_state_and_go_on_and_then_the_old_ones_end(make_mov
     ((names, _, slots, environment, watching),) = move.launched
     assert (names, slots, environment) == (["actor rank 0", "actor rank 1"], SLOTS, {"OF": "the new ones"})
     assert watching is move.group._watching
-    assert move.old.calls == [("hand_over", move.new.handover, STEP), ("shutdown", "resized")]
+    (verb, path, step), ended = move.old.calls
+    assert (verb, step, ended) == ("hand_over", STEP, ("shutdown", "resized"))
+    assert Path(path).parent == move.memory and list(move.memory.iterdir()) == []
+    assert move.new.began_with == [(path, STATE)] * 2
     assert [verb for verb, *_ in move.new.calls] == ["init"]
     assert (move.old.killed, move.new.killed, move.told) == (True, False, [])
     assert move.group.processes is move.new and move.group.plan is AFTER  # type: ignore[comparison-overlap]
@@ -777,17 +779,41 @@ def test_the_new_ranks_layouts_are_the_groups(make_move: Callable[..., Move]) ->
     assert move.group.layouts == whole and move.group.dp_size == 1
 
 
-def test_both_meet_at_a_socket_of_the_first_old_rank_and_the_new_ones_among_themselves_at_another(
-    make_move: Callable[..., Move],
+def test_state_goes_over_the_runs_directory_where_memory_has_no_room_or_ranks_are_apart(
+    make_move: Callable[..., Move], tmp_path: Path
 ) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    plan = of_run(str(run_dir))
+    full = make_move()
+    full.group.plan, begin = plan, full.old.start
+
+    def refused(method: str, *args: Any) -> Pending:
+        full.old.answers["hand_over"] = [SaveFailed("no room")] * 2 if str(run_dir) not in str(args[0]) else [8, 16]
+        return begin(method, *args)
+
+    full.old.start = refused  # type: ignore[method-assign]
+    full(plan)
+    apart = make_move()
+    apart.group.plan, apart.old.nodes = plan, ["", "another machine"]
+    apart(plan)
+    for move in (full, apart):
+        assert move.new.began_with == [(f"{run_dir}/actor.state", STATE)] * 2
+        assert list(tmp_path.iterdir()) == [run_dir] and list(run_dir.iterdir()) == []
+
+
+def of_run(run_dir: str) -> RolePlan:
+    """The plan of ranks in a run, which has a directory."""
+    assignments = [evolve(each, context=evolve(each.context, run_dir=run_dir)) for each in AFTER.assignments]
+    return evolve(AFTER, assignments=tuple(assignments))
+
+
+def test_ranks_whose_state_has_no_place_stay_as_they_are(make_move: Callable[..., Move]) -> None:
+    move = make_move(old={"hand_over": [SaveFailed("no room")] * 2})
+    assert move.fails(ResizeFailed) == "the actor's ranks stay as they are: no room"
     move = make_move()
-    move.old.listen = lambda member: ("old host", 77, 9)  # type: ignore[method-assign]
-    move()
-    found, config = move.new.handover, AFTER.assignments[0].config
-    assert (found.host, found.port, found.listening) == ("old host", 77, 9)
-    assert (found.givers, found.takers) == (2, 2)
-    assert found.timeout == config.timeout
-    assert [given[:3] for given in move.new.calls[0][1:]] == [("host", 1234, 5), ("host", 1234, None)]
+    move.old.nodes = ["another machine"]
+    assert move.fails(ResizeFailed).startswith("the actor's ranks stay as they are: ranks on other machines than this ")
+    assert move.launched == move.old.calls == []
 
 
 @pytest.mark.parametrize(
@@ -795,25 +821,23 @@ def test_both_meet_at_a_socket_of_the_first_old_rank_and_the_new_ones_among_them
     [
         HookFailed("actor rank 1: init raised OutOfMemoryError"),
         WorkerDied("actor rank 1: its process died"),
-        ContractError("handing over 'master': 'w' is absent where it goes"),
+        ContractError("ranks disagree"),
     ],
 )
-def test_new_ranks_that_do_not_come_are_ended_and_the_old_ones_called_off_go_on(
+def test_new_ranks_that_do_not_come_are_ended_and_the_old_ones_go_on(
     error: CorerlError, make_move: Callable[..., Move]
 ) -> None:
-    move = make_move(new={"init": [error, error]}, old={"hand_over": [ResizeFailed("the handover was called off")]})
+    move = make_move(new={"init": [error, error]})
     assert move.fails(ResizeFailed) == STAY + error.message
-    token = move.new.handover.token
-    assert move.old.calls == [("hand_over", move.new.handover, STEP), ("call_off", token, error.message)]
+    assert [verb for verb, *_ in move.old.calls] == ["hand_over"]
     move.stays()
     move.group.shutdown()  # what was told is told
 
 
 def test_a_user_error_of_new_ranks_is_raised_as_it_is(make_move: Callable[..., Move]) -> None:
     error = ModelError("no such model")
-    move = make_move(new={"init": [error, error]}, old={"hand_over": [ResizeFailed("the handover was called off")]})
+    move = make_move(new={"init": [error, error]})
     assert move.fails(ModelError) == "no such model"
-    assert move.old.calls[-1] == ("call_off", move.new.handover.token, "no such model")
     move.stays()
 
 
@@ -827,39 +851,20 @@ def test_new_ranks_whose_first_process_does_not_start_do_not_take_over(make_move
     move = make_move()
     move.new.dead = WorkerDied("actor rank 0: its process died during listen")
     assert move.fails(ResizeFailed) == f"{STAY}actor rank 0: its process died during listen"
-    assert move.old.calls == []
-    move.stays()
-
-
-def test_of_two_errors_the_new_ranks_own_is_told_though_the_old_ones_is_heard_first(
-    make_move: Callable[..., Move],
-) -> None:
-    lost = ResizeFailed("the state was not handed over: connection reset")
-    move = make_move(new={"init": [HookFailed("no memory")] * 2}, old={"hand_over": [lost]})
-    move.new.late["init"] = 1
-    assert move.fails(ResizeFailed) == f"{STAY}no memory"
-    move.stays()
-    move = make_move(new={"init": INIT}, old={"hand_over": [lost]})
-    move.new.late["init"] = 9  # they hang: nothing else is known
-    assert move.fails(ResizeFailed) == f"{STAY}{lost.message}"
-    assert move.old.calls[-1] == ("call_off", move.new.handover.token, lost.message)
     move.stays()
 
 
 def test_old_ranks_that_cannot_give_what_sleeps_go_on(make_move: Callable[..., Move]) -> None:
     move = make_move(old={"hand_over": [NotResident("master is asleep")]})
-    move.new.late["init"] = 9
     assert move.fails(ResizeFailed) == f"{STAY}master is asleep"
     move.stays()
 
 
-@pytest.mark.parametrize("first", ["old", "new"])
-def test_old_ranks_that_die_end_all_with_their_error(first: str, make_move: Callable[..., Move]) -> None:
+def test_old_ranks_that_die_end_all_with_their_error(make_move: Callable[..., Move]) -> None:
     died = WorkerDied("actor rank 1: its process died during hand_over")
-    move = make_move(old={"hand_over": [died]}, new={"init": [HookFailed("connection reset")] * 2})
-    move.new.late["init"] = 1 if first == "old" else 0
+    move = make_move(old={"hand_over": [died]})
     assert move.fails(WorkerDied) == died.message
-    assert (move.old.killed, move.new.killed) == (True, True)
+    assert move.old.killed and move.launched == [] and list(move.memory.iterdir()) == []
     assert move.group.processes is move.old  # type: ignore[comparison-overlap]
 
 
@@ -894,12 +899,13 @@ def test_a_group_that_has_ended_is_not_moved_and_says_why_once(make_move: Callab
 def test_ranks_of_a_frozen_role_load_their_model_anew(make_move: Callable[..., Move]) -> None:
     frozen = evolve(AFTER, objective=None)
     move = make_move()
+    move.group.plan = evolve(PLAN, objective=None)
     assert move(frozen) == INIT[0]
-    assert move.new.handover is None and move.old.calls == [("shutdown", "resized")]
+    assert move.new.began_with == [("", "")] * 2 and move.old.calls == [("shutdown", "resized")]
     move = make_move(new={"init": [HookFailed("no memory")] * 2})
+    move.group.plan = evolve(PLAN, objective=None)
     assert move.fails(ResizeFailed, frozen) == f"{STAY}no memory"
-    assert move.old.calls == []
-    move.stays()
+    assert move.old.calls == [] and not move.old.killed
 
 
 @pytest.mark.parametrize("plan", [AFTER, evolve(AFTER, objective=None)])

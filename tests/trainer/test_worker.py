@@ -19,6 +19,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from corerl.backend import StateKey
 from corerl.checkpoint.copies import StateCopies
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -51,6 +52,7 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
+from corerl.plugin.transports import open_receiver
 from corerl.trainer.worker import Worker
 from corerl.types import (
     FloatArray,
@@ -66,10 +68,8 @@ from corerl.types import (
     StepResult,
     TrainResult,
 )
-from corerl.weights.handover import Handover
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver
 from corerl.weights.verify import bit_sums
 from corerl_testing.harness import make_samples
 from corerl_testing.models import write_tiny_model
@@ -576,6 +576,26 @@ def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_train
     worker.wake_up({MemoryKind.OPTIMIZER})
 
 
+def test_a_worker_that_takes_over_has_the_state_and_the_snapshots_bit_for_bit(
+    worker: Worker, config: Config, tmp_path: Path
+) -> None:
+    batches = [make_samples(seed) for seed in (3, 4)]
+    worker.create_snapshot("first")
+    train(worker, batches[0])
+    worker.create_snapshot("second")
+    written = worker.hand_over(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
+    assert written == (tmp_path / "rank-00000.safetensors").stat().st_size
+    others = Worker(assigned(config, resume=str(tmp_path)))
+    assert others.init("127.0.0.1", 0).optimizer_step == 1
+    for weights in ("", "first", "second"):
+        assert np.array_equal(logprobs(others, batches[1], weights), logprobs(worker, batches[1], weights))
+    for key in StateKey:
+        pairs = zip(others.backend.local_state(key), worker.backend.local_state(key), strict=True)
+        assert all(torch.equal(one.view, other.view) for one, other in pairs)
+    assert train(others, batches[1], 1) == train(worker, batches[1], 1)
+    others.shutdown("finished")
+
+
 def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Worker, tmp_path: Path) -> None:
     read: list[str] = []
     copying = SimpleNamespace(begin=lambda pairs: lambda: read.append("waited") if not read else None)
@@ -641,7 +661,7 @@ def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
     done: list[str] = []
     monkeypatch.setattr("corerl.trainer.worker.empty_cache", lambda device: done.append(f"emptied {device}"))
     monkeypatch.setattr(worker.backend, "hand_over", lambda *_: done.append("handed over"))
-    worker.hand_over(Handover(host="127.0.0.1", port=0, token="t", givers=1, takers=1), STEP)
+    worker.hand_over("somewhere", STEP)
     assert done == ["emptied cpu", "handed over"]
 
 
@@ -679,7 +699,7 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
     with pytest.raises(PluginIncompatible) as caught:
         Worker(evolve(assignment, origins=driver))
     assert caught.value.message == (
-        f"backend 'plain' is corerl {backend.version}, but the driver's is corerl 0.0.9; "
+        f"backend 'plain' is corerl-testing {backend.version}, but the driver's is corerl-testing 0.0.9; "
         "install the same corerl and the same plugins on every node"
     )
 

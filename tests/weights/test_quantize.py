@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from corerl.engines.receiving import Receiving
+from corerl.plugin.transports import open_sender
 from corerl.weights import quantize as module
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_sender
 from corerl.weights.verify import SummingSender, bit_sums
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from corerl.weights.shared import ALLOCATOR, CudaPinning, outside_expandable_segments, pinned
+from corerl.weights.shared import ALLOCATOR, CudaPinning, outside_expandable_segments
 
 
 def settings() -> str:
@@ -79,24 +77,3 @@ def test_cuda_pins_on_the_ranks_own_device_and_says_why_it_does_not(
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
     CudaPinning(device).unpin(memory)
     assert cudart.log[2:] == [("unregister", memory.data_ptr()), ("check", status)]
-
-
-@pytest.mark.parametrize(
-    ("where", "status", "expected"),
-    [
-        (["cpu", "cpu"], 0, []),
-        (["cpu", "cuda:1"], 0, ["device", "register", "unregister", "check"]),
-        (["cuda:1"], 1, ["device", "register"]),
-    ],
-)
-def test_host_memory_is_pinned_while_it_is_copied_from_or_to_a_gpu(
-    where: list[str], status: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cudart, memory = Cudart(status), torch.empty(77, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cudart.log.append(("device", device)))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
-    others: Any = [SimpleNamespace(device=torch.device(each)) for each in where]
-    with pinned(memory, others):
-        within = [name for name, *_ in cudart.log]
-    assert within == expected[:2] and [name for name, *_ in cudart.log] == expected

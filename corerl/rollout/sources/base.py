@@ -78,8 +78,13 @@ class DynamicSampling:
     useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], groups [B] -> [P]
     attempts: int  # extra attempts; what is still missing then is filled up with dropped groups
     part: str = ""  # of the reward, which decides; "": the reward itself
+    _seen: set[str] = field(factory=set, init=False, eq=False)  # parts that samples have had
 
     def deciding(self, scores: Scores) -> FloatArray:
+        """[B] what decides. Raises RewardError if no sample so far had the part."""
+        self._seen.update(scores.values)
+        if self.part in self._seen - scores.values.keys():  # other prompts, whose reward may have other parts
+            return scores.rewards
         return scores.part(self.part, setting="algorithm.dynamic_sampling_on")
 
 

@@ -36,7 +36,7 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksum import digest
+from corerl.weights.checksums import digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports.group import BroadcastGroup, behind_token

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksum import checksum
+from corerl.weights.checksums import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports.protocol import Receiver, Sender
@@ -51,14 +51,8 @@ def _given_up(address: Address) -> Path:
     return Path(address.path) / f"{GIVEN_UP}{address.token}"
 
 
-def give_up(address: Address) -> None:
-    """Let receivers at this address wait no more: the sender has ended. Never raises: they may wait in vain."""
-    with contextlib.suppress(OSError):
-        Path(address.path).mkdir(parents=True, exist_ok=True)
-        _given_up(address).touch()
-
-
 def bucket_file(index: int) -> str:
+    """The name of a whole bucket's file in a version's directory."""
     return f"bucket-{index:05d}.safetensors"
 
 
@@ -71,24 +65,24 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 class DiskSender(Sender):
     """Writes each version, waits for the engines to read it, and removes older ones."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, rank: int = 0) -> None:
         super().__init__(address, range(len(address.engines)))
         self._checksums: list[int] = []
         self._began = False
-        self._partial = Path()  # directory of the update being written
-        self._directory = Path()  # what it becomes
+        self.partial = Path()  # directory of the update being written
+        self.directory = Path()  # what it becomes
 
     def open(self) -> None:
         self._checksums, self._began = [], True
-        self._directory = _directory(self.address.path, self.version)
-        self._partial = self._directory.with_name(f"{self._directory.name}{PARTIAL}")
+        self.directory = _directory(self.address.path, self.version)
+        self.partial = self.directory.with_name(f"{self.directory.name}{PARTIAL}")
         try:
             for earlier in _directories(self.address.path):
                 if earlier.name.endswith(PARTIAL):  # of a failed update or run
                     shutil.rmtree(earlier, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+            self.partial.mkdir(parents=True)
         except OSError as error:
-            self.broken = f"cannot write {self._partial}: {error}"
+            self.broken = f"cannot write {self.partial}: {error}"
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self.broken:
@@ -98,11 +92,15 @@ class DiskSender(Sender):
         try:
             self.transmit(bucket, flat)
         except Exception as error:  # OSError, or the safetensors library's own
-            self.broken = f"cannot write {self._partial / bucket_file(bucket.index)}: {error}"
+            self.broken = f"cannot write {self.partial / bucket_file(bucket.index)}: {error}"
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Write one bucket's file."""
-        save_file({TENSOR: flat}, self._partial / bucket_file(bucket.index))
+        """Write one bucket's file into the directory `partial`."""
+        self.write(bucket.index, flat, self.partial)
+
+    def write(self, index: int, flat: torch.Tensor, directory: Path) -> None:
+        """Write a whole bucket."""
+        save_file({TENSOR: flat}, directory / bucket_file(index))
 
     def told(self) -> Mapping[str, Any]:
         """Additional content for manifest.json, besides checksums and error."""
@@ -111,22 +109,22 @@ class DiskSender(Sender):
     def finish(self) -> None:
         """Publish the update, or why there is none. Engines may join from now on."""
         if self.broken:  # remove useless files: the disk may be full, and the error must still fit
-            shutil.rmtree(self._partial, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
         try:
             try:
                 self._publish()
             except OSError as error:
-                self.broken = self.broken or f"cannot write {self._directory}: {error}"
-                shutil.rmtree(self._partial, ignore_errors=True)
+                self.broken = self.broken or f"cannot write {self.directory}: {error}"
+                shutil.rmtree(self.partial, ignore_errors=True)
                 self._publish()  # again, with just the error, which should fit now
         except OSError:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
             self.drop_all(self.broken)
         self.joining = True
 
     def release(self) -> None:
         for other in _directories(self.address.path):
-            if other != self._directory:
+            if other != self.directory:
                 shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
@@ -151,22 +149,24 @@ class DiskSender(Sender):
                 try:
                     self.asked(index, said)
                 except Exception as error:  # OSError, or the safetensors library's own
-                    self.drop(index, f"cannot admit {self.address.engines[index]} to {self._directory}: {error}")
+                    self.drop(index, f"cannot admit {self.address.engines[index]} to {self.directory}: {error}")
         time.sleep(min(POLL_SECONDS, seconds))
 
     def answer(self, index: int, question: Mapping[str, Any], error: str) -> None:
-        _write_json(self._directory / f"for-{question['nonce']}", {"error": error})
+        _write_json(self.directory / f"for-{question['nonce']}", {"error": error})
 
     def _publish(self) -> None:
-        self._partial.mkdir(exist_ok=True)
+        self.partial.mkdir(exist_ok=True)
         content = {"checksums": self._checksums, "error": self.broken, **self.told()}
-        _write_json(self._partial / "manifest.json", content)
-        if self._directory.exists():  # left by an earlier run that was killed
-            shutil.rmtree(self._directory)
-        os.replace(self._partial, self._directory)
+        _write_json(self.partial / "manifest.json", content)
+        if self.directory.exists():  # left by an earlier run that was killed
+            shutil.rmtree(self.directory)
+        os.replace(self.partial, self.directory)
 
 
 class DiskReceiver(Receiver):
+    """Reads each version when it is complete."""
+
     holds = ""  # the update whose bits it keeps, for a transport that needs it
 
     def __init__(self, address: Address, index: int) -> None:
@@ -220,6 +220,13 @@ class DiskReceiver(Receiver):
 
     def close(self) -> None:
         pass
+
+    @staticmethod
+    def give_up(address: Address) -> None:
+        """Let receivers at this address wait no more: the sender has ended. Never raises: they may wait in vain."""
+        with contextlib.suppress(OSError):
+            Path(address.path).mkdir(parents=True, exist_ok=True)
+            _given_up(address).touch()
 
 
 def _read(path: str, index: int) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksum import Digest
+from corerl.weights.checksums import Digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.shared import Handle, Shared, opened, share
 from corerl.weights.transport import Address

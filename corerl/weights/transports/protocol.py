@@ -23,7 +23,7 @@ import torch
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksum import checksum
+from corerl.weights.checksums import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightSender
 

@@ -82,6 +82,11 @@ def xml(call: dict[str, Any], tag: str = "tool_call") -> str:
     return tagged(call, f"<{tag}>\n<function={{name}}>\n", parameter, f"</function>\n</{tag}>")
 
 
+def bare(call: dict[str, Any]) -> str:
+    """As Qwen3-Coder writes a call now and then."""
+    return xml(call).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+
+
 def glm(call: dict[str, Any]) -> str:
     argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
     return tagged(call, "<tool_call>{name}\n", argument, "</tool_call>")
@@ -157,6 +162,9 @@ def read(form: str, text: str, opened: str = "") -> tuple[str, list[dict[str, An
         ("llama-json", f" {llama(GET)}; {llama(GET)}\n", "", [GET, GET]),
         ("qwen-xml", f"I add.\n\n{xml(ADD)}\n{xml(GET)}", "I add.", [ADD, GET]),
         ("qwen-xml", xml(ADD, "seed:tool_call"), "", [ADD]),
+        ("qwen-xml", f"I add.\n{bare(ADD)}\n{bare(GET)}", "I add.", [ADD, GET]),
+        ("qwen-xml", f"I add.\n{bare(ADD)}\n</tool_call>", "I add.", [ADD]),
+        ("qwen-xml", f"<tool_call>\n{bare(ADD)}\n{bare(GET)}\n</tool_call>", "", [ADD, GET]),
         ("glm", f"\n{glm(ADD)}\n{glm(GET)}", "", [ADD, GET]),
         ("glm", f"\n{glm(GET)}".replace("\n", ""), "", [GET]),
         ("minimax", f"I add.\n{minimax(ADD, GET)}\n", "I add.", [ADD, GET]),
@@ -199,7 +207,8 @@ def test_calls_of_each_family_are_read_with_the_text_around(form: str, text: str
         ("llama-json", '{"answer": 5}'),
         ("llama-json", "5"),
         ("qwen-xml", hermes(ADD)),
-        ("qwen-xml", xml(ADD).removesuffix("</tool_call>")),
+        ("qwen-xml", xml(ADD).removesuffix("</function>\n</tool_call>")),
+        ("qwen-xml", bare(ADD).removesuffix("</function>")),
         ("qwen-xml", xml(ADD).replace("</parameter>", "")),
         ("glm", "<tool_call> here </tool_call is a tag, <tool_call>"),
         ("minimax", invoked(ADD)),  # outside the element around all calls
@@ -226,6 +235,8 @@ THOUGHT = f"Like {hermes(GET)}?"
         (f"I see. <think>{THOUGHT}</think> {hermes(ADD)}", "", f"I see. <think>{THOUGHT}</think>", [ADD]),
         (f"{hermes(ADD)} <think>{THOUGHT}", "", f"<think>{THOUGHT}", [ADD]),
         (f"[THINK]{THOUGHT}[/THINK]{hermes(ADD)}", "", f"[THINK]{THOUGHT}[/THINK]", [ADD]),
+        # Nothing is behind it: the answer is the call, not a thought.
+        (f"I add. {hermes(ADD)}\n</think>\n", "", "I add.\n</think>", [ADD]),
         (f"<think>{THOUGHT}", "", f"<think>{THOUGHT}", []),
         (THOUGHT, "<think>\n", THOUGHT, []),
         (f"<think>{THOUGHT}</think>It is 5.", "", f"<think>{THOUGHT}</think>It is 5.", []),
@@ -235,6 +246,13 @@ THOUGHT = f"Like {hermes(GET)}?"
 )
 def test_calls_are_searched_behind_the_reasoning(text: str, opened: str, content: str, calls: Any) -> None:
     assert read("hermes", text, opened) == (content, calls)
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_a_whole_answer_of_calls_may_follow_reasoning(opened: str) -> None:
+    thought = f"{'' if opened else '<think>'}Like {llama(GET)}?</think>"
+    assert read("llama-json", f"{thought}\n{llama(ADD)}; {llama(GET)}", opened) == (thought, [ADD, GET])
+    assert read("llama-json", f"{thought}\nIt is {llama(ADD)}", opened) == (f"{thought}\nIt is {llama(ADD)}", [])
 
 
 @pytest.mark.parametrize(
@@ -425,7 +443,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
         "def read(text, tools):\n"
         "    content, found, name = text.partition('CALL ')\n"
         "    return content, [{'name': name, 'arguments': {'of': len(tools)}}] if found else []\n"
-        "SPEC = ToolFormatSpec(implementation='my_calls:read', api=(1, 0), summary='s', template='CALL')\n"
+        "SPEC = ToolFormatSpec(implementation='my_calls:read', api=(2, 0), summary='s', template='CALL')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     info = tmp_path / "mine-1.0.dist-info"
@@ -448,7 +466,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
         broken.read("5", TOOLS)
     assert Kind.TOOL_FORMATS.noun == "tool format" and "mine" in tool_calls.names()
-    assert ToolFormatSpec(implementation="", api=(1, 0), summary="").template == ""
+    assert ToolFormatSpec(implementation="", api=(2, 0), summary="").template == ""
 
 
 def test_calls_are_sent_as_openai_does_and_known_again_however_they_are_written() -> None:

@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from corerl.backend import StateKey
-from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
 from corerl.plugin import BackendSpec
@@ -33,6 +32,7 @@ from corerl_deepspeed.backend import DeepSpeedBackend
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.runtime import calling_deepspeed
 from corerl_testing import (
+    SAVED,
     Allocations,
     Setup,
     State,

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint import begin
 from corerl.config import LoraConfig, OptimizerConfig, TrainConfig
-from corerl_testing import Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
-from corerl_testing.subject import PACKINGS
+from corerl_testing import PACKINGS, Checkpoint, RankPool, Runs, Setup, Subject, assert_follows, different, tiny_fields
 from corerl_testing.suite import CHECKS
 from plugins.deepspeed.tests import ranks
 

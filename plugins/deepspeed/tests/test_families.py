@@ -9,9 +9,8 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint import CheckpointSource
-from corerl.checkpoint.format import WEIGHTS
 from corerl.config import LoraConfig
-from corerl_testing import Runs, assert_follows, drawn_model, smallest_config
+from corerl_testing import WEIGHTS, Runs, assert_follows, drawn_model, smallest_config
 from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 from tests.pictures import of_pictures, tensors_in, write_pictures
 

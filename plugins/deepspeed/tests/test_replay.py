@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl_testing import Runs, assert_replays
-from corerl_testing.routing import assert_balances
+from corerl_testing import PACKINGS, Runs, assert_balances, assert_replays
 from corerl_testing.scenarios import training
-from corerl_testing.subject import PACKINGS
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -10,10 +10,10 @@ from attrs import evolve
 from corerl.config import ClusterInfo, OptimizerConfig, TrainConfig, structure
 from corerl.errors import ConfigError, Unsupported
 from corerl.plugin import Capability
-from corerl.plugin.check import check_capabilities
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import SPEC, check
+from corerl_testing import check_capabilities
 
 
 def told(ranks: int = 4, train: TrainConfig | None = None, **options: Any) -> list[str]:

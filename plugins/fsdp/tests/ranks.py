@@ -27,8 +27,17 @@ from corerl.types import Array, MemoryKind, Output, TrainResult, UpdateResult
 from corerl.weights import Chunk, TensorSource, WeightSender, is_adapter
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
-from corerl_testing import Allocations, Setup, forward, packed_for_training, running, samples_at, step_at, train
-from corerl_testing.inprocess import InProcessSender
+from corerl_testing import (
+    Allocations,
+    InProcessSender,
+    Setup,
+    forward,
+    packed_for_training,
+    running,
+    samples_at,
+    step_at,
+    train,
+)
 
 T = TypeVar("T")
 KINDS = list(MemoryKind)

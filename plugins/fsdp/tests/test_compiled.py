@@ -18,12 +18,11 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.kinds import InPieces
-from corerl.ops import attention, flash
 from corerl.types import ModelSize
 from corerl_fsdp import build, compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
-from corerl_testing import Setup, forward, running, tiny_fields, train
+from corerl_testing import FULL, Setup, flash_attention, flash_attention_backward, forward, running, tiny_fields, train
 from plugins.fsdp.tests.ragged import samples_of
 
 # Of torch, which asks for it while it traces.
@@ -50,7 +49,7 @@ def repeated(x: Tensor, q: Tensor) -> Tensor:
 def attended(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    assert (int(longest), window) == (int(cu_seqlens.diff().max()), flash.FULL)
+    assert (int(longest), window) == (int(cu_seqlens.diff().max()), FULL)
     out = torch.einsum("htu,uhd->thd", weights(q, repeated(k, q), cu_seqlens, scale), repeated(v, q))
     return torch.empty_like(q).copy_(out), torch.zeros(q.shape[1], len(q))
 
@@ -84,10 +83,10 @@ def always(*_: object) -> bool:
 @pytest.fixture
 def one_kernel() -> Iterator[None]:
     """Attention as in half precision on a GPU. What inductor would make of a graph takes a minute here."""
-    flash.flash_attention.register_kernel("cpu")(attended)
-    flash.flash_attention_backward.register_kernel("cpu")(gradients)
+    flash_attention.register_kernel("cpu")(attended)
+    flash_attention_backward.register_kernel("cpu")(gradients)
     with (
-        mock.patch.object(attention, "one_kernel", always),  # a Mock cannot be traced
+        mock.patch("corerl.ops.attention.one_kernel", always),  # a Mock cannot be traced
         mock.patch.object(build, "one_kernel", always),
         mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")),
     ):

@@ -3,8 +3,7 @@
 import pytest
 
 from corerl.plugin import Variant
-from corerl_testing import Runs, with_variants
-from corerl_testing.subject import CASES
+from corerl_testing import CASES, Runs, with_variants
 from corerl_testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 from tests.bare_loop import assert_follows_a_bare_loop
 

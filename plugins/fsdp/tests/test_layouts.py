@@ -12,8 +12,7 @@ from corerl.config import ClusterInfo, TrainConfig
 from corerl.plugin import Problem
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import check
-from corerl_testing import Runs, Setup, assert_follows, different, drawn_model, error_of, smallest_config, start
-from corerl_testing.harness import TRAIN
+from corerl_testing import TRAIN, Runs, Setup, assert_follows, different, drawn_model, error_of, smallest_config, start
 
 STEPS = range(3)
 

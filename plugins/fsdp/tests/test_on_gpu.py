@@ -14,10 +14,12 @@ from attrs import evolve, frozen
 from torch._dynamo.utils import counters
 
 from corerl.memory import resident_bytes
-from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, TrainResult
 from corerl_testing import (
+    InProcessSender,
     Setup,
+    Tensors,
+    Worker,
     different,
     forward,
     make_worker,
@@ -28,8 +30,6 @@ from corerl_testing import (
     weights_apart,
     whole,
 )
-from corerl_testing.compare import Tensors
-from corerl_testing.inprocess import InProcessSender
 from plugins.fsdp.tests.ragged import samples_of
 
 pytestmark = [

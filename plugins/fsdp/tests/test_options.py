@@ -19,6 +19,7 @@ from corerl_testing import (
     BFLOAT16_LOSS,
     GRAD_NORM,
     LOSS,
+    PACKINGS,
     Checkpoint,
     RankPool,
     Runs,
@@ -30,7 +31,6 @@ from corerl_testing import (
     mean_apart,
     weights_apart,
 )
-from corerl_testing.subject import PACKINGS
 from plugins.fsdp.tests import ranks
 
 STEPS = range(4)

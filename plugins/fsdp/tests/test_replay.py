@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl_testing import Runs, assert_replays
-from corerl_testing.routing import assert_balances
+from corerl_testing import PACKINGS, WHOLE, Runs, assert_balances, assert_replays
 from corerl_testing.scenarios import training
-from corerl_testing.subject import PACKINGS, WHOLE
 from plugins.fsdp.tests import ranks
 
 

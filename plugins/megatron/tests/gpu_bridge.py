@@ -26,6 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from corerl.types import FloatArray, Output
 from corerl_testing import (
+    PLAIN,
+    TRAIN,
     RankFailed,
     RankPool,
     Setup,
@@ -40,8 +42,6 @@ from corerl_testing import (
     transformers_outputs,
     whole,
 )
-from corerl_testing.harness import TRAIN
-from corerl_testing.subject import PLAIN
 from plugins.megatron.tests import ranks
 
 GDN = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -29,11 +29,8 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
-from corerl.backend import base
-from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
-from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, LossSpec, MemoryKind, SampleBatch, TrainResult, offsets_of
 from corerl.weights import is_adapter
 from corerl_megatron import build, model, native
@@ -42,8 +39,12 @@ from corerl_megatron.backend import MegatronBackend
 from corerl_megatron.layers import TorchAttention, TorchRMSNorm, engine_layers
 from corerl_megatron.on_host import calling_megatron
 from corerl_testing import (
+    SAVED,
+    BackgroundWriter,
     Setup,
     State,
+    Trained,
+    Worker,
     error_of,
     forward,
     packed_for_training,
@@ -55,7 +56,6 @@ from corerl_testing import (
     train,
 )
 from corerl_testing.scenarios import halves
-from corerl_testing.scenarios.training import Trained
 from plugins.megatron.tests.bridge import bridge_installed
 
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
@@ -224,7 +224,7 @@ def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[
         train(worker, setup, 0)
         for number in range(3):
             cannot = number == 0 and torch.distributed.get_rank() == alone
-            with mock.patch.object(base, "write", side_effect=SaveFailed("full")) if cannot else nullcontext():
+            with mock.patch("corerl.backend.base.write", side_effect=SaveFailed("full")) if cannot else nullcontext():
                 said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
     return said
 
@@ -249,7 +249,7 @@ def weights_left(setup: Setup) -> int:
 def groups_left_by_a_failed_save(setup: Setup) -> tuple[str, bool, int]:
     """What shutdown says, whether megatron-core still has groups after it, and how many the backend has."""
     worker, _ = start(setup)
-    with mock.patch.object(base.BackgroundWriter, "close", side_effect=SaveFailed("full")):
+    with mock.patch.object(BackgroundWriter, "close", side_effect=SaveFailed("full")):
         said = error_of(lambda: worker.shutdown("finished"))
     backend: Any = worker.backend
     return said, parallel_state.model_parallel_is_initialized(), len(backend.groups.made)

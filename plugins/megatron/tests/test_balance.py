@@ -11,10 +11,20 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl_testing import GRAD_NORM, RankPool, Runs, Setup, assert_follows, grad_norm_of, metrics_of, samples_at
-from corerl_testing.compare import assert_same_metrics
+from corerl_testing import (
+    GRAD_NORM,
+    PACKINGS,
+    WHOLE,
+    RankPool,
+    Runs,
+    Setup,
+    assert_follows,
+    assert_same_metrics,
+    grad_norm_of,
+    metrics_of,
+    samples_at,
+)
 from corerl_testing.scenarios import training
-from corerl_testing.subject import PACKINGS, WHOLE
 from plugins.megatron.tests import ranks
 
 COEF = 0.5

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from corerl.types import Output
 from corerl_megatron.families import BRIDGE_INSTALL
 from corerl_testing import (
+    TRAIN,
     Ranks,
     Runs,
     Setup,
@@ -30,7 +31,6 @@ from corerl_testing import (
     tiny_fields,
     whole,
 )
-from corerl_testing.harness import TRAIN
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.bridge import EXPERT, HF, LAYER, MAPPINGS, Whole, provider_of
 

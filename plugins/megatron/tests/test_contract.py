@@ -9,8 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.types import MemoryKind
-from corerl_testing import RankPool, Runs, Subject
-from corerl_testing.models import DEEP
+from corerl_testing import DEEP, RankPool, Runs, Subject
 from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 

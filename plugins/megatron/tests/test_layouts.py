@@ -12,6 +12,7 @@ from attrs import evolve
 from corerl.types import LossSpec, merge_metrics
 from corerl_megatron.spec import BESIDE, SPEC
 from corerl_testing import (
+    DEEP,
     GRAD_NORM,
     LOSS,
     RankPool,
@@ -19,14 +20,14 @@ from corerl_testing import (
     Setup,
     Subject,
     assert_follows,
+    assert_same_metrics,
     drawn_model,
     grad_norm_of,
     loss_of,
     smallest_config,
     tiny_fields,
+    together,
 )
-from corerl_testing.compare import assert_same_metrics, together
-from corerl_testing.models import DEEP
 from corerl_testing.suite import CHECKS
 from plugins.megatron.tests import ranks
 

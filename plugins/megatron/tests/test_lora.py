@@ -21,26 +21,30 @@ from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import FAMILIES, architecture, linear_layers
 from corerl_megatron.spec import BESIDE, check
 from corerl_testing import (
+    DEEP,
+    WEIGHTS_L2,
     Checkpoint,
     RankFailed,
     RankPool,
     Runs,
     Setup,
     Subject,
+    Tensors,
+    Trajectory,
     assert_follows,
+    assert_outputs,
+    assert_same_metrics,
     different,
+    held_as_predicted,
     in_order,
     samples_at,
     tiny_config,
+    together,
     weights_apart,
     whole,
 )
-from corerl_testing.compare import Tensors, Trajectory, assert_outputs, assert_same_metrics, together
-from corerl_testing.models import DEEP
 from corerl_testing.scenarios import updates
 from corerl_testing.suite import CHECKS
-from corerl_testing.suite.test_memory import held_as_predicted
-from corerl_testing.tolerances import WEIGHTS_L2
 from plugins.megatron.tests import ranks
 from plugins.megatron.tests.test_contract import arguments_of
 from plugins.megatron.tests.test_families import drawn

@@ -15,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.errors import ModelError
 from corerl.types import Array
 from corerl_testing import (
+    DEEP,
+    EXPERTS,
+    PACKINGS,
     RankPool,
     Runs,
     Setup,
@@ -24,13 +27,11 @@ from corerl_testing import (
     loss_of,
     make_samples,
     running,
+    through_experts,
     tiny_fields,
+    token_mean,
 )
-from corerl_testing.models import DEEP
-from corerl_testing.routing import through_experts, token_mean
 from corerl_testing.scenarios import training
-from corerl_testing.scenarios.training import EXPERTS
-from corerl_testing.subject import PACKINGS
 
 PP2 = {"pipeline_parallel": 2}
 SPLIT_EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.rollout.sources.recorded import read_rollout, saved_rollouts
+from corerl_testing import read_rollout, saved_rollouts
 from tests.end_to_end.command import Command, numbers
 
 pytestmark = pytest.mark.processes

@@ -17,9 +17,7 @@ from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
-from corerl_testing import smallest_config, tiny_config
-from corerl_testing.harness import TRAIN
-from corerl_testing.models import MODELS
+from corerl_testing import MODELS, TRAIN, smallest_config, tiny_config
 from plugins.megatron.tests.test_families import YARN
 from plugins.megatron.tests.test_rope import LLAMA3
 

@@ -33,12 +33,10 @@ from corerl.config import ModelConfig, WeightsConfig
 from corerl.engines import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.errors import WorkerDied
 from corerl.models import hf_boxes, hf_config
-from corerl.models.build import named_weights
 from corerl.weights import SCALE, Address, bit_sums, build_manifest, is_quantized, quantized
-from corerl.weights.quantize import BLOCK, quantize, to_blocks
-from corerl.weights.transports import open_sender
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
+from corerl_testing import BLOCK, named_weights, open_sender, quantize, to_blocks
 
 OUT = Path(os.environ.get("OUT", ".")).absolute()
 # As SGLang sets them in its processes: both sides of a group must agree.

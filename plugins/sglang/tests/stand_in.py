@@ -82,7 +82,7 @@ class Rank:
 
         from corerl.config import LoraConfig
         from corerl.models import put_adapters
-        from corerl.models.lora import LoraLinear
+        from corerl_testing import LoraLinear
 
         asked = LoraConfig(rank=lora["max_lora_rank"], targets=tuple(lora["lora_target_modules"])).settled({})
         put_adapters(self.model, asked, dtype=getattr(torch, dtype))

@@ -22,16 +22,10 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import GenerateRequest, Generation, Received, SamplingParams, named_views, stops
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
+from corerl.engines import GenerateRequest, Generation, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, look_at, shapes_of
-from corerl.models.tokenizer import character_tokenizer
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
-from corerl.weights.quantize import quantize, to_blocks
-from corerl.weights.transports import open_sender
-from corerl.weights.verify import difference
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.arguments import VOCABULARY
 from corerl_sglang.config import SglangConfig
@@ -39,6 +33,17 @@ from corerl_sglang.engine import SglangEngine
 from corerl_sglang.generated import Sample, read_samples
 from corerl_sglang.read import Cut
 from corerl_sglang.targets import misfits
+from corerl_testing import (
+    Stops,
+    TransformersConfig,
+    TransformersEngine,
+    character_tokenizer,
+    difference,
+    open_sender,
+    quantize,
+    to_blocks,
+    until_stop,
+)
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 from tests.engines.stopping import assert_cut_at
 
@@ -584,9 +589,9 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
     tokenizer = character_tokenizer("0123456789>s")
     longest = max(responses(drawn), key=len)
     stop = (tokenizer.decode(longest[1:3]),)
-    monkeypatch.setattr(stops, "PART", 2)
+    monkeypatch.setattr("corerl.engines.stops.PART", 2)
     asked = evolve(request, params=evolve(request.params, stop=stop))
-    ended = stops.until_stop(engine.generate, asked, stops.Stops(tokenizer, stop))
+    ended = until_stop(engine.generate, asked, Stops(tokenizer, stop))
     assert any(assert_cut_at(stop, ended, drawn, tokenizer))
     assert rest.truncated.tolist() == drawn.truncated[cut.unfinished].tolist()
     assert not rest.unfinished.any()

@@ -12,8 +12,8 @@ import torch
 
 from corerl.errors import EngineFailed
 from corerl.weights import FP8, Manifest, bit_sums, build_manifest, quantized
-from corerl.weights.quantize import quantize
 from corerl_sglang.held import Held, whole_sums
+from corerl_testing import quantize
 
 HIDDEN, HEAD, HEADS, KV, FFN, EXPERTS, VOCAB = 8, 4, 4, 2, 12, 3, 10
 SHAPES = {

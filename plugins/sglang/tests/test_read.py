@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from corerl.engines import GenerateRequest, SamplingParams
-from corerl.engines.continuation import append, continued
 from corerl.errors import EngineFailed
 from corerl_sglang.read import Experts, Reader
+from corerl_testing import append, continued
 
 STOP, LEFT = 7, 8
 PROMPT = [1, 2, 3]

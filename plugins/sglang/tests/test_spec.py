@@ -17,18 +17,16 @@ import torch
 from transformers import AutoConfig
 
 from corerl.config import ClusterInfo, TrainConfig, WeightsConfig
-from corerl.doctor.plugins import look_named
 from corerl.engines import EngineContext
 from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
 from corerl.plugin import Finding, Level
-from corerl.weights.quantize import BLOCK
 from corerl_sglang import SPEC
 from corerl_sglang.arguments import ELSEWHERE, Key, plain_allocator, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.fp8 import BLOCK as FP8_BLOCK
 from corerl_sglang.fp8 import KERNELS, for_device, quantization
 from corerl_sglang.probe import END, OLDEST
+from corerl_testing import BLOCK, make_plan
 from plugins.sglang.tests.stand_in import KNOWN
 from tests.driver.saved import make_config
 
@@ -269,12 +267,6 @@ def test_the_probe_says_what_is_missing_and_what_is_of_another_version(monkeypat
     versions |= {"sglang": "0.6.0rc1", "transformers": "5.12.1"}
     (finding,) = amiss()
     assert finding.what.startswith("SGLang 0.6.0rc1 is not supported by this engine")
-
-
-def test_the_doctor_asks_the_engines_probe() -> None:
-    told = [each.what for each in look_named("sglang") if isinstance(each, Finding)]
-    assert any("corerl_sglang.engine:SglangEngine can be imported" in what for what in told)
-    assert [finding.what for finding in SPEC.probe()] == told[-len(list(SPEC.probe())) :]
 
 
 def test_the_versions_are_those_that_the_package_asks_for() -> None:

@@ -121,6 +121,16 @@ def test_a_part_that_no_reward_has_ends_the_run_with_its_names(engines: Engines)
         assert caught.value.message.endswith(told)
 
 
+def test_a_part_that_earlier_samples_had_may_be_lacking_later() -> None:
+    refill = DynamicSampling(useful=spread, attempts=1, part="right")
+    rewards, right = np.array([0.5, 0.25], np.float32), np.array([1.0, np.nan], np.float32)
+    other = Scores(rewards=rewards, values={"length": rewards})
+    with pytest.raises(RewardError):
+        refill.deciding(other)
+    assert refill.deciding(Scores(rewards=rewards, values={"right": right})).tolist() == [1.0, 0.25]
+    assert refill.deciding(other).tolist() == [0.5, 0.25]
+
+
 def len_of(prompt: Prompt, response: str) -> float:
     return float(len(response))
 

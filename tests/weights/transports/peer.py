@@ -16,9 +16,9 @@ import sys
 import torch
 
 from corerl.errors import WeightUpdateError
+from corerl.plugin.transports import open_receiver
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

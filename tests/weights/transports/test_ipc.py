@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from corerl.errors import WeightUpdateError
+from corerl.plugin.transports import open_receiver, open_sender
 from corerl.weights import shared
 from corerl.weights.manifest import Manifest, build_manifest
 from corerl.weights.shared import opened
 from corerl.weights.transport import Address
-from corerl.weights.transports import ipc, open_receiver, open_sender
+from corerl.weights.transports import ipc
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 from tests.machine import paced
 from tests.weights.transports.test_transports import Peer, manifest_of, push, sums_of, weights

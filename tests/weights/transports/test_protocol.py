@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksum import checksum
+from corerl.weights.checksums import checksum
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports.protocol import Receiver, Sender

@@ -21,17 +21,16 @@ import attrs
 import pytest
 import torch
 
-from corerl.errors import ConfigError
-from corerl.weights.checksum import Digest
+from corerl.errors import PluginNotFound
+from corerl.plugin.transports import open_receiver, open_sender
+from corerl.weights.checksums import Digest
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import delta as delta_transport
 from corerl.weights.transports import disk as disk_transport
-from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
-from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.ipc import IpcSender
+from corerl_delta.transport import DeltaSender
 from corerl_testing.inprocess import InProcessSender
 from tests.forks.client import ROOT, Forked
 from tests.weights.transports.peer import bit_sum
@@ -546,8 +545,7 @@ def test_engines_hear_that_the_disk_is_full_and_nothing_fills_it_further(
     try:
         peer.answer()
         with monkeypatch.context() as patch:
-            for module in (disk_transport, delta_transport):
-                patch.setattr(module, "save_file", save_file)
+            patch.setattr(disk_transport, "save_file", save_file)
             peer.order(2)
             engines = push(sender, weights(2), 2)
         assert "bucket-00001.safetensors: [Errno 28] No space left on device" in engines["e"]
@@ -698,5 +696,5 @@ def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_loa
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, delta, disk, ipc"):
+    with pytest.raises(PluginNotFound, match="unknown transport 'pigeon'; installed: collective, delta, disk, ipc"):
         open_sender(Address(transport="pigeon", engines=()))

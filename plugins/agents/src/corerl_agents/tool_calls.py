@@ -31,6 +31,7 @@ Function = Callable[[str, Tools], tuple[str, Sequence[Mapping[str, Any]]]]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that response templates have for it
 MALFORMED = 64  # calls of one answer, after which the search ends: each may scan the whole answer
 DECODER = json.JSONDecoder()
+BEHIND = "|".join(rf"(?<={re.escape(tag)})" for tag in TAGS.values())  # reasoning
 
 
 @frozen(kw_only=True)
@@ -88,8 +89,9 @@ class ToolFormat:
                     malformed += 1
                 else:
                     at = len(text)
-            elif found["end"]:  # of reasoning that nobody opened: what seemed a call was a thought
-                outside, calls = [0], []
+            elif found["end"]:
+                if text[at:].strip():  # it ends reasoning that nobody opened: what seemed a call was a thought
+                    outside, calls = [0], []
             else:
                 try:
                     some, end = self._calls(text, found, tools)
@@ -152,10 +154,11 @@ FORMATS: Mapping[str, ToolFormat] = {
     "qwen-xml": ToolFormat(
         families="Qwen3-Coder, Qwen 3.5, Seed-OSS",
         taught=r"<(?:seed:)?tool_call>(?:\\n|\s)*<function=",
-        opening=r"<(?:seed:)?tool_call>\s*<function=(?P<name>[^>\s]+)>\s*",
+        # Qwen3-Coder leaves out the element around a call now and then.
+        opening=r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*",
         argument=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>\s*"
         r"(?=<parameter=|</function>)",
-        closing=r"</function>\s*</(?:seed:)?tool_call>",
+        closing=r"</function>(?:\s*</(?:seed:)?tool_call>)?",
     ),
     "glm": ToolFormat(
         families="GLM 4.5 to 5",
@@ -206,7 +209,8 @@ FORMATS: Mapping[str, ToolFormat] = {
     "llama-json": ToolFormat(
         families="Llama 3.1 to 3.3",
         taught=r'"parameters\\?": dictionary of argument name',
-        opening=r"(?:\A|(?<=\})\s*;)\s*(?:<\|python_tag\|>\s*)?(?=\{)",  # an answer is either text or calls
+        # An answer behind its reasoning is either text or calls.
+        opening=rf"(?:\A|{BEHIND}|(?<=\}})\s*;)\s*(?:<\|python_tag\|>\s*)?(?=\{{)",
         closing=r"(?=\s*(?:;|\Z))",
         key="parameters",
     ),

@@ -1,1 +1,13 @@
 """CoreRL's runs on more or fewer devices: resized by command or by a scaler, and continued when machines are lost."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl_elastic.scaling import Devices as Devices
+    from corerl_elastic.scaling import Sizing as Sizing
+    from corerl_elastic.scaling import Spent as Spent
+    from corerl_elastic.scaling import balance as balance
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -3,21 +3,66 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.models.smallest import smallest_config as smallest_config
+    from corerl.algorithms.losses import clipped as clipped
+    from corerl.backend.base import SAVED as SAVED
+    from corerl.checkpoint.format import WEIGHTS as WEIGHTS
+    from corerl.checkpoint.writer import BackgroundWriter as BackgroundWriter
+    from corerl.data.packing import pack as pack
+    from corerl.data.plan import StepPlan as StepPlan
+    from corerl.driver.advantages import compute_advantages as compute_advantages
+    from corerl.engines.continuation import append as append
+    from corerl.engines.continuation import continued as continued
+    from corerl.engines.specs import TRANSFORMERS as TRANSFORMERS
+    from corerl.engines.specs import TransformersConfig as TransformersConfig
+    from corerl.engines.stops import Stops as Stops
+    from corerl.engines.stops import until_stop as until_stop
+    from corerl.engines.transformers import TransformersEngine as TransformersEngine
+    from corerl.models.build import named_weights as named_weights
+    from corerl.models.lora import LoraLinear as LoraLinear
+    from corerl.models.tokenizer import character_tokenizer as character_tokenizer
+    from corerl.ops.flash import FULL as FULL
+    from corerl.ops.flash import flash_attention as flash_attention
+    from corerl.ops.flash import flash_attention_backward as flash_attention_backward
+    from corerl.plan.make import make_plan as make_plan
+    from corerl.plugin.check import check_capabilities as check_capabilities
     from corerl.plugin.contract import build_manager as build_manager
     from corerl.plugin.host import PluginHost as PluginHost
     from corerl.plugin.observers import Observers as Observers
+    from corerl.plugin.transports import open_receiver as open_receiver
+    from corerl.plugin.transports import open_sender as open_sender
+    from corerl.rollout.evaluation import EvalSet as EvalSet
+    from corerl.rollout.evaluation import evaluate as evaluate
+    from corerl.rollout.rewards.outcomes import OutcomeScorer as OutcomeScorer
+    from corerl.rollout.sampler import Generate as Generate
+    from corerl.rollout.sources.base import exact_share as exact_share
+    from corerl.rollout.sources.recorded import read_rollout as read_rollout
+    from corerl.rollout.sources.recorded import saved_rollouts as saved_rollouts
+    from corerl.rollout.sources.recorded import write_rollout as write_rollout
+    from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
+    from corerl.trainer.worker import Worker as Worker
+    from corerl.weights.quantize import BLOCK as BLOCK
+    from corerl.weights.quantize import quantize as quantize
+    from corerl.weights.quantize import to_blocks as to_blocks
+    from corerl.weights.verify import difference as difference
+    from corerl_doctor.smallest import drawn_model as drawn_model
+    from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations
+    from corerl_testing.compare import Tensors as Tensors
+    from corerl_testing.compare import Trajectory as Trajectory
     from corerl_testing.compare import assert_follows as assert_follows
+    from corerl_testing.compare import assert_outputs as assert_outputs
+    from corerl_testing.compare import assert_same_metrics as assert_same_metrics
     from corerl_testing.compare import different as different
     from corerl_testing.compare import grad_norm_of as grad_norm_of
     from corerl_testing.compare import in_order as in_order
     from corerl_testing.compare import loss_of as loss_of
     from corerl_testing.compare import mean_apart as mean_apart
     from corerl_testing.compare import metrics_of as metrics_of
+    from corerl_testing.compare import together as together
     from corerl_testing.compare import transformers_outputs as transformers_outputs
     from corerl_testing.compare import weights_apart as weights_apart
     from corerl_testing.compare import whole as whole
+    from corerl_testing.harness import TRAIN as TRAIN
     from corerl_testing.harness import Setup as Setup
     from corerl_testing.harness import State as State
     from corerl_testing.harness import error_of as error_of
@@ -31,22 +76,37 @@ if TYPE_CHECKING:
     from corerl_testing.harness import state_of as state_of
     from corerl_testing.harness import step_at as step_at
     from corerl_testing.harness import train as train
+    from corerl_testing.inprocess import InProcessSender as InProcessSender
     from corerl_testing.marks import with_variants as with_variants
-    from corerl_testing.models import drawn_model as drawn_model
+    from corerl_testing.models import DEEP as DEEP
+    from corerl_testing.models import MODELS as MODELS
     from corerl_testing.models import tiny_config as tiny_config
     from corerl_testing.models import tiny_fields as tiny_fields
+    from corerl_testing.plain.backend import PlainBackend as PlainBackend
+    from corerl_testing.plain.spec import PlainConfig as PlainConfig
     from corerl_testing.pool import RankFailed as RankFailed
     from corerl_testing.pool import RankPool as RankPool
     from corerl_testing.pool import Ranks as Ranks
+    from corerl_testing.routing import assert_balances as assert_balances
     from corerl_testing.routing import assert_replays as assert_replays
+    from corerl_testing.routing import through_experts as through_experts
+    from corerl_testing.routing import token_mean as token_mean
+    from corerl_testing.scenarios.training import EXPERTS as EXPERTS
+    from corerl_testing.scenarios.training import Trained as Trained
+    from corerl_testing.subject import CASES as CASES
+    from corerl_testing.subject import PACKINGS as PACKINGS
+    from corerl_testing.subject import PLAIN as PLAIN
+    from corerl_testing.subject import WHOLE as WHOLE
     from corerl_testing.subject import Checkpoint as Checkpoint
     from corerl_testing.subject import Runs as Runs
     from corerl_testing.subject import Subject as Subject
+    from corerl_testing.suite.test_memory import held_as_predicted as held_as_predicted
     from corerl_testing.tolerances import BFLOAT16_GRAD_NORM as BFLOAT16_GRAD_NORM
     from corerl_testing.tolerances import BFLOAT16_LOSS as BFLOAT16_LOSS
     from corerl_testing.tolerances import GRAD_NORM as GRAD_NORM
     from corerl_testing.tolerances import LOGPROBS as LOGPROBS
     from corerl_testing.tolerances import LOSS as LOSS
+    from corerl_testing.tolerances import WEIGHTS_L2 as WEIGHTS_L2
     from corerl_testing.tolerances import Tolerance as Tolerance
     from corerl_testing.trial import Trial as Trial
 else:

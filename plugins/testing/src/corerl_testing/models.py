@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 
-from corerl.models.build import named_weights
+from corerl_doctor.smallest import drawn_model
 
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
 BUFFERS = "glm4-moe"  # has weights in buffers
@@ -66,19 +65,3 @@ def write_tiny_model(kind: str, directory: str | Path, seed: int = 0) -> Path:
     """Save a `drawn_model` of this kind with transformers, in several shards with an index; returns `directory`."""
     drawn_model(tiny_config(kind), seed).save_pretrained(directory, max_shard_size="200KB")
     return Path(directory)
-
-
-def drawn_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model with the float32 weights that transformers draws, and its slowest attention. Norms, biases and buffers,
-    initially ones and zeros, get noise, so that mixed-up tensors show. Without training noise: it is in evaluation
-    mode."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-        with torch.no_grad():
-            for weight in named_weights(model).values():
-                if weight.dim() == 1:
-                    weight.add_(0.1 * torch.randn_like(weight))
-    return model.eval()

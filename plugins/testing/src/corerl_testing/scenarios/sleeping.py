@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensor
 from corerl.backend.base import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.memory.storage import resident_bytes
-from corerl.models.activations import size_of
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
+from corerl.models.size import size_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

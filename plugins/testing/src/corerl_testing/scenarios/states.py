@@ -69,7 +69,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
                 lambda: worker.forward(told, share, (Output.LOGPROBS,), replay=True),
                 lambda: worker.train(told, share, LOSS, step_at(0)),
             ],
-            Capability.UPDATE_DISK: [lambda: update("disk"), lambda: update("delta")],
+            Capability.UPDATE_DISK: [lambda: update("disk")],
             Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],
             Capability.UPDATE_IPC: [lambda: update("ipc")],
         }

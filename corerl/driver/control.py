@@ -1,0 +1,89 @@
+"""A run, as its extensions may read and change it (`corerl.plugin.control.RunControl`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import define, field
+
+from corerl.driver.groups import Groups
+from corerl.driver.progress import Progress
+from corerl.driver.stop import StopRequest
+from corerl.errors import NoPlaces
+from corerl.plan.plan import Plan
+from corerl.plugin.control import Failure
+from corerl.plugin.registry import INSTALL_HINTS, Kind
+
+
+@define(kw_only=True, eq=False)
+class Control:
+    """Asks extensions between steps and where processes have ended, and is what they ask and tell."""
+
+    groups: Groups  # for the wheels that are released with this core
+    progress: Progress
+    stop: StopRequest
+    changed: bool = False  # whether a change was begun since the last `between_steps`
+    _failure: Failure | None = field(default=None, init=False)  # while extensions are asked about it
+
+    # ---- for extensions ---------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def plan(self) -> Plan:
+        return self.groups.plan
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.groups.sizes
+
+    def replan(self, overrides: Sequence[str]) -> Plan:
+        return self.plan.resized(overrides)
+
+    def apply(self, plan: Plan) -> list[str]:
+        lines: list[str] = []
+        if self._failure is not None:
+            lines += self.groups.start_by(plan, staying=[] if self._failure.ranks else [*self.groups.roles])
+            for line in lines:
+                self.notice(line)
+            return lines
+        self.changed = True
+        for line in self.groups.change(plan):
+            self.notice(line)
+            lines.append(line)
+        return lines
+
+    def notice(self, text: str) -> None:
+        self.progress.notice(text)
+
+    def request_stop(self) -> None:
+        self.stop.requested = True
+
+    # ---- for the run ------------------------------------------------------------------------------------------------
+
+    def between_steps(self) -> bool:
+        """Ask the extensions; returns whether groups have changed, or may have: engines may be new, or asleep."""
+        self.changed = False
+        self.progress.observers.ask("between_steps", run=self)
+        return self.changed
+
+    def failed(self, message: str, *, ranks: bool) -> None:
+        """Ask the extensions how to go on where processes have ended: those of all ranks, or engines alone. Raises
+        NoPlaces if a machine is gone and nobody has found other places, and WorkerDied if ranks have to end too."""
+        self.groups.room.look()
+        if not ranks:
+            self.groups.require_ranks()
+        self._failure = Failure(message=message, ranks=ranks, lost=self.groups.lost)
+        try:
+            self.progress.observers.ask("ranks_failed", run=self, failure=self._failure)
+        finally:
+            self._failure = None
+        if lost := self.groups.lost:
+            counts = ", ".join(f"{count} of {name}" for name, count in lost.items())
+            raise NoPlaces(
+                f"processes without a place: {counts}; to go on with spare machines, or in smaller groups: "
+                f"{INSTALL_HINTS[Kind.EXTENSIONS]['elastic']}"
+            )
+        self.groups.seat_engines()

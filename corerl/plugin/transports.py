@@ -1,0 +1,67 @@
+"""Weight transports by name: core's own specs, and the two ends that an `Address` connects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.spec import TransportSpec
+
+if TYPE_CHECKING:
+    from corerl.weights.transport import Address, WeightSender
+    from corerl.weights.transports.protocol import Receiver
+
+AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
+
+IPC = TransportSpec(
+    sender="corerl.weights.transports.ipc:IpcSender",
+    receiver="corerl.weights.transports.ipc:IpcReceiver",
+    capability=Capability.UPDATE_IPC,
+    api=(2, 0),
+    summary="CUDA IPC, or shared memory on a CPU, between the processes of one device",
+    one_device=True,
+)
+COLLECTIVE = TransportSpec(
+    sender="corerl.weights.transports.collective:CollectiveSender",
+    receiver="corerl.weights.transports.collective:CollectiveReceiver",
+    capability=Capability.UPDATE_COLLECTIVE,
+    api=(2, 0),
+    summary="broadcasts in a group of ranks and engines, over NCCL or gloo",
+    joins=True,
+)
+DISK = TransportSpec(
+    sender="corerl.weights.transports.disk:DiskSender",
+    receiver="corerl.weights.transports.disk:DiskReceiver",
+    capability=Capability.UPDATE_DISK,
+    api=(2, 0),
+    summary="safetensors files in a shared directory",
+    give_up="corerl.weights.transports.disk:DiskReceiver.give_up",
+)
+
+
+def transport_named(name: str) -> TransportSpec:
+    """The spec of a transport. Raises PluginError if it cannot be loaded."""
+    spec: TransportSpec = load(Kind.TRANSPORTS, name).spec
+    return spec
+
+
+def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
+    """The sender for the trainer's `rank`. It connects at the first `begin`; keep it for all updates, then close it."""
+    loaded = load(Kind.TRANSPORTS, address.transport)
+    sender: WeightSender = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.sender)(address, rank)
+    return sender
+
+
+def open_receiver(address: Address, *, index: int) -> Receiver:
+    """The receiver `index`, of engine `address.engines[index]`. It connects at the first update; keep it for all."""
+    loaded = load(Kind.TRANSPORTS, address.transport)
+    receiver: Receiver = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.receiver)(address, index)
+    return receiver
+
+
+def give_up(address: Address) -> None:
+    """End the receivers' wait for a sender that has ended, where they do not notice that themselves."""
+    loaded = load(Kind.TRANSPORTS, address.transport)
+    if loaded.spec.give_up:
+        load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.give_up)(address)

@@ -1,0 +1,164 @@
+"""Check everything from a plugin's name to its code; runs in a separate process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from corerl.cli.child import Begins, Told
+from corerl.cli.trial import PIP, reinstall
+from corerl.config.schema import ClusterInfo
+from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
+from corerl.plugin.api import API
+from corerl.plugin.registry import (
+    Entry,
+    Kind,
+    Loaded,
+    kinds_of,
+    load,
+    load_implementation,
+    locate,
+    unknown,
+    usable,
+)
+from corerl.plugin.spec import BackendSpec, Finding, Level, all_ranks, ok
+
+
+def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
+    """Check the spec and API of each (value of Kind, name)."""
+    for kind, name in plugins:
+        yield from _look_at(Kind(kind), name, deep=False)
+
+
+def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
+    """Like `look_light`, and also check each implementation, hooks and probe."""
+    for kind, name in plugins:
+        yield from _look_at(Kind(kind), name, deep=True)
+
+
+def look_joining() -> Iterator[Told]:
+    """`look_deep` at the extensions that join runs which list none."""
+    joining = [each.name for each in usable(Kind.EXTENSIONS) if each.spec.joins != "listed"]
+    yield from look_deep([(Kind.EXTENSIONS.value, name) for name in joining])
+
+
+def look_named(name: str) -> Iterator[Told]:
+    """`look_deep` at every plugin of this name, whatever its kind."""
+    yield Begins(f"importing {name}", f"fix {name}")  # 'package.module:SPEC' is imported to find its kind
+    try:
+        kinds = kinds_of(name)
+        if not kinds:
+            raise unknown(name)
+    except PluginError as error:
+        finding = finding_of(error, Kind.BACKENDS, name)
+        if Path(name).is_dir() or name.endswith(".toml"):
+            finding = evolve(finding, mend=f"{finding.mend}; for a run's file: corerl doctor --config FILE")
+        yield finding
+        return
+    for kind in kinds:
+        yield from _look_at(kind, name, deep=True)
+
+
+def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
+    try:
+        entry = locate(kind, name)
+    except PluginError as error:
+        yield finding_of(error, kind, name)
+        return
+    yield Begins(f"importing {entry.value}, the spec of {kind.noun} {entry},", reinstall(entry))
+    try:
+        loaded = load(kind, name)
+    except PluginError as error:
+        yield finding_of(error, kind, name, entry)
+        return
+    api = ".".join(map(str, loaded.spec.api))
+    yield ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
+    if not deep:
+        return
+    code = loaded.spec.implementation
+    yield Begins(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
+    try:
+        implementation = load_implementation(kind, loaded)
+    except PluginError as error:
+        yield finding_of(error, kind, name, entry)
+        return
+    yield ok(f"{kind.noun} {loaded}: {code} can be imported")
+    if kind is Kind.BACKENDS:
+        yield from _shares(loaded)
+        yield Begins(f"making an instance of {code}", f"fix {code}")
+        yield from _hooks(loaded, implementation)
+    if kind in (Kind.BACKENDS, Kind.ENGINES):
+        yield Begins(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
+        yield from loaded.spec.probe()
+    if kind is Kind.BACKENDS:
+        yield Begins(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
+        yield from _environment(loaded)
+
+
+def _shares(loaded: Loaded) -> Iterator[Finding]:
+    """Whether ranks that share samples are tried beside ranks that have others."""
+    spec: BackendSpec = loaded.spec
+    if spec.data_parallel is all_ranks or any(each.ranks > 2 for each in spec.variants):
+        return
+    yield Finding(
+        level=Level.WARNING,
+        what=f"backend {loaded}: its data_parallel is not always the number of ranks, and no variant has ranks=4",
+        why="on two ranks either all share samples or none does: gradients that are summed over the wrong ranks, or "
+        "not at all, such as a norm's, then pass corerl verify",
+        mend="add Variant(name=..., options=..., ranks=4) to the spec, with options for which two ranks share samples, "
+        f"then: corerl verify {loaded.name}",
+    )
+
+
+def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
+    """Whether the backend keeps the hook contract, as a worker checks before the first call."""
+    from corerl.plugin.context import Context
+    from corerl.plugin.host import PluginHost
+
+    context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
+    try:
+        PluginHost(implementation(), name=loaded.name, context=context, capabilities=loaded.spec.capabilities)
+    except ContractError as error:
+        yield Finding(
+            level=Level.ERROR,
+            what=error.message,
+            why="workers reject a plugin that does not meet the hook contract",
+            mend=f"fix {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
+        )
+    else:
+        yield ok(f"backend {loaded}: its hooks meet the contract")
+
+
+def _environment(loaded: Loaded) -> Iterator[Finding]:
+    """The environment of the backend's processes, with default options on one device of this machine."""
+    spec: BackendSpec = loaded.spec
+    import torch
+
+    wanted = spec.environment(
+        spec.config(), ClusterInfo(device="cuda" if torch.cuda.is_available() else "cpu", ranks=1)
+    )
+    if wanted:
+        shown = " ".join(f"{variable}={value}" for variable, value in wanted.items())
+        yield ok(f"backend {loaded}: by default its processes get {shown}")
+
+
+def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
+    """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
+    useless = "it cannot be called" if kind is Kind.COMMANDS else "a run that selects it does not start"
+    why = f"{useless}: {name!r} is not there"
+    mend = f"corerl plugins {kind.value}, which lists the names that are installed"
+    if isinstance(error, PluginNotFound):
+        mend = error.install or mend
+    elif isinstance(error, PluginConflict):
+        why = "CoreRL does not choose between them, since the choice would depend on sys.path"
+        mend = f"{PIP} uninstall the one you do not want, or use the longer name in the config"
+    elif isinstance(error, PluginIncompatible):
+        why = "it would get arguments, or be asked for results, that it was not written for"
+        mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
+    elif isinstance(error, PluginBroken):
+        why = useless
+        mend = reinstall(entry) if entry is not None else f"fix {name}"
+    return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)

@@ -1,0 +1,142 @@
+"""Check a config before its run: its problems, its processes' environment, and every node's plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from corerl.cli.child import Begins, Told
+from corerl.cluster.nodes import ask_each_node
+from corerl.cluster.runtime import ray_session
+from corerl.config.load import load_config
+from corerl.errors import CorerlError, UserError
+from corerl.plan.make import make_plan
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.resolve import Selection, ignored_tables, selected
+from corerl.plugin.fingerprint import Origin, look_for
+from corerl.plugin.registry import Kind
+from corerl.plugin.spec import ACTOR, Finding, Level, ok
+
+ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins
+
+
+def devices() -> Iterator[Told]:
+    """The devices that torch sees on this machine."""
+    yield Begins("querying torch's devices", "python -m pip install --force-reinstall torch")
+    if torch.cuda.is_available():
+        names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield ok(
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices ({', '.join(names)}), NCCL {nccl}"
+        )
+    elif torch.version.cuda is None:
+        yield ok(f"torch {torch.__version__} is built for CPUs")
+    else:
+        yield ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
+
+
+def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Told]:
+    """Check a config that can be parsed."""
+    config = load_config(file, overrides)
+    for note in ignored_tables(config):
+        yield Finding(
+            level=Level.WARNING,
+            what=note,
+            why="its settings have no effect",
+            mend=f"remove the table from {file}, or install its plugin",
+        )
+    yield Begins(f"checking {file}", f"corerl config check {file}")
+    try:
+        plan = make_plan(config, starting=False)
+    except UserError as error:
+        for line in error.message.splitlines():
+            yield _problem(line, file)
+        if nodes:
+            yield Finding(
+                level=Level.WARNING,
+                what="the nodes were not checked",
+                why="what a run starts there depends on a valid config",
+                mend=f"fix {file} first",
+            )
+        return
+    roles, cluster = plan.processes.roles, plan.cluster
+    yield ok(f"{file} can run: {len(roles)} role{'s' * (len(roles) != 1)} on {plan.processes.device}")
+    yield from _environments(plan.processes, {*cluster.environment, *cluster.secrets})
+    if layers:
+        from corerl_doctor.layers import compare_layers  # slow to import: takes seconds
+
+        yield from compare_layers(roles[ACTOR].assignments[0].config, temperature=plan.rollout.settings.temperature)
+    if nodes:
+        yield Begins(f"checking the nodes of {cluster.address}", "ray status")
+        yield from _nodes(named_by(plan.processes, selected(config)), plan.processes.common, cluster.address)
+
+
+def _environments(processes: ProcessPlan, hidden: Collection[str]) -> Iterator[Finding]:
+    """The environment of each group's processes, which is set before they import anything."""
+    groups = {f"{role} ranks": plan.environment for role, plan in processes.roles.items()}
+    if processes.engine is not None:
+        groups["engines"] = processes.engine.environment
+    for who, given in groups.items():
+        shown = [f"{name}={'...' if name in hidden else value}" for name, value in given.items()]
+        yield ok(f"{who} get {' '.join(shown)}")
+
+
+def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], address: str) -> Iterator[Finding]:
+    """One finding per node of the cluster at `address`: whether it has the same plugins as the driver."""
+    wanted = look_for(named)
+    question = [(kind.value, name) for kind, name in named]
+    try:
+        with ray_session(address=address, cpus=1.0):
+            answers = ask_each_node(
+                "corerl.plugin.fingerprint:plugins_here",
+                question,
+                environment=environment,
+                timeout=ANSWER_WITHIN,
+            )
+    except CorerlError as error:
+        yield Finding(
+            level=Level.ERROR,
+            what=error.message,
+            why="a run joins this cluster",
+            mend=f"ray status --address {address}",
+        )
+        return
+    for answer in answers:
+        if answer.error:
+            yield Finding(
+                level=Level.ERROR,
+                what=f"node {answer.node} cannot report what is installed: {answer.error}",
+                why="a rank or an engine there could not start",
+                mend=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
+            )
+            continue
+        yield _compared(answer.node, wanted, [Origin(**each) for each in answer.value])
+
+
+def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> Finding:
+    amiss = {each: text for each, other in zip(wanted, found, strict=True) if (text := each.against(other))}
+    if not amiss:
+        return ok(f"node {node} has what the driver has: {', '.join(map(str, wanted))}")
+    return Finding(
+        level=Level.ERROR,
+        what=f"node {node} does not have what the driver has: {'; '.join(amiss.values())}",
+        why="a rank or an engine there would be rejected, or run different code than its neighbors",
+        mend=f"there: python -m pip install {' '.join(dict.fromkeys(each.requirement for each in amiss))}",
+    )
+
+
+def named_by(processes: ProcessPlan, chosen: Sequence[Selection]) -> list[tuple[Kind, str]]:
+    """Those of the chosen plugins that run in ranks and engines, as the config names them."""
+    in_ranks = [each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions]
+    there = [(each.kind, each.name) for each in chosen if each.used and each.kind is not Kind.EXTENSIONS]
+    return list(dict.fromkeys([*there, *((Kind.EXTENSIONS, name) for name in in_ranks)]))
+
+
+def _problem(line: str, file: str) -> Finding:
+    return Finding(
+        level=Level.ERROR,
+        what=line,
+        why="the run would not start",
+        mend=f"edit {file}, then: corerl config check {file}",
+    )

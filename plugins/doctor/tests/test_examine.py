@@ -1,0 +1,316 @@
+"""What the doctor finds, with its cure, and that nothing it looks at can end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corerl.cli.child import look
+from corerl.errors import PluginNotFound
+from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import Finding, Level
+from corerl_doctor import installation
+from corerl_doctor.examine import examine
+from corerl_doctor.installation import driver
+from corerl_doctor.plugins import finding_of, look_named
+from plugins.doctor.tests.sites import distribution, spec
+from tests.end_to_end.command import write_small
+
+pytestmark = pytest.mark.processes
+forked = pytest.mark.usefixtures("forked_python")
+
+DYING = "a worker would die silently"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On sys.path, and so on the doctor's."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(directory)
+    return directory
+
+
+def amiss(findings: list[Finding]) -> list[Finding]:
+    for finding in findings:
+        if finding.level is not Level.OK:
+            assert finding.why and finding.mend, finding
+    return [finding for finding in findings if finding.level is not Level.OK]
+
+
+@forked
+def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
+    distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
+    distribution(site, "corerl-leaves", "leaves = leaves_spec:SPEC", leaves_spec="import os\nos._exit(3)\n")
+    findings = list(examine())
+    aborts, leaves = amiss(findings)
+    assert aborts.level is leaves.level is Level.ERROR
+    assert aborts.what == (
+        "importing aborts_spec:SPEC, the spec of backend 'aborts' (corerl-aborts 0.1), killed its process with "
+        f"SIGABRT at {site}/aborts_spec.py:2"
+    )
+    assert aborts.why.endswith(DYING)
+    assert aborts.mend == "python -m pip install --force-reinstall corerl-aborts"
+    assert leaves.what.endswith("backend 'leaves' (corerl-leaves 0.1), ended its process with status 3")
+    told = [finding.what for finding in findings]
+    assert any(
+        text.startswith("backend 'fsdp' (corerl-fsdp ") and "loads, written for API 2.0" in text for text in told
+    )
+    assert any(text.startswith("extension 'jsonl' (corerl ") for text in told)
+
+
+def test_without_a_name_no_process_imports_torch(site: Path) -> None:
+    program = (
+        "import sys\nfrom corerl_doctor.examine import examine\nassert list(examine())\n"
+        "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    # Nor does the process that a plugin is looked at in: this one would say so.
+    loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
+    distribution(site, "corerl-light", "light = light_spec:SPEC", light_spec=loud)
+    assert amiss(list(examine())) == []
+
+
+@forked
+def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
+    distribution(
+        site,
+        "corerl-native",
+        "native = native_spec:SPEC",
+        native_spec=spec(code="native_code:Backend"),
+        native_code="import os\nos.abort()\n",
+    )
+    (finding,) = amiss(list(examine("native")))
+    assert finding.what == (
+        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), killed its "
+        f"process with SIGABRT at {site}/native_code.py:2"
+    )
+
+
+@forked
+def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
+    probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")'
+    distribution(site, "corerl-tried", "tried = tried_spec:SPEC", tried_spec=spec(probe=probe))
+    findings = list(examine("tried"))
+    assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")]
+    told = [finding.what for finding in findings]
+    tried = "backend 'tried' (corerl-tried 0.1): "
+    assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
+        "tried_spec:SPEC loads, written for API 2.0",
+        "corerl_testing.plain.backend:PlainBackend can be imported",
+        "its hooks meet the contract",
+        "by default its processes get MINE_RANKS=1",
+    ]
+    assert any(text.startswith("torch ") for text in told)
+
+
+@forked
+def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: Path) -> None:
+    distribution(
+        site,
+        "corerl-tried",
+        "tried = tried_spec2:SPEC",
+        tried_spec2=spec(probe="raise OSError('no libcudart')", code="tried_code2:Backend"),
+        tried_code2="from corerl_testing.plain.backend import PlainBackend\n"
+        "class Backend(PlainBackend):\n    def forward_backward(self, *batch):\n        pass\n",
+    )
+    hooks, probe = amiss(list(examine("tried")))
+    assert hooks.what.startswith(
+        "backend:tried implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
+    )
+    assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1) raised OSError: no libcudart"
+
+
+@forked
+def test_an_environment_that_raises_is_told_as_that(site: Path) -> None:
+    raises = spec().replace("str(cluster.ranks)", "cluster.nothing")
+    distribution(site, "corerl-tried", "tried = tried_spec7:SPEC", tried_spec7=raises)
+    (found,) = amiss(list(examine("tried")))
+    assert found.what.startswith("the environment of backend 'tried' (corerl-tried 0.1) raised AttributeError: ")
+
+
+@forked
+def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
+    distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
+    distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(2, 0)", "(3, 0)"))
+    distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(2, 0)", "(0, 3)"))
+    for name in ("one", "two"):
+        distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
+
+    mended = [(finding.what.split("'")[1], finding.level.value, finding.mend) for finding in amiss(list(examine()))]
+    assert mended == [
+        ("both", "warning", "python -m pip uninstall two; or write 'one:both' in the config"),
+        ("bad", "error", "python -m pip install --force-reinstall corerl-bad"),
+        ("later", "error", "python -m pip install --upgrade corerl"),
+        ("older", "error", "python -m pip install --upgrade corerl-older"),
+    ]
+    offered, refused = amiss(list(examine("both")))
+    assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
+    assert refused.what.startswith(
+        "backend 'both' is provided by one 0.1 and two 0.1; choose one by writing 'one:both'"
+    )
+    (unknown,) = amiss(list(examine("latter")))
+    assert unknown.what.startswith("unknown plugin 'latter'; installed backends: bad, ")
+    assert unknown.what.endswith("; did you mean 'later'?")
+
+
+@forked
+def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_path: Path) -> None:
+    hint = "; for a run's file: corerl doctor --config FILE"
+    for name in (str(tmp_path), "tried.toml"):
+        (unknown,) = amiss(list(examine(name)))
+        assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.mend.endswith(hint)
+    (unknown,) = amiss(list(examine("min")))
+    assert hint not in unknown.mend
+
+
+def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_backend: str) -> None:
+    with pytest.raises(PluginNotFound) as caught:
+        load(Kind.BACKENDS, absent_backend)
+    assert finding_of(caught.value, Kind.BACKENDS, absent_backend).mend == "pip install 'corerl[absent]'"
+
+
+@forked
+def test_a_distribution_that_is_found_twice_is_told_with_both_places(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(site, "corerl-tried", "tried = tried_spec3:SPEC", version="0.2", tried_spec3=spec())
+    stale = tmp_path / "stale"
+    distribution(stale, "corerl-tried", "", version="0.1")
+    monkeypatch.syspath_prepend(stale)
+    (finding,) = amiss(list(examine()))
+    assert finding.level is Level.WARNING
+    assert finding.what == (
+        f"corerl-tried is found twice: 0.2 in {site}/corerl_tried-0.2.dist-info (used), "
+        f"0.1 in {stale}/corerl_tried-0.1.dist-info"
+    )
+    assert finding.mend.startswith("python -m pip uninstall -y corerl-tried")
+
+
+@forked
+def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(site: Path, tmp_path: Path) -> None:
+    project = tmp_path / "tried"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "corerl-tried"\n[project.entry-points."corerl.backends"]\ntried = "tried_spec4:NEW"\n'
+    )
+    distribution(site, "corerl-tried", "tried = tried_spec4:SPEC", editable=project, tried_spec4=spec())
+    findings = amiss(list(examine()))
+    assert [finding.what for finding in findings] == [
+        f"corerl-tried is installed in place from {project}, and tried = tried_spec4:{attribute} of corerl.backends is "
+        f"{where} its pyproject.toml"
+        for attribute, where in (("NEW", "only in"), ("SPEC", "no longer in"))
+    ]
+    assert {finding.mend for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
+
+
+@forked
+def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
+    for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
+        distribution(site, f"corerl-tried{number}", f"tried{number} = tried_spec6:SPEC", tried_spec6=spec())
+        (site / f"corerl_tried{number}-0.1.dist-info/direct_url.json").write_text(text)
+    assert amiss(list(examine())) == []
+
+
+def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
+    (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    (finding,) = look("corerl_doctor.run:devices")
+    assert finding.what == (
+        "importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
+    )
+    assert finding.mend.endswith(" -c 'import corerl_doctor.run'")
+    (site / "torch.py").write_text("import os\nos.abort()\n")
+    (finding,) = look("corerl_doctor.run:devices")
+    assert finding.what == f"importing corerl_doctor.run killed its process with SIGABRT at {site}/torch.py:2"
+
+
+def test_what_a_module_starts_in_the_background_holds_nothing_up(site: Path, tmp_path: Path) -> None:
+    (site / "judge.py").write_text(
+        f"import subprocess\nserver = subprocess.Popen(['sleep', '30'])\nopen({str(tmp_path / 'pid')!r}, 'w')"
+        ".write(str(server.pid))\ndef checks():\n    yield from ()\n"
+    )
+    assert look("judge:checks") == []
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it lives still
+
+
+@pytest.mark.parametrize(
+    ("shown", "what"),
+    [
+        (
+            "NVIDIA H200, 143771 MiB, 580.95\nNVIDIA H200, 143771 MiB, 580.95",
+            "2 x NVIDIA H200, 143771 MiB, driver 580.95",
+        ),
+        ("A card, with a comma, 1 MiB, 1.0", "1 x A card, with a comma, 1 MiB, driver 1.0"),
+        ("No devices were found", "1 x No devices were found"),
+    ],
+)
+def test_what_the_driver_says_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, what: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{shown}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(installation, "lacking", lambda: "")
+    assert [finding.what for finding in driver()] == [what]
+    monkeypatch.setattr(installation, "lacking", lambda: "there is no C compiler")
+    counted, slow = driver()
+    assert (counted.what, slow.what) == (what, "there is no C compiler")
+    assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.mend
+
+
+@forked
+def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
+    distribution(site, "corerl-tried", "tried = tried_spec5:SPEC", tried_spec5=spec())
+    file = write_small(tmp_path)
+    chosen = ["backend.name=tried", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
+    findings = list(examine(file=str(file), overrides=chosen, layers=True))
+    assert amiss(findings) == []
+    assert findings[-1].what.startswith("CoreRL's packed pass and transformers' own agree in all 34 modules ")
+    (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks get ")]
+    assert {"MINE_RANKS=1", "OMP_NUM_THREADS=1"} <= set(ranks.split())
+    assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
+
+    clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
+    (clash,) = amiss(look("corerl_doctor.run:run", str(file), clashing, False, False))
+    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but tried ")
+    (unknown,) = amiss(look("corerl_doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
+    assert unknown.what.startswith("backends.tried.shards: unknown key")
+    assert unknown.mend == f"edit {file}, then: corerl config check {file}"
+
+
+def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) -> None:
+    file = write_small(tmp_path)
+    findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
+    assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
+    assert all(finding.mend == f"edit {file}" for finding in findings)
+
+
+def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:
+    (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
+    assert f"{finding.what}; {finding.mend}" == old_pluggy
+    assert finding.level is Level.ERROR
+
+
+def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
+    (tmp_path / "notices.jsonl").write_text('{"text": "2 samples failed", "step": 4}\n')
+    found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
+    assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
+    assert found.mend == f"see {tmp_path}/notices.jsonl"
+
+
+def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:
+    def told(backend: str) -> list[str]:
+        findings = [each for each in look_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
+        return [each.what.partition(": ")[2] for each in amiss(findings)]
+
+    assert told("FORGETS_OTHER_PAIRS") == []  # has a variant on four
+    assert told("RANK_DEPENDENT_METRICS") == []  # every rank has samples of its own
+    assert told("ANSWERS_ON_EVERY_RANK") == [
+        "its data_parallel is not always the number of ranks, and no variant has ranks=4"
+    ]

@@ -1,0 +1,31 @@
+"""What is looked at of a plugin, whatever its kind."""
+
+from __future__ import annotations
+
+from corerl.cli.child import Begins
+from corerl.errors import PluginBroken
+from corerl.plugin.registry import Kind
+from corerl_doctor.plugins import finding_of, look_named
+from corerl_sglang import SPEC
+
+
+def told(name: str) -> list[str]:
+    return [each.what for each in look_named(name) if not isinstance(each, Begins)]
+
+
+def test_an_engine_is_imported_and_its_probe_asked() -> None:
+    found, probed = told("sglang"), [finding.what for finding in SPEC.probe()]
+    assert any("corerl_sglang.engine:SglangEngine can be imported" in what for what in found)
+    assert probed and found[-len(probed) :] == probed
+
+
+def test_a_command_that_cannot_be_loaded_cannot_be_called() -> None:
+    error = PluginBroken("command 'mine' cannot be loaded")
+    assert finding_of(error, Kind.COMMANDS, "mine").why == "it cannot be called"
+    assert finding_of(error, Kind.ENGINES, "mine").why == "a run that selects it does not start"
+
+
+def test_a_commands_code_is_imported() -> None:
+    loads, imported = told("doctor")
+    assert loads.startswith("command 'doctor' (corerl-doctor ") and loads.endswith(" loads, written for API 2.0")
+    assert imported.endswith(": corerl_doctor.command:add_arguments can be imported")

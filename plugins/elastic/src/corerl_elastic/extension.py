@@ -1,0 +1,151 @@
+"""The extension: resizes a run's groups between its steps, and goes on without machines that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from corerl import hookimpl
+from corerl.config.functions import imported
+from corerl.driver.control import Control
+from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, UserError, WorkerDied
+from corerl.messages import message_of
+from corerl.plan.ready import PlanReady
+from corerl.plan.transports import ENGINES
+from corerl.plugin import Event, Failure, PlanAnswer, RunStarted, StepFinished
+from corerl.plugin.spec import ACTOR
+from corerl_elastic.config import ElasticOptions
+from corerl_elastic.fewer import fewer
+from corerl_elastic.places import Places
+from corerl_elastic.resizing import resize
+from corerl_elastic.scaling import Answer, Devices, Scaler, Scaling, answer, asked, balance, begin
+
+
+class Elastic:
+    """Answers `corerl scale`, asks the scaler, and finds places where machines are gone."""
+
+    def __init__(self, *, options: ElasticOptions, run_dir: str) -> None:
+        self._spare_timeout = options.spare_timeout
+        self._run_dir = Path(run_dir)
+        self._scaling: Scaling | None = None
+        if options.scaler:
+            scaler: Scaler = imported(options.scaler, setting="scaler")
+            self._scaling = Scaling(name=options.scaler, scaler=scaler)
+        self._metrics: list[Mapping[str, float]] = []  # of steps that the scaler's statistics do not have yet
+        self._places: Places | None = None
+
+    @hookimpl
+    def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
+        config, scaling = plan.config, self._scaling
+        divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
+        if scaling is None or scaling.scaler is not balance or divided:
+            return None
+        problem = (
+            f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their own; "
+            "set run.mode='train' and cluster.placement='disaggregated', or remove it"
+        )
+        return PlanAnswer(problems=[problem])
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            begin(self._run_dir)
+        elif isinstance(event, StepFinished):
+            self._metrics.append(event.metrics)
+
+    # ---- between steps ----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def between_steps(self, run: Control) -> None:
+        """Change the groups' sizes if somebody wants that. What cannot be is told, and the run goes on."""
+        self._count_steps(run)
+        try:
+            request = asked(self._run_dir)
+        except ConfigError as error:
+            run.notice(f"a request for other sizes is ignored: {error.message}")
+            request = None
+        if request is not None:
+            changed: list[str] = []
+            failed = "the run was stopped"
+            try:
+                failed = _resize(run, request.overrides, changed)
+            except Exception as error:  # such as of ranks that have died, whose successors know of no request
+                failed = message_of(error)
+                raise
+            finally:
+                try:
+                    answer(self._run_dir, request, Answer(changed=tuple(changed), error=failed))
+                except ConfigError as error:
+                    run.notice(f"nobody hears of the request for other sizes: {error.message}")
+        if self._scaling is not None:
+            self._ask(run, self._scaling)
+
+    def _ask(self, run: Control, scaling: Scaling) -> None:
+        try:
+            devices = devices_of(run)
+        except CorerlError as error:
+            run.notice(f"the scaler is not asked after this step: {error.message}")
+            return
+        try:
+            wanted = scaling.wanted(run.step, run.sizes, devices)
+        except CorerlError as error:
+            run.notice(f"{error.message}; it is not asked again")
+            self._scaling = None
+            return
+        if wanted and _resize(run, wanted, []):
+            scaling.refused(wanted, devices)
+
+    def _count_steps(self, run: Control) -> None:
+        """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
+        metrics, self._metrics = self._metrics, []
+        if self._scaling is not None:
+            for each in metrics:
+                self._scaling.step_done(each, run.sizes)
+
+    # ---- machines that are gone -------------------------------------------------------------------------------------
+
+    @hookimpl
+    def ranks_failed(self, run: Control, failure: Failure) -> None:
+        """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
+        smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if
+        they are to make room for engines. Raises NoPlaces if a group cannot be so small, or has no place."""
+        self._count_steps(run)
+        groups = run.groups
+        if self._places is None or self._places.room is not groups.room:
+            self._places = Places(groups.room)
+        places = self._places
+        places.settle(within=self._spare_timeout)
+        if not failure.ranks:
+            placement = run.plan.processes.placement
+            if places.left(placement, ENGINES) + places.unused < placement.widths.get(ENGINES, 1):
+                groups.roles[ACTOR].group.processes.kill()
+                raise WorkerDied(
+                    f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left"
+                )
+        if not groups.lost:
+            return
+        silent = groups.room.silent
+        try:
+            plan = fewer(run.plan, places, [*groups.roles, *([ENGINES] if groups.updates is not None else [])])
+            for line in silent:
+                run.notice(line)
+            run.apply(plan)
+        except CorerlError as error:
+            raise NoPlaces("; ".join([error.message, *silent])) from error
+
+
+def devices_of(run: Control) -> Devices:
+    """Raises CorerlError if Ray does not tell."""
+    reserved, unused, free = run.groups.room.count(run.plan.processes.placement.bundle)
+    return Devices(reserved=reserved, unused=unused, free=free)
+
+
+def _resize(run: Control, overrides: Sequence[str], changed: list[str]) -> str:
+    """Adds a line to `changed` for each group that has; returns what went wrong."""
+    try:
+        resize(run, overrides, changed)
+    except (UserError, ResizeFailed) as error:
+        told = "; ".join(error.message.splitlines())
+        run.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
+        return error.message
+    return ""

@@ -1,0 +1,490 @@
+"""What the extension does between steps, and where machines are gone, to a run whose processes are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import asdict
+
+from corerl.cluster import placement as of_cluster
+from corerl.cluster.placement import Gpu, Slot
+from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, WorkerDied
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
+from corerl.plugin import RunStarted, StepFinished
+from corerl_elastic import Devices, scaling
+from corerl_elastic.config import ElasticOptions
+from corerl_elastic.extension import Elastic, devices_of
+from corerl_elastic.resizing import resize
+from tests.cluster.test_placement import Rooms as RealRooms
+from tests.cluster.test_placement import rooms_of
+from tests.driver import test_groups
+from tests.driver.fakes import told
+from tests.driver.saved import config_in
+from tests.driver.test_groups import recorded_ranks, wide
+
+
+class Case(test_groups.Case):
+    """A run with the extension, which waits for no spare machine."""
+
+    def change(self, *overrides: str) -> list[str]:
+        """What is told of each group, without the seconds that it took."""
+        self.log.clear()
+        lines: list[str] = []
+        resize(self.control, overrides, lines)
+        return [line.rpartition(",")[0] for line in lines]
+
+    def refit(self, *, ranks: bool = True) -> list[str]:
+        """What is told where processes have ended: all ranks, or engines alone."""
+        before = len(told(self.ears))
+        self.control.failed("it has died", ranks=ranks)
+        return told(self.ears)[before:]
+
+
+def make(tmp_path: Path, **given: Any) -> Case:
+    return Case(**asdict(test_groups.make(tmp_path, extensions=extended(tmp_path), **given), recurse=False))
+
+
+def extended(tmp_path: Path) -> list[tuple[str, object]]:
+    return [("elastic", Elastic(options=ElasticOptions(spare_timeout=0.0), run_dir=str(tmp_path / "run")))]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "lines", "order"),
+    [
+        (1, ["engines: 2 -> 1", "actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"], ["engines", "actor"]),
+        (3, ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)", "engines: 2 -> 3"], ["actor", "engines"]),
+    ],
+)
+def test_engines_that_end_go_first_and_engines_that_come_are_last(
+    replicas: int, lines: list[str], order: list[str], tmp_path: Path
+) -> None:
+    case = make(tmp_path, disaggregated=True)
+    assert case.change(f"rollout.replicas={replicas}", "roles.actor.ranks=2") == lines
+    assert [line.split()[1] for line in case.log if line.startswith("take ")] == order
+    assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": replicas}
+    assert case.groups.plan.record["rollout"]["replicas"] == replicas
+    assert case.groups.plan.record["roles"]["actor"]["ranks"] == 2
+
+
+def test_a_role_that_was_moved_before_another_one_failed_is_noted_as_moved(tmp_path: Path) -> None:
+    case = make(tmp_path)
+    case.ranks["critic"].failure = ResizeFailed("no luck")
+    assert case.fails(ResizeFailed, "roles.actor.ranks=2", "roles.critic.ranks=2") == "no luck"
+    assert told(case.ears) == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2), 0.0 s"]
+    assert case.starts() == {"actor": 2, "critic": 1}
+    assert [len(case.room.slots[name]) for name in ("actor", "critic")] == [2, 1]
+    assert (case.updates.manifest, case.updates.address.token) == ("manifest of 2 ranks", "met by 2 ranks")
+    case.ranks["critic"].failure = None
+    case.change("roles.critic.ranks=2")
+    assert [line for line in case.log if line.startswith("move")] == ["move critic"]
+    assert case.starts() == {"actor": 2, "critic": 2}
+    assert recorded_ranks(case) == {"actor": 2, "critic": 2}
+
+
+def test_engines_that_have_ended_are_noted_though_ranks_then_fail(tmp_path: Path) -> None:
+    case = make(tmp_path, disaggregated=True)
+    case.ranks["actor"].failure = ResizeFailed("no luck")
+    case.fails(ResizeFailed, "rollout.replicas=1", "roles.actor.ranks=2")
+    assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
+    assert case.groups.plan.record["rollout"]["replicas"] == 1
+    assert case.updates.address.engines == ("engine-0",)
+
+
+# ---- machines that are gone ------------------------------------------------------------------------------------------
+
+
+def of_two(tmp_path: Path, **tables: Any) -> Case:
+    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
+    return make(tmp_path, roles=roles, **tables)
+
+
+def test_where_no_machine_is_gone_nothing_changes(tmp_path: Path) -> None:
+    case = of_two(tmp_path)
+    before = case.state
+    assert case.refit() == [] and case.state == before
+    assert case.log == ["look"]
+
+
+def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must(tmp_path: Path) -> None:
+    case = of_two(tmp_path)
+    case.room.gone = {0}
+    assert case.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
+    assert case.engines.resized_to is not None
+    assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
+    assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
+    assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
+    case.updates.renewed(case.updates.source)  # when ranks have started
+    assert case.updates.address.engines == ("engine-0",)
+
+
+def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
+    case = make(tmp_path, roles={"actor": {"ranks": 4}, "critic": {"ranks": 1}})
+    case.room.gone = {3}
+    assert case.refit() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
+
+
+def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(tmp_path: Path) -> None:
+    tables = {"backends": {"fsdp": {"shard_size": 2}}, "algorithm": {"name": "grpo"}}
+    case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
+    before = case.groups.plan
+    case.room.gone = {1}
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "):
+        case.refit()
+    assert case.groups.plan is before
+    case.room.gone = {0, 1}
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 2$"):
+        case.refit()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gone", "lines"),
+    [
+        (4, {0, 1}, ["engines: 4 -> 2"]),
+        (3, {0, 1}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 3 -> 2"]),
+        (2, {2, 3}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]),
+        (2, {0, 2}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]),
+    ],
+)
+def test_a_group_that_has_lost_all_of_its_devices_gets_some_of_the_others(
+    replicas: int, gone: set[int], lines: list[str], tmp_path: Path
+) -> None:
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
+    roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
+    case = make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
+    case.room.gone = gone
+    assert case.refit() == lines
+
+
+def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_be(tmp_path: Path) -> None:
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
+    case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
+    case.room.gone = {0}
+    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 1$"):
+        case.refit()
+
+
+def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> None:
+    case = of_two(tmp_path, disaggregated=True)
+    ends: list[str] = []
+    for name, ranks in case.ranks.items():
+        nodes = [slot.node for slot in case.room.slots[name]]
+        ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))  # type: ignore[attr-defined]
+    case.room.gone = {2}
+    before = dict(case.room.slots)
+    case.log.clear()
+    assert case.refit(ranks=False) == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
+    for name in ("actor", "critic"):  # these live
+        assert [slot.devices for slot in case.room.slots[name]] == [slot.devices for slot in before[name]]
+    with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
+        case.refit(ranks=False)
+    assert ends == ["actor"]
+
+
+def in_room(
+    case: Case, per_node: int, now: Sequence[str], monkeypatch: pytest.MonkeyPatch, engines: int = 0
+) -> RealRooms:
+    """The case's processes in a real room, where there were more engines once. Then the bundles are on the machines
+    `now`, "" for none, as others are gone."""
+    placement = case.groups.plan.processes.placement
+    begun = case.groups.plan.resized([f"rollout.replicas={engines}"]).processes.placement if engines else placement
+    room = rooms_of(monkeypatch, per_node)
+    room.take(room.arrange(begun))
+    room.take({"engines": room["engines"][: len(placement.places["engines"])]})
+    case.groups.room = room
+    for ranks in case.ranks.values():
+        nodes = [slot.node for slot in room[ranks.role]]
+        ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
+    room.moves = {("reservation 0", index): node for index, node in enumerate(now)}
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
+    monkeypatch.setattr(
+        of_cluster, "gpus_of_bundles", lambda _, at: ({index: Gpu(index, str(index)) for index in at}, {})
+    )
+    return room
+
+
+def of_engines(tmp_path: Path, ranks: int, replicas: int) -> Case:
+    """A run of ranks and engines apart, which waits for no spare machine."""
+    roles = {"actor": {"ranks": ranks}, "critic": {"ranks": 1}}
+    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
+    return make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
+
+
+def indices(slots: Sequence[Slot]) -> list[int]:
+    return [slot.bundles[0].index for slot in slots]
+
+
+def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 2, 4)
+    # Two of four engines are on a machine that Ray's names, which have no order, put before the one of the ranks.
+    room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
+    before = {name: list(slots) for name, slots in room.items()}
+    assert case.refit(ranks=False) == ["engines: 4 -> 2"]
+    assert {name: list(room[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
+    assert indices(room["engines"]) == [4, 5] and room.reserved == [6]
+    assert case.refit(ranks=False) == []  # and is nothing of which a machine is gone
+
+
+def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 4, 2)
+    now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
+    room = in_room(case, 3, now, monkeypatch, engines=4)
+    assert case.refit() == ["engines: 2 -> 1"]
+    used = indices(room["actor"]) + indices(room["engines"])
+    assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
+
+
+def test_sizes_and_devices_are_those_that_are_left_also_before_ranks_have_started_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_cluster.ray, "available_resources", lambda: {"CPU": 2.0})
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
+    assert devices_of(case.control) == Devices(reserved=6, unused=2, free=2)
+    assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    room.moves = {("reservation 0", index): "" for index in range(2, 6)}
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - {"node 0"})
+    assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
+    assert case.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
+    assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
+    assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
+    assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
+
+
+def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "", "", "node 2", "node 2"], monkeypatch, engines=4)
+    assert case.refit(ranks=False) == []
+    assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
+
+
+def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_two(tmp_path)
+    before = case.groups.plan
+    case.room.gone = {0}
+
+    def fail(*_: object, **__: object) -> None:
+        raise CorerlError("the cluster has no room")
+
+    monkeypatch.setattr(case.room, "refit", fail)
+    with pytest.raises(NoPlaces, match="^the cluster has no room$"):
+        case.refit()
+    assert case.groups.plan is before
+
+
+def test_a_gpu_that_does_not_answer_is_told_with_the_groups_that_get_smaller_or_have_no_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence = "cannot tell which GPU bundle 3 has on node 8: no answer within 120 s"
+
+    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
+        return {}, dict.fromkeys(at, silence)
+
+    case = of_engines(tmp_path, 2, 2)
+    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
+    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    assert case.refit(ranks=False) == [silence, "engines: 2 -> 1"]
+    assert indices(room["engines"]) == [2] and case.refit(ranks=False) == []
+    (tmp_path / "without").mkdir()
+    case = of_engines(tmp_path / "without", 1, 1)
+    in_room(case, 2, ["node 8", ""], monkeypatch)
+    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes)
+    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    with pytest.raises(NoPlaces) as caught:
+        case.refit()
+    assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
+
+
+def test_where_unused_devices_take_the_place_of_others_each_engine_is_sent_to_by_the_rank_that_is_beside_it_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
+    room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
+    assert case.updates.address.senders == (0, 1)
+    assert case.refit() == []  # as large as before
+    case.updates.renewed(case.updates.source)  # when ranks have started
+    ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
+    assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
+    assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
+
+
+# ---- who wants other sizes -------------------------------------------------------------------------------------------
+
+
+class Changing:
+    """A run: what is applied is noted, and then comes the error, if there is one."""
+
+    def __init__(self, run_dir: Path, *, scaler: Any = None, error: CorerlError | None = None) -> None:
+        self.step = 0
+        self.sizes = {"roles.actor.ranks": 2, "rollout.replicas": 2}
+        self.error = error
+        self.applied: list[dict[str, int]] = []
+        self.told: list[str] = []
+        self.silent_at = -1  # the step after which nobody tells what devices there are
+        self.elastic = Elastic(options=ElasticOptions(), run_dir=str(run_dir))
+        if scaler is not None:
+            self.elastic._scaling = scaling.Scaling(name="mine:decide", scaler=scaler)
+        self.groups = SimpleNamespace(room=SimpleNamespace(count=self._count))
+
+    def _count(self, bundle: object) -> tuple[int, int, int]:
+        if self.step == self.silent_at:
+            raise CorerlError("Ray does not tell how many devices there are: GCS is unavailable")
+        return 4, 0, 0
+
+    @property
+    def plan(self) -> Any:
+        return Planned(self.sizes)
+
+    def replan(self, overrides: Sequence[str]) -> Any:
+        return self.plan.resized(overrides)
+
+    def apply(self, plan: Any) -> list[str]:
+        changed = {name: value for name, value in plan.sizes.items() if self.sizes[name] != value}
+        if self.applied and self.error is not None:
+            raise self.error
+        self.applied.append(changed)
+        self.sizes = dict(plan.sizes)
+        return [f"{name} is {value}" for name, value in changed.items()]
+
+    def notice(self, text: str) -> None:
+        self.told.append(text)
+
+    def end_step(self, step: int) -> None:
+        self.step = step
+        self.elastic.between_steps(self)  # type: ignore[arg-type]
+
+
+class Planned:
+    """A plan of which only the sizes matter."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        engine = SimpleNamespace(assignments=[None] * self.sizes["rollout.replicas"])
+        placement = SimpleNamespace(bundle={})
+        self.processes = SimpleNamespace(engine=engine, transport="disk", common={}, placement=placement)
+
+    def resized(self, overrides: Sequence[str]) -> Planned:
+        return Planned(self.sizes | {name: int(value) for name, value in (each.split("=") for each in overrides)})
+
+
+def ask(run: Changing, run_dir: Path, *overrides: str) -> scaling.Answer:
+    def runs() -> bool:
+        run.end_step(3)
+        return True
+
+    return scaling.ask(run_dir, overrides, runs=runs, told=lambda line: None)
+
+
+def test_a_request_is_answered_with_what_was_changed_and_why_no_more_was(tmp_path: Path) -> None:
+    run = Changing(tmp_path)
+    assert ask(run, tmp_path, "roles.actor.ranks=1") == scaling.Answer(changed=("roles.actor.ranks is 1",))
+    assert ask(run, tmp_path, "rollout.replicas=3") == scaling.Answer(changed=("rollout.replicas is 3",))
+    run = Changing(tmp_path, error=ResizeFailed("no luck"))
+    found = ask(run, tmp_path, "roles.actor.ranks=3", "rollout.replicas=1")  # the engine ends first
+    assert found == scaling.Answer(changed=("rollout.replicas is 1",), error="no luck")
+    assert run.told == ["no more sizes are changed: no luck"]
+    assert ask(run, tmp_path, "rollout.replicas=2") == scaling.Answer(changed=(), error="no luck")
+    assert run.told[1:] == ["the sizes stay as they are: no luck"]
+    run.error = WorkerDied("gone")
+    died: list[CorerlError] = []
+
+    def dies() -> bool:
+        try:
+            run.end_step(4)
+        except WorkerDied as error:  # for whom the run starts the ranks anew
+            died.append(error)
+        return not died
+
+    found = scaling.ask(tmp_path, ["roles.actor.ranks=1"], runs=dies, told=lambda line: None)
+    assert found == scaling.Answer(changed=(), error="gone") and died == [run.error]
+
+
+def test_a_scaler_is_asked_again_after_a_step_whose_devices_nobody_told(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def decide(sizing: scaling.Sizing) -> Any:
+        seen.append(sizing.step)
+        return {}
+
+    run = Changing(tmp_path, scaler=decide)
+    run.silent_at = 2
+    for step in (1, 2, 3):
+        run.end_step(step)
+    assert seen == [1, 3] and run.applied == []
+    assert run.told == [
+        "the scaler is not asked after this step: Ray does not tell how many devices there are: GCS is unavailable"
+    ]
+
+
+def test_a_scaler_is_asked_after_each_step_and_no_more_once_it_has_failed(tmp_path: Path) -> None:
+    wanted: list[Any] = [{}, {"rollout.replicas": 1}, {"rollout.replicas": 1}, {"rollout.replicas": 1.5}]
+    seen: list[tuple[int, int, float]] = []
+
+    def decide(sizing: scaling.Sizing) -> Any:
+        assert sizing.devices == Devices(reserved=4, unused=0, free=0)
+        seen.append((sizing.step, sizing.spent.steps, sizing.spent.seconds))
+        return wanted.pop(0)
+
+    run = Changing(tmp_path, scaler=decide)
+    for step, seconds in ((1, 2.0), (2, 4.0), (3, 8.0), (4, 6.0), (5, 1.0)):
+        run.elastic.observe(StepFinished(step=step - 1, metrics={"time/step": seconds}))
+        run.end_step(step)
+    # The step after a change has the seconds of that too.
+    assert seen == [(1, 1, 2.0), (2, 2, 3.0), (3, 0, 0.0), (4, 1, 6.0)]
+    assert run.applied == [{"rollout.replicas": 1}]
+    (line,) = run.told
+    assert line == (
+        "scaler: mine:decide returned {'rollout.replicas': 1.5}, expected an integer for rollout.replicas; it is not "
+        "asked again"
+    )
+
+
+# ---- before a run ----------------------------------------------------------------------------------------------------
+
+
+def planned(run_dir: Path, scaler: str, placement: str) -> Plan:
+    """The plan of a run that lists the extension with this scaler."""
+    run_dir.mkdir()
+    extension = {"name": "elastic", "options": {"scaler": scaler}}
+    cluster = {"device": "cpu", "placement": placement}
+    return make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[extension], cluster=cluster))
+
+
+def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own(tmp_path: Path) -> None:
+    scaler = "corerl_elastic:balance"
+    assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
+    with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
+        planned(tmp_path / "together", scaler, "colocated")
+
+
+def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^extensions.0..options.scaler: 'no_such_module:f': cannot import"):
+        planned(tmp_path / "run", "no_such_module:f", "colocated")
+
+
+def test_a_run_that_does_not_list_the_extension_has_it_and_forgets_an_older_request_at_its_start(
+    tmp_path: Path,
+) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    plan = make_plan(config_in(run_dir, backend={"name": "fsdp"}, extensions=[{"name": "jsonl"}]))
+    assert "elastic" in [each.name for each in plan.extensions]
+    (run_dir / scaling.REQUEST).write_text("{}")
+    run = Changing(run_dir)
+    assert (run_dir / scaling.REQUEST).exists()  # as where a config is only checked
+    run.elastic.observe(RunStarted(run_dir=str(run_dir), steps=9, first_step=0, title="", mode="train", same_run=False))
+    run.end_step(1)
+    assert run.told == [] and not (run_dir / scaling.REQUEST).exists()

@@ -1,0 +1,110 @@
+"""Groups that change size while a run goes on: it is the run that it would have been."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from corerl_elastic.scaling import REQUEST
+from tests.end_to_end.command import Command, numbers, write_small
+from tests.end_to_end.faulty import NAME, fault
+
+pytestmark = pytest.mark.processes
+SETTINGS = ["run.steps=5", "checkpoint.background=false"]
+SCALERS = "plugins.elastic.tests.scalers"
+# That depend on all of a model's state.
+SEEN = ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "critic/loss", "critic/grad_norm")
+ROUNDING = 1e-4  # of sums in another order, over few steps
+
+
+def started(directory: Path, *overrides: str, scaler: str = "") -> Command:
+    """A run with the extension, and one of `scalers.py` if it is named."""
+    elastic = f"{{name='elastic', options={{scaler='{f'{SCALERS}:{scaler}' if scaler else ''}'}}}}"
+    listed = f"extensions=[{{name='console'}}, {{name='jsonl'}}, {elastic}]"
+    command = ("train", write_small(directory), f"run.dir={directory}/run", listed, *SETTINGS, *overrides)
+    return Command(*command, logs=directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with started(directory, *fault("", "raise")) as command:
+        assert command.finish() == 0, command.err
+    return directory / "run"
+
+
+def assert_same(run_dir: Path, undisturbed: Path) -> None:
+    """The same samples in every step, and the same training up to rounding."""
+    found, wanted = numbers(run_dir), numbers(undisturbed)
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        assert row.get("rollout/reward") == other.get("rollout/reward")
+        for name in SEEN:
+            assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=ROUNDING)
+
+
+def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Path, undisturbed: Path) -> None:
+    run_dir, waiting = tmp_path / "run", fault("optimizer_step", "wait", step=3, once=True)
+    with started(tmp_path, *waiting, scaler="down_and_up") as command:
+        command.until((run_dir / "fault").exists, "in the middle of its fourth step")
+        asked = ["backend.name=megatron", "backends.megatron.tensor_parallel=2"]
+        with Command("scale", run_dir, *asked, logs=tmp_path) as scale:
+            scale.until((run_dir / REQUEST).exists, "waiting for the end of the step")
+            (run_dir / "go").touch()
+            assert scale.finish() == 0, scale.err
+            assert command.finish() == 0, command.err  # inside: the block's end kills what there is on this Ray
+        command.assert_nothing_is_left()
+    assert scale.out.startswith(f"actor: 2 ranks of {NAME} (dp 2) -> 2 ranks of megatron (dp 1), ")
+    assert re.findall(r"note: (?:actor|engines): (.*), \d", command.out) == [
+        f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)",
+        f"1 rank of {NAME} (dp 1) -> 2 ranks of {NAME} (dp 2)",
+        "1 -> 2",
+        f"2 ranks of {NAME} (dp 2) -> 2 ranks of megatron (dp 1)",
+        "2 -> 1",
+    ]
+    assert_same(run_dir, undisturbed)
+
+
+def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    killed = fault("hand_over", "kill", step=3, once=True)
+    with started(tmp_path, *killed, scaler="one_rank_at_step_3") as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    assert "actor rank 1: its process died during hand_over" in command.out
+    assert "; all ranks are started anew from the checkpoint of step 2; step 3 is done again" in command.out
+    assert "(dp 2) -> 1 rank of" in command.out  # the step was done again, and so was what follows
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
+    asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
+    one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
+    for directory in (one_rank, resized):
+        directory.mkdir()
+    with started(one_rank, *asked, "roles.actor.ranks=1", "roles.critic.ranks=1") as command:
+        assert command.finish() == 0, command.err
+    with started(resized, *asked, "roles.critic.ranks=2", scaler="ranks_down_and_up") as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    assert re.findall(r"note: (\w+: \d) ranks? .*-> (\d)", command.out) == [
+        *(("actor: 2", "1"), ("critic: 2", "1"), ("actor: 1", "2"), ("critic: 1", "2"))
+    ]
+    assert {"train/kl", "critic/loss"} <= numbers(resized / "run")[-2].keys()
+    assert_same(resized / "run", one_rank / "run")
+
+
+def test_ranks_that_train_while_others_are_sampled_change_too_and_their_copies_are_whole(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    killed = fault("optimizer_step", "kill", step=4, once=True)
+    more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]
+    with started(tmp_path, *killed, *more, scaler="ranks_down_and_up") as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    assert len(re.findall(r"note: actor: \d ranks? .*-> \d", command.out)) == 2
+    assert re.search("all ranks are started anew from the copy in memory of step [34]", command.out)
+    assert_same(tmp_path / "run", undisturbed)

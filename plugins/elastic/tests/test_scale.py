@@ -1,0 +1,134 @@
+"""`corerl scale`, against a thread that holds a run's directory and answers as a run does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corerl.cli.main import main
+from corerl.config.load import to_plain
+from corerl.driver.run_dir import occupied, write_config
+from corerl_elastic import scaling
+from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
+from tests.driver.saved import make_config
+
+pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
+TOLD = "the sizes are changed when the step that runs has been trained on\n"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that a run has written."""
+    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.001)
+    write_config(tmp_path, to_plain(make_config()))
+    return tmp_path
+
+
+@contextlib.contextmanager
+def running(run_dir: Path, answers: Answer | None) -> Iterator[list[Request]]:
+    """A run that answers what it is asked for, or ends instead; yields the requests that it has taken."""
+    taken: list[Request] = []
+    there, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with occupied(run_dir):
+            there.set()
+            while not over.wait(0.001):
+                if (request := asked(run_dir)) is None:
+                    continue
+                taken.append(request)
+                if answers is None:
+                    return
+                answer(run_dir, request, answers)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert there.wait(60.0)
+    try:
+        yield taken
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_run_is_asked_and_what_it_has_changed_is_printed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(run_dir, Answer(changed=("engines: 2 -> 1", "actor: 1 rank -> 2 ranks"))) as taken:
+        assert main(["scale", str(run_dir), "roles.actor.ranks=2", "rollout.replicas=1"]) == 0
+    assert [request.overrides for request in taken] == [("roles.actor.ranks=2", "rollout.replicas=1")]
+    assert capsys.readouterr() == ("engines: 2 -> 1\nactor: 1 rank -> 2 ranks\n", TOLD)
+    assert not (run_dir / REQUEST).exists()
+
+
+def test_sizes_that_a_run_has_already_are_said_to_be_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(run_dir, Answer(changed=())):
+        assert main(["scale", str(run_dir), "rollout.replicas=1"]) == 0
+    assert capsys.readouterr() == ("nothing to change: these are the sizes already\n", TOLD)
+
+
+def test_what_a_run_could_not_do_comes_after_what_it_did_with_status_2(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(run_dir, Answer(changed=("engines: 2 -> 1",), error="roles.actor.ranks: no\nrollout.prompts: nor")):
+        assert main(["scale", str(run_dir), "roles.actor.ranks=3", "rollout.replicas=1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "engines: 2 -> 1\n"
+    assert err == f"{TOLD}corerl: error: roles.actor.ranks: no\ncorerl: error: rollout.prompts: nor\n"
+
+
+def test_a_run_that_ends_instead_is_one_line_and_status_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(run_dir, None) as taken:
+        assert main(["scale", str(run_dir), "rollout.replicas=1"]) == 2
+    assert len(taken) == 1
+    line = f"{run_dir}: the run has ended before it could change its sizes"
+    assert capsys.readouterr() == ("", f"{TOLD}corerl: error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "no sizes are given; name some, such as roles.actor.ranks=4 or rollout.replicas=2"),
+        (
+            ["rollout.replica=2"],
+            "rollout.replica: unknown key; did you mean 'replicas'? (override rollout.replica=...)",
+        ),
+        (
+            ["train.epochs=2"],
+            (
+                "train.epochs: does not change while a run goes on; roles.ROLE.ranks, .backend and .options, "
+                "backend.name, [backends.NAME] and rollout.replicas do"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line_though_no_run_is_there(
+    arguments: list[str], line: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", str(run_dir), *arguments]) == 2
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
+    assert asked(run_dir) is None
+
+
+def test_a_directory_without_a_run_is_one_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", str(run_dir), "rollout.replicas=2"]) == 2
+    line = f"{run_dir}: no run is running there; set its sizes when you start it"
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
+    assert main(["scale", str(run_dir / "nowhere"), "rollout.replicas=2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"corerl: error: no run at {run_dir}/nowhere, which does not exist\n")
+    (run_dir.parent / "empty").mkdir()
+    assert main(["scale", str(run_dir.parent / "empty"), "rollout.replicas=2"]) == 2
+    line = f"{run_dir.parent}/empty is not a run's directory: it has no config.toml"
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
+    assert err.count("\n") == 1 and not (run_dir / "nowhere").exists()
+
+
+def test_a_second_request_is_refused_while_one_waits(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with occupied(run_dir):  # by a run in a long step
+        (run_dir / REQUEST).write_text('{"id": "first", "overrides": []}')
+        assert main(["scale", str(run_dir), "rollout.replicas=2"]) == 2
+    line = f"{run_dir}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")

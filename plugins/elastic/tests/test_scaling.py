@@ -1,0 +1,483 @@
+"""How other sizes are asked for while a run goes on: by files, and by a function that is told what steps took."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.errors import ConfigError, CorerlError
+from corerl_elastic import scaling
+from corerl_elastic.scaling import (
+    ANSWER,
+    REQUEST,
+    SETTLED,
+    Answer,
+    Devices,
+    Request,
+    Scaling,
+    Sizing,
+    Spent,
+    answer,
+    ask,
+    asked,
+    balance,
+    begin,
+)
+
+NONE_MORE = Devices(reserved=4, unused=0, free=0)
+DONE = Answer(changed=("actor: 1 rank -> 2 ranks", "engines: 2 -> 1"))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.0)
+
+
+# ---- requests and answers in files -----------------------------------------------------------------------------------
+
+
+def steps(*each: Callable[[], object]) -> Callable[[], bool]:
+    """`runs` of a run that does one thing between two looks, and has ended once all are done."""
+    left = iter(each)
+
+    def runs() -> bool:
+        do = next(left, None)
+        if do is not None:
+            do()
+        return do is not None
+
+    return runs
+
+
+@pytest.mark.processes
+def test_a_module_with_a_scaler_imports_no_torch_for_it() -> None:
+    """Rewards may be in it too, and each of their processes imports it."""
+    code = "import sys; import corerl_elastic; corerl_elastic.Sizing; "
+    code += "print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: Path) -> None:
+    told: list[str] = []
+    taken: list[Request | None] = []
+
+    def take() -> None:
+        assert len(told) == 1  # before anything has come of it
+        taken.extend([asked(tmp_path), asked(tmp_path)])
+
+    def reply() -> None:
+        assert isinstance(taken[0], Request)
+        answer(tmp_path, taken[0], DONE)
+
+    assert asked(tmp_path) is None
+    found = ask(
+        tmp_path, ["roles.actor.ranks=2", "rollout.replicas=1"], runs=steps(take, reply, list), told=told.append
+    )
+    assert found == DONE
+    assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
+    assert taken[1] is None and asked(tmp_path) is None
+    assert told == ["the sizes are changed when the step that runs has been trained on"]
+    assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
+
+
+def test_an_answer_is_found_though_the_run_ends_right_after_it(tmp_path: Path) -> None:
+    def runs() -> bool:
+        request = asked(tmp_path)
+        assert request is not None
+        answer(tmp_path, request, Answer(changed=(), error="no room"))
+        return False
+
+    assert ask(tmp_path, [], runs=runs, told=[].append) == Answer(changed=(), error="no room")
+
+
+def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    answer(tmp_path, Request("earlier", ()), Answer(changed=("of another",)))
+
+    def reply() -> None:
+        request = asked(tmp_path)
+        assert request is not None
+        answer(tmp_path, request, DONE)
+
+    assert ask(tmp_path, [], runs=steps(list, list, reply, list), told=[].append) == DONE
+
+
+def test_a_second_request_is_refused_while_one_waits_which_stays(tmp_path: Path) -> None:
+    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, ["rollout.replicas=2"], runs=lambda: True, told=[].append)
+    assert caught.value.message == (
+        f"{tmp_path}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
+    )
+    assert asked(tmp_path) == Request("first", ("rollout.replicas=1",))
+
+
+def test_a_run_that_ends_before_it_answers_is_an_error_and_the_request_does_not_wait_for_the_next(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(list, list), told=[].append)
+    assert caught.value.message == f"{tmp_path}: the run has ended before it could change its sizes"
+    assert asked(tmp_path) is None
+
+
+def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(interrupt), told=[].append)
+    assert asked(tmp_path) is None
+
+    def another_comes() -> None:
+        taken = asked(tmp_path)
+        assert taken is not None
+        (tmp_path / REQUEST).write_text(json.dumps({"id": "next", "overrides": []}))
+        answer(tmp_path, taken, DONE)
+
+    assert ask(tmp_path, [], runs=steps(another_comes, list), told=[].append) == DONE
+    assert asked(tmp_path) == Request("next", ())
+
+
+def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
+    begin(tmp_path)
+    assert asked(tmp_path) is None
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path / "gone", [], runs=lambda: True, told=[].append)
+    assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
+
+
+def test_what_could_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / ANSWER).mkdir()
+    with pytest.raises(ConfigError):
+        answer(tmp_path, Request("mine", ()), DONE)
+    assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
+def test_a_request_that_cannot_be_read_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
+    (tmp_path / REQUEST).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        asked(tmp_path)
+    assert (
+        caught.value.message.startswith(f"{tmp_path / REQUEST} cannot be read (") and "\n" not in caught.value.message
+    )
+    assert asked(tmp_path) is None
+
+
+def test_only_a_file_of_the_runs_user_is_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / REQUEST)  # to read it would wait for ever
+    with pytest.raises(ConfigError, match="is no file of this user's; remove it"):
+        asked(tmp_path)
+    (tmp_path / REQUEST).unlink()
+    (tmp_path / REQUEST).write_text('{"id": "x", "overrides": []}')
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="is no file of this user's; remove it"):
+        asked(tmp_path)
+
+
+def test_what_was_refused_is_not_wanted_again_until_the_sizes_are_others_or_there_are_more_devices() -> None:
+    scaling = Scaling(name="more", scaler=lambda sizing: {"rollout.replicas": 3})
+    sizes, more = {"roles.actor.ranks": 1, "rollout.replicas": 2}, ["rollout.replicas=3"]
+    one, unused = evolve(NONE_MORE, free=1), evolve(NONE_MORE, unused=2)
+    assert scaling.wanted(1, sizes, NONE_MORE) == more
+    scaling.refused(more, NONE_MORE)
+    assert scaling.wanted(2, sizes, NONE_MORE) == []
+    assert scaling.wanted(3, sizes, one) == more
+    scaling.refused(more, one)
+    assert scaling.wanted(4, sizes, NONE_MORE) == scaling.wanted(5, sizes, one) == []
+    assert scaling.wanted(6, sizes, unused) == more
+    scaling.refused(more, unused)
+    assert scaling.wanted(7, sizes, unused) == []
+    assert scaling.wanted(8, {**sizes, "roles.actor.ranks": 2}, unused) == more
+    assert scaling.wanted(9, sizes, unused) == more
+
+
+def test_a_request_is_never_read_half_written(tmp_path: Path) -> None:
+    overrides = tuple(f"backends.fsdp.option_{number}=1" for number in range(20_000))
+    over = threading.Event()
+    found: list[Request] = []
+
+    def take() -> None:
+        while not over.is_set():
+            if (request := asked(tmp_path)) is not None:
+                found.append(request)
+                answer(tmp_path, request, DONE)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    try:
+        for _ in range(3):
+            assert ask(tmp_path, overrides, runs=lambda: True, told=[].append) == DONE
+    finally:
+        over.set()
+        taking.join()
+    assert [request.overrides for request in found] == [overrides] * 3
+
+
+# ---- a function that decides -----------------------------------------------------------------------------------------
+
+SIZES = {"roles.actor.ranks": 2, "rollout.replicas": 2}
+
+
+def scaling_by(function: Callable[[Sizing], Any]) -> Scaling:
+    """One that has a step behind it."""
+    made = Scaling(name="mine:decide", scaler=function)
+    made.step_done({"time/step": 1.0}, SIZES)
+    return made
+
+
+def wanted(function: Callable[[Sizing], Any], sizes: Mapping[str, int] = SIZES) -> list[str]:
+    return scaling_by(function).wanted(1, sizes, NONE_MORE)
+
+
+def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before() -> None:
+    got: list[Sizing] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
+
+    def told(step: int, sizes: Mapping[str, int]) -> Sizing:
+        assert made.wanted(step, sizes, NONE_MORE) == []
+        assert (got[-1].step, got[-1].sizes, got[-1].devices) == (step, sizes, NONE_MORE)
+        return got.pop()
+
+    nothing = Spent(steps=0, seconds=0.0, idle={})
+    found = told(0, SIZES)
+    assert (found.spent, found.earlier) == (nothing, ())
+    others = {"roles.actor.ranks": 3, "rollout.replicas": 1}
+    for seconds, idle in ((2.0, 0.5), (4.0, 1.0)):
+        metrics = {"time/step": seconds, "idle/ranks/total": idle, "idle/ranks/samples": 0.25}
+        made.step_done({**metrics, "time/train": 9.0, "reward": 1}, SIZES)
+    found = told(2, SIZES)
+    first = Spent(steps=2, seconds=3.0, idle={"idle/ranks/total": 0.75, "idle/ranks/samples": 0.25})
+    assert (found.spent, found.earlier) == (first, ())
+    found = told(2, others)  # somebody else has changed them since
+    assert (found.spent, found.earlier) == (nothing, ((SIZES, first),))
+    made.step_done({"time/step": 100.0, "idle/ranks/total": 90.0}, others)  # with the seconds of the change
+    assert told(3, others).spent == nothing
+    made.step_done({"time/step": 1.0, "idle/engines/total": 0.5}, others)
+    found = told(4, others)
+    second = Spent(steps=1, seconds=1.0, idle={"idle/engines/total": 0.5})
+    assert (found.spent, found.earlier) == (second, ((SIZES, first),))
+    told(4, SIZES)
+    told(4, others)  # at once again
+    for _ in range(2):
+        made.step_done({"time/step": 8.0}, others)
+    found = told(6, others)
+    assert found.spent == Spent(steps=1, seconds=8.0, idle={})
+    assert found.earlier == ((SIZES, first), (others, second), (SIZES, nothing))
+
+
+def test_a_step_in_which_a_machine_was_lost_is_one_of_no_sizes_and_the_smaller_ones_begin_after_it() -> None:
+    got: list[Sizing] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
+    smaller, left = {**SIZES, "rollout.replicas": 1}, evolve(NONE_MORE, reserved=3)
+    made.step_done({"time/step": 2.0}, SIZES)
+    made.wanted(1, SIZES, NONE_MORE)
+    made.step_done({"time/step": 70.0}, smaller)
+    made.wanted(2, smaller, left)
+    made.step_done({"time/step": 3.0}, smaller)
+    made.wanted(3, smaller, left)
+    before = Spent(steps=1, seconds=2.0, idle={})
+    assert [(each.sizes, each.devices.reserved, each.spent.seconds, each.earlier) for each in got] == [
+        (SIZES, 4, 2.0, ()),
+        (smaller, 3, 0.0, ((SIZES, before),)),
+        (smaller, 3, 3.0, ((SIZES, before),)),
+    ]
+
+
+def test_sizes_that_are_others_become_overrides() -> None:
+    assert wanted(lambda _: {"rollout.replicas": 3}) == ["rollout.replicas=3"]
+    both = {"roles.actor.ranks": 1, "rollout.replicas": np.int64(3)}
+    assert wanted(lambda _: both) == ["roles.actor.ranks=1", "rollout.replicas=3"]
+    assert wanted(lambda _: {"roles.actor.ranks": 2, "rollout.replicas": 2}) == []
+    assert wanted(lambda _: {}) == []
+
+
+A_MAPPING = "expected a mapping of settings to numbers, {} to change nothing"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, f"None, {A_MAPPING}"),
+        ("rollout.replicas=3", f"'rollout.replicas=3', {A_MAPPING}"),
+        ([("rollout.replicas", 3)], f"[('rollout.replicas', 3)], {A_MAPPING}"),
+        ({"rollout.replicas": 1.5}, "{'rollout.replicas': 1.5}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": 2.0}, "{'rollout.replicas': 2.0}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": "3"}, "{'rollout.replicas': '3'}, expected an integer for rollout.replicas"),
+        ({"rollout.replicas": True}, "{'rollout.replicas': True}, expected an integer for rollout.replicas"),
+        (
+            {"rollout.replica": 3},
+            "{'rollout.replica': 3}, expected no other settings than roles.actor.ranks, rollout.replicas",
+        ),
+        (
+            {"train.epochs": 3},
+            "{'train.epochs': 3}, expected no other settings than roles.actor.ranks, rollout.replicas",
+        ),
+        ({1: 2}, "{1: 2}, expected no other settings than roles.actor.ranks, rollout.replicas"),
+    ],
+)
+def test_what_is_no_sizes_is_one_line(returned: Any, said: str) -> None:
+    with pytest.raises(CorerlError) as caught:
+        wanted(lambda _: returned)
+    assert caught.value.message == f"scaler: mine:decide returned {said}"
+
+
+def test_an_error_of_the_function_is_one_line() -> None:
+    def fails(sizing: Sizing) -> Mapping[str, int]:
+        raise ValueError("no idea\nof what to do")
+
+    with pytest.raises(CorerlError) as caught:
+        wanted(fails)
+    assert caught.value.message == "scaler: mine:decide failed: ValueError: no idea"
+    with pytest.raises(CorerlError) as caught:
+        wanted(balance, {"roles.actor.ranks": 2})  # nothing samples
+    assert caught.value.message == "scaler: mine:decide failed: KeyError: 'rollout.replicas'"
+
+
+# ---- balance ---------------------------------------------------------------------------------------------------------
+
+
+def spent(seconds: float = 10.0, *, ranks: float = 0.0, engines: float = 0.0, steps: int = SETTLED) -> Spent:
+    return Spent(steps=steps, seconds=seconds, idle={"idle/ranks/total": ranks, "idle/engines/total": engines})
+
+
+def of(ranks: int, replicas: int) -> dict[str, int]:
+    return {"roles.actor.ranks": ranks, "rollout.replicas": replicas}
+
+
+def balanced(
+    sizes: tuple[int, int], now: Spent, *earlier: tuple[tuple[int, int], Spent]
+) -> tuple[int, int] | dict[str, int]:
+    """(ranks, replicas) that `balance` wants, or {}."""
+    before = [(of(*then), spent) for then, spent in earlier]
+    found = balance(Sizing(step=9, sizes=of(*sizes), devices=NONE_MORE, spent=now, earlier=before))
+    return (found["roles.actor.ranks"], found["rollout.replicas"]) if found else {}
+
+
+def test_a_device_goes_to_the_side_that_is_waited_for() -> None:
+    assert balanced((2, 2), spent(ranks=6.0, engines=1.0)) == (1, 3)
+    assert balanced((2, 2), spent(ranks=1.0, engines=6.0)) == (3, 1)
+
+
+def test_nothing_moves_for_a_small_difference_or_after_few_steps() -> None:
+    assert balanced((2, 2), spent(ranks=4.0, engines=2.5)) == {}  # 15 % of a step
+    assert balanced((2, 2), spent(ranks=2.5, engines=4.0)) == {}
+    assert balanced((2, 2), spent(ranks=5.0, engines=2.5)) == (1, 3)
+    assert balanced((2, 2), spent(ranks=9.0, steps=SETTLED - 1)) == {}
+    assert balanced((2, 2), Spent(steps=9, seconds=10.0, idle={})) == {}
+
+
+def test_more_devices_move_where_ranks_cannot_be_of_one_less_or_more() -> None:
+    def wanted(now: Spent, *refused: tuple[int, int], earlier: tuple[int, int] = (9, 9)) -> Mapping[str, int]:
+        before = [(of(*earlier), spent(20.0))]
+        sizing = Sizing(step=9, sizes=of(4, 4), devices=NONE_MORE, spent=now, earlier=before)
+        return balance(evolve(sizing, refused=[of(*each) for each in refused]))
+
+    samples, training = spent(ranks=6.0), spent(engines=6.0)
+    assert wanted(samples, (3, 5)) == of(2, 6) and wanted(samples, (2, 6)) == of(3, 5)
+    assert wanted(samples, (3, 5), earlier=(2, 6)) == {}  # where it comes from
+    assert wanted(samples, (3, 5), (2, 6)) == of(1, 7) and wanted(samples, (3, 5), (2, 6), (1, 7)) == {}
+    assert wanted(training, (5, 3), (3, 5)) == of(6, 2)
+    assert wanted(training, (5, 3), (6, 2), (7, 1)) == {}
+
+
+def test_a_function_is_told_what_was_refused_as_long_as_that_holds() -> None:
+    got: list[Sequence[Mapping[str, int]]] = []
+    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing.refused) or {})  # type: ignore[func-returns-value]
+    made.wanted(1, SIZES, NONE_MORE)
+    made.refused(["roles.actor.ranks=3", "rollout.replicas=1"], NONE_MORE)
+    made.wanted(2, SIZES, NONE_MORE)
+    made.wanted(3, SIZES, evolve(NONE_MORE, free=1))
+    made.wanted(4, {**SIZES, "rollout.replicas": 1}, NONE_MORE)
+    assert got == [(), (of(3, 1),), (), ()]
+
+
+def test_no_side_loses_its_last_device() -> None:
+    assert balanced((1, 3), spent(ranks=9.0)) == {}
+    assert balanced((3, 1), spent(engines=9.0)) == {}
+
+
+def test_it_goes_back_where_steps_became_longer_and_on_where_they_became_shorter() -> None:
+    before = ((3, 1), spent(8.0, ranks=6.0))
+    assert balanced((2, 2), spent(9.0, ranks=6.0), before) == (3, 1)
+    assert balanced((2, 2), spent(7.0, ranks=6.0), before) == (1, 3)
+    assert balanced((2, 2), spent(9.0, ranks=6.0, steps=SETTLED - 1), before) == {}
+    unsettled = ((3, 1), spent(8.0, ranks=6.0, steps=SETTLED - 1))
+    assert balanced((2, 2), spent(9.0, ranks=6.0), unsettled) == (1, 3)
+
+
+def test_no_sizes_are_tried_twice_though_steps_become_longer_at_any() -> None:
+    before = ((3, 1), spent(8.0, ranks=6.0)), ((2, 2), spent(9.0, ranks=6.0))
+    assert balanced((3, 1), spent(8.0, ranks=6.0), *before) == {}
+    assert balanced((3, 1), spent(20.0, ranks=15.0), *before) == {}
+
+
+def test_it_never_goes_back_to_devices_that_are_gone_and_judges_those_that_are_left_anew() -> None:
+    with_all = ((4, 4), spent(8.0, ranks=6.0)), ((3, 5), spent(7.0, ranks=5.0))
+    assert balanced((3, 2), spent(20.0, ranks=1.0), *with_all) == {}
+    assert balanced((3, 2), spent(20.0, ranks=15.0), *with_all) == (2, 3)
+    tried = (*with_all, ((3, 2), spent(20.0, ranks=15.0)))
+    assert balanced((2, 3), spent(22.0, ranks=15.0), *tried) == (3, 2)  # as that has made steps longer
+    assert balanced((2, 3), spent(18.0, ranks=15.0), *tried) == (1, 4)
+    further = (*tried, ((2, 3), spent(18.0, ranks=15.0)), ((1, 4), spent(19.0)))
+    assert balanced((2, 3), spent(18.0, ranks=15.0), *further) == {}
+
+
+def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int, int]]]:
+    """(name, seconds by (ranks, replicas, step), the sizes that 8 devices end with, from 4 and 4)."""
+    work, samples = 12.0, 36.0
+    yield "in turn", lambda ranks, replicas, step: max(work / ranks, samples / replicas), (2, 6)
+    yield "longer and longer", lambda ranks, replicas, step: (1 + step / 9) * (3 + abs(ranks - 3)), (4, 4)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [course[1:] for course in courses()], ids=[c[0] for c in courses()])
+def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tuple[int, int]) -> None:
+    visited = course(of(4, 4), seconds, {})
+    assert visited[-1] == ends and len(visited) <= 5
+
+
+@pytest.mark.parametrize("lost_at", [2, 7, 15, 31, 60])
+def test_a_run_that_loses_a_machine_comes_to_rest_on_the_devices_that_are_left(lost_at: int) -> None:
+    """Of 8 devices 2 are gone, whoever had them."""
+    for fewer in (of(2, 4), of(4, 2), of(3, 3), of(1, 5)):
+        visited = course(of(4, 4), lambda ranks, replicas, step: max(12.0 / ranks, 36.0 / replicas), {lost_at: fewer})
+        ranks, replicas = fewer.values()
+        after = visited[visited.index((ranks, replicas)) :]
+        assert {sum(each) for each in after} == {6} and len(after) <= 5
+        assert after[-1] == (2, 4)  # 9 s a step, which is the least
+
+
+def course(
+    sizes: dict[str, int], seconds: Callable[[int, int, int], float], lost: Mapping[int, dict[str, int]]
+) -> list[tuple[int, int]]:
+    """(ranks, replicas) of a run that `balance` decides for, one after the other; before some steps it has lost others
+    than that."""
+    made = Scaling(name="balance", scaler=balance)
+    visited = [(sizes["roles.actor.ranks"], sizes["rollout.replicas"])]
+    for step in range(100):
+        wanted = made.wanted(step, sizes, NONE_MORE)
+        before = sizes
+        sizes = sizes | {key: int(value) for key, value in (each.split("=") for each in wanted)}
+        sizes = lost.get(step, sizes)
+        ranks, replicas = sizes["roles.actor.ranks"], sizes["rollout.replicas"]
+        if sizes != before:
+            visited.append((ranks, replicas))
+        took = seconds(ranks, replicas, step)
+        idle = {"idle/ranks/total": took - 12.0 / ranks, "idle/engines/total": took - 36.0 / replicas}
+        made.step_done({"time/step": took, **idle}, sizes)
+    return visited

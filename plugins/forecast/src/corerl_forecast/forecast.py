@@ -1,0 +1,267 @@
+"""Predict what a run's devices will hold, stage by stage, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from corerl.config.schema import ClusterInfo, Config
+from corerl.errors import ModelError
+from corerl.models.files import look_at
+from corerl.models.size import size_of
+from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.processes import ProcessPlan
+from corerl.plan.ready import PlanReady
+from corerl.plan.residency import FORWARD, UPDATE, training
+from corerl.plan.resolve import role_options
+from corerl.plan.sampler import plays_episodes
+from corerl.plan.settle import supports
+from corerl.plan.transports import ENGINES
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.spec import ACTOR
+from corerl.types import MemoryKind
+from corerl.weights.manifest import proportionate_bucket
+from corerl_forecast.footprint import RoleMemory, role_memory
+
+GIB = 2**30
+PROCESS = 6 * GIB // 10  # what a process takes of a device besides: the context, loaded kernels, communicators
+# Predictions are within a tenth of what is measured (benchmarks/results): what exceeds a device by more cannot fit.
+MARGIN = 0.1
+NAMES = {
+    MemoryKind.PARAM: "weights",
+    MemoryKind.MASTER: "masters",
+    MemoryKind.GRAD: "gradients",
+    MemoryKind.OPTIMIZER: "moments",
+}
+PARAM = MemoryKind.PARAM
+
+
+@frozen(kw_only=True)
+class StageMemory:
+    """What a device holds in one stage of a step."""
+
+    stage: str
+    parts: Mapping[str, int]  # what -> bytes
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{what} {count / GIB:.1f}" for what, count in self.parts.items() if count >= GIB / 20)
+        return f"{self.stage} {self.total / GIB:.1f} GiB ({parts})"
+
+
+@frozen(kw_only=True)
+class Forecast:
+    """The memory of a run's fullest device."""
+
+    stages: Mapping[str, StageMemory] = field(factory=dict)
+    unknown: tuple[str, ...] = ()  # why a role is not part of it
+
+    def tight(self, role: str, *, there: int) -> bool:
+        """Whether `role` may not be trainable on devices of `there` bytes (0: of unknown size)."""
+        stage = self.stages.get(training(role))
+        return bool(there) and stage is not None and stage.total > there * (1 - MARGIN)
+
+    def lines(self, *, fullest: bool = False) -> list[str]:
+        """A line for each stage, the fullest first, or for that alone; then why a role is not part of it."""
+        stages = sorted(self.stages.values(), key=lambda each: each.total, reverse=True)
+        return [
+            *(f"predicted memory of a device: {stage}" for stage in stages[: 1 if fullest else None]),
+            *self.unknown,
+        ]
+
+
+@frozen(kw_only=True)
+class Forecaster:
+    """Predicts the memory of a run with `plan`, for samples of at most `longest` tokens (0: that fit a micro-batch)."""
+
+    config: Config  # with its plugins' tables resolved, and its [train] settled
+    asked: Config  # the same as the user has written it
+    algorithm: AlgorithmPlan
+    plan: ProcessPlan  # as `config` has it
+    models: Mapping[str, PreTrainedConfig]
+    built: Mapping[str, PreTrainedModel]
+    longest: int
+
+    @classmethod
+    def of(cls, plan: PlanReady) -> Forecaster:
+        return cls(
+            config=plan.config,
+            asked=plan.asked,
+            algorithm=plan.algorithm,
+            plan=plan.processes,
+            models=plan.models,
+            built=plan.built,
+            # Not by the model's positions, which are often many times as many as samples ever have tokens.
+            longest=plan.config.rollout.context_length,
+        )
+
+    def forecast(self) -> Forecast:
+        found = {role: self.role(role) for role in self.plan.roles}
+        known = {role: memory for role, memory in found.items() if isinstance(memory, RoleMemory)}
+        stages = [self._training(role, known) for role in known if role in self.algorithm.objectives]
+        passing = dict.fromkeys(each.role for each in self.algorithm.passes)
+        stages += [self._passing(role, known) for role in passing if role in known]
+        if ACTOR in known and self.config.run.samples and ACTOR in self.plan.sharing:
+            stages.append(self._updating(known))
+        return Forecast(
+            stages={stage.stage: stage for stage in stages},
+            unknown=tuple(
+                f"the memory of the {role} is not predicted: {memory}"
+                for role, memory in found.items()
+                if isinstance(memory, str)
+            ),
+        )
+
+    def role(self, role: str, **changed: Any) -> RoleMemory | str:
+        """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
+        plan, config, objective = self.plan.roles[role], self.config, self.algorithm.objectives.get(role)
+        passed = [output for each in self.algorithm.passes if each.role == role for output in each.columns.values()]
+        train = evolve(self.plan.roles[role].train, **changed)
+        hf, backend, lora = self.models[role], plan.backend, config.lora_of(role)
+        model = self.built[role]
+        if lora is not None:
+            model = look_at(hf, value_head=plan.assignments[0].config.value_head, lora=lora)
+        longest = self.longest or train.tokens_per_micro_batch
+        samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
+        # Saved batches, episodes and functions may bring other numbers of samples.
+        counted = config.run.mode == "train" and not plays_episodes(config) and not config.rollout.postprocess
+        try:
+            found = role_memory(
+                backend.spec,
+                role_options(config, role, backend),
+                ClusterInfo(
+                    device="cuda",
+                    ranks=len(plan.assignments),
+                    model=hf.to_dict(),
+                    train=train,
+                    frozen=objective is None,
+                    lora=lora,
+                ),
+                hf,
+                model,
+                outputs=passed if objective is None else objective.loss.outputs,
+                longest=longest,
+                single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
+            )
+        except ModelError as error:
+            return error.message
+        return f"the backend {backend.name!r} does not tell" if found is None else found
+
+    def too_large(self, found: Forecast, *, there: int) -> Iterator[str]:
+        """Problems, one line each, of roles that cannot be trained, or if frozen passed, on devices of `there` bytes,
+        with what would help."""
+        for role in self.plan.roles:
+            trained = role in self.algorithm.objectives
+            stage = found.stages.get(training(role) if trained else _passing(role))
+            if stage is None or stage.total <= there * (1 + MARGIN):
+                continue
+            ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
+            cures = [f"{setting} ({total / GIB:.1f} GiB)" for setting, total in ways.items()]
+            if supports(self.config, role, Capability.MULTI_RANK):
+                cures.append("more ranks")
+            cures.append("options of the backend that split or offload the model")
+            what = "training" if trained else "a forward pass"
+            yield (
+                f"roles.{role}.ranks: {what} needs {stage.total / GIB:.1f} GiB of a device, which has "
+                f"{there / GIB:.1f}: {stage}; set {', or '.join(cures)}"
+            )
+
+    def _ways(self, role: str, stage: StageMemory) -> Iterator[tuple[str, int]]:
+        """Settings with which less memory may be needed in `stage`, and how much then."""
+        table, train = self.asked.train_table_of(role), self.config.train_of(role)
+        fewer = {"tokens_per_micro_batch": train.tokens_per_micro_batch // 2}
+        ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= max(self.longest, 1) else []
+        trained = role in self.algorithm.objectives
+        if trained and train.recompute != "full" and supports(self.config, role, Capability.RECOMPUTE):
+            ways = [{"recompute": "full"}, *ways, *({"recompute": "full", **way} for way in ways)]
+        now = self.role(role)
+        for changed in ways:
+            then = self.role(role, **changed)
+            if isinstance(now, RoleMemory) and isinstance(then, RoleMemory):
+                settings = " and ".join(f"{table}.{name}={value!r}" for name, value in changed.items())
+                before, after = (each.training if trained else each.passing for each in (now, then))
+                yield settings, stage.total - before + after
+
+    def _training(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
+        memory = known[role]
+        kinds = memory.rank.kinds
+        parts = {f"{role}'s {NAMES[kind]}": count for kind, count in kinds.items() if count}
+        parts[self._activations(role)] = memory.training - sum(kinds.values())
+        return StageMemory(stage=training(role), parts={**parts, **self._beside(role, known)})
+
+    def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
+        memory = known[role]
+        held = _between_steps(memory)
+        if role in self.plan.sharing:
+            held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
+        parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
+        parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
+        if role in self.plan.sharing:  # what takes turns passes at the same time
+            others = {each.role for each in self.algorithm.passes if each.role in self.plan.sharing} - {role}
+            for each in sorted(others & known.keys()):
+                parts[f"the {each} as it passes"] = known[each].passing - self._stays(known[each]).get(PARAM, 0)
+        return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
+
+    def _activations(self, role: str) -> str:
+        return f"activations of {max(self.plan.roles[role].train.tokens_per_micro_batch, self.longest):,} tokens"
+
+    def _updating(self, known: Mapping[str, RoleMemory]) -> StageMemory:
+        memory = known[ACTOR]
+        held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
+        parts = {
+            **{f"{ACTOR}'s {NAMES[kind]}": count for kind, count in held.items()},
+            "buckets": 2 * (self.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
+            "the engine's weights": self._engine,
+        }
+        return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
+
+    def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
+        """What others hold on the device meanwhile: nothing but their processes and what stays there, if they take
+        turns. An engine's caches are not known here."""
+        together = [
+            each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.own_devices)
+        ]
+        engine = self.config.run.samples and self.config.cluster.placement == "colocated"
+        others = [each for each in together if each != role and each in known]
+        if role in self.plan.sharing:
+            found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}
+            parts = {what: count for what, count in found.items() if count}
+        else:
+            parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
+            if engine and role not in self.config.own_devices:
+                parts["the engine's weights"] = self._engine
+        return {**parts, "processes": PROCESS * (len(together) + engine)}
+
+    def _stays(self, memory: RoleMemory) -> dict[MemoryKind, int]:
+        """What a rank that takes turns holds in every stage."""
+        sleeps = self.config.cluster.offload_kinds
+        return {kind: count for kind, count in _between_steps(memory).items() if kind not in sleeps}
+
+    @property
+    def _sent(self) -> int:
+        """Bytes of the weights that engines get."""
+        config = self.config
+        dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
+        return size_of(self.built[ACTOR]).total * (4 if dtype == "float32" else 2)
+
+    @property
+    def _engine(self) -> int:
+        """Bytes of them on a device."""
+        return self._sent // self.plan.placement.widths.get(ENGINES, 1)
+
+
+def _passing(role: str) -> str:
+    """The name of the stage in which `role` passes samples without training."""
+    return f"{FORWARD} {role}"
+
+
+def _between_steps(memory: RoleMemory) -> dict[MemoryKind, int]:
+    """What a rank holds that does not sleep."""
+    kinds = memory.rank.kinds
+    return {kind: kinds[kind] for kind in kinds if not (kind is MemoryKind.GRAD and memory.rank.gradients_grow)}

@@ -1,0 +1,16 @@
+"""What the entry point names: the extension described, importable without torch."""
+
+from __future__ import annotations
+
+from corerl.plugin import ExtensionSpec, Process
+from corerl.plugin.spec import NoOptions
+
+SPEC = ExtensionSpec(
+    implementation="corerl_forecast.extension:Forecasting",
+    config=NoOptions,
+    api=(2, 0),
+    summary="memory predicted before the first step, recomputation chosen by it, slow paths told",
+    process=Process.DRIVER,
+    joins="always",
+    plans=True,
+)

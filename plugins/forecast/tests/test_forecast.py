@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from benchmarks.memory import CASES, predicted
+from corerl.config.schema import ModelConfig
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.models.size import size_of
+from corerl.plan.make import make_plan
+from corerl.types import MemoryKind
+from corerl_forecast.forecast import GIB, PROCESS
+from plugins.forecast.tests.planned import EXTENSIONS, LARGE, forecaster_of, memory_of, on_gpus, predictions
+from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
+
+MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "fsdp-compiled",
+        "fsdp-recompute",
+        "fsdp-single",
+        "fsdp-gemma3",
+        "fsdp-experts",
+        "deepspeed-1",
+        "deepspeed-3",
+        "megatron",
+    ],
+)
+def test_what_is_predicted_is_within_a_tenth_of_what_was_measured_on_a_gpu(name: str) -> None:
+    found, row = predicted(CASES[name]), MEASURED[name]
+    assert found.training == pytest.approx(row["measured"], rel=0.1)
+    weights = found.rank.kinds[MemoryKind.PARAM]
+    assert found.passing == pytest.approx(weights + row["measured_forward"], rel=0.1)
+
+
+def test_a_run_on_gpus_is_told_what_they_will_hold_stage_by_stage(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "model": {**DATA["model"], "config": LARGE}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    memory = memory_of(on_gpus(tmp_path, roles={"actor": {"ranks": 4}}, train=train, **tables))
+    assert memory.unknown == ()
+    assert list(memory.stages) == ["train actor", "forward actor", "update"]
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    numbers = 4 * layer + 2 * 151936 * 4096 + 4096
+    parts = memory.stages["train actor"].parts
+    assert parts["actor's weights"] == parts["actor's gradients"] == parts["actor's moments"] // 2 == numbers * 4 // 4
+    assert memory.stages["update"].parts["the engine's weights"] == numbers * 2
+    assert {stage.parts["processes"] for stage in memory.stages.values()} == {2 * PROCESS}
+    first, *others = memory.lines()
+    assert first.startswith("predicted memory of a device: train actor ") and "actor's weights 1.9," in first
+    assert len(others) == 2 and memory.lines(fullest=True) == [first]
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 32768}
+    forecaster = forecaster_of(on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, train=train))
+    found = forecaster.forecast()
+    needed = found.stages["train actor"].total
+    assert list(forecaster.too_large(found, there=needed)) == []
+    now, half = forecaster.role("actor"), forecaster.role("actor", tokens_per_micro_batch=16384)
+    less = forecaster.role("actor", recompute="full")
+    assert not isinstance(less, str) and not isinstance(now, str) and not isinstance(half, str)
+    there = needed - now.training + half.training
+    (line,) = forecaster.too_large(found, there=there)
+    wanted = f"training needs {needed / GIB:.1f} GiB of a device, which has {there / GIB:.1f}: train actor "
+    assert line.startswith(f"roles.actor.ranks: {wanted}")
+    assert f"set train.recompute='full' ({(needed - now.training + less.training) / GIB:.1f} GiB)" in line
+    assert f"train.tokens_per_micro_batch=16384 ({there / GIB:.1f} GiB)" in line and "or more ranks" in line
+    (line,) = forecaster.too_large(found, there=5 * GIB)  # where no setting is enough
+    assert "; set more ranks, or options of the backend" in line
+
+
+def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside_each_other(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
+    in_turns = forecaster_of(config)
+    together = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload="never")))
+    critic = together.role("critic")
+    assert not isinstance(critic, str)
+    parts = together.forecast().stages["train actor"].parts
+    kinds = critic.rank.kinds  # whose gradients are gone by then
+    assert parts["the critic"] == sum(kinds.values()) - kinds[MemoryKind.GRAD] > 0
+    assert parts["the engine's weights"] == in_turns.forecast().stages["update"].parts["the engine's weights"] > 0
+    alone = in_turns.forecast().stages["train actor"].parts
+    assert "the critic" not in alone and "the engine's weights" not in alone
+
+
+def test_what_does_not_sleep_is_counted_in_each_stage_and_for_each_role(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
+    usual = forecaster_of(config)
+    some = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload_kinds=("param", "grad"))))
+    kinds = {}
+    for role in ("actor", "critic"):
+        memory = usual.role(role)
+        assert not isinstance(memory, str)
+        kinds[role] = {kind: memory.rank.kinds[kind] for kind in (MemoryKind.MASTER, MemoryKind.OPTIMIZER)}
+        assert kinds[role][MemoryKind.OPTIMIZER] > 0
+    both = sum(count for each in kinds.values() for count in each.values())
+    before, after = usual.forecast().stages, some.forecast().stages
+    assert before.keys() == after.keys() and len(before) > 3
+    for name, stage in after.items():
+        own = name.partition(" ")[2] if name.startswith("train") else ""  # its own were there before
+        assert stage.total - before[name].total == both - sum(kinds.get(own, {}).values()), name
+
+
+def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
+    forecaster = forecaster_of(on_gpus(tmp_path))
+    plan = forecaster.plan.roles["actor"]
+    silent = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=None)))
+    found = evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": silent})).forecast()
+    assert found.stages == {}
+    assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
+
+
+def test_samples_that_are_longer_than_a_micro_batch_are_counted_as_one(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": {**LARGE, "max_position_embeddings": 40960}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    rollout = {**DATA["rollout"], "context_length": 8192}
+    short, long = (
+        memory_of(on_gpus(tmp_path, model=model, train=train, rollout=each)) for each in (DATA["rollout"], rollout)
+    )
+    few, many = short.stages["train actor"].parts, long.stages["train actor"].parts
+    assert many["activations of 8,192 tokens"] > 1.3 * few["activations of 4,096 tokens"]
+
+
+def test_saved_batches_may_be_larger_than_those_that_a_run_samples(tmp_path: Path) -> None:
+    few = on_gpus(tmp_path, rollout={**DATA["rollout"], "prompts": 2, "samples": 2})
+    forecaster = evolve(forecaster_of(few), longest=8)
+    saved = evolve(forecaster.config, run=evolve(forecaster.config.run, mode="train-only"))
+    counted, unknown = forecaster.role("actor"), evolve(forecaster, config=saved).role("actor")
+    assert not isinstance(counted, str) and not isinstance(unknown, str)
+    assert counted.single and not unknown.single and counted.training < unknown.training
+
+
+def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> None:
+    def memory(*_: object) -> None:
+        raise TypeError("a fault of the plugin")
+
+    forecaster = forecaster_of(on_gpus(tmp_path))
+    plan = forecaster.plan.roles["actor"]
+    faulty = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=memory)))
+    with pytest.raises(TypeError, match="a fault of the plugin"):
+        evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": faulty})).forecast()
+
+
+def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
+    assert make_plan(evolve(config_in(tmp_path / "run"), extensions=EXTENSIONS)).notices == ()
+
+
+def test_a_start_tells_the_fullest_stage_and_a_check_tells_all(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path)
+    lines = memory_of(config).lines()
+    assert len(lines) > 1
+    assert predictions(make_plan(config).notices) == lines[:1]
+    assert predictions(make_plan(config, starting=False).notices) == lines
+
+
+def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_optimizer(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": LARGE}
+    teacher = {"ranks": 1, "model": {"config": {**LARGE, "num_hidden_layers": 8}}}
+    tables = {**TEACHER, "model": model, "roles": {"teacher": teacher}}
+    found = memory_of(on_gpus(tmp_path, **tables))
+    assert "train teacher" not in found.stages
+    stage = found.stages["forward teacher"]
+    elements = size_of(look_at(hf_config(ModelConfig(config=teacher["model"]["config"])))).total
+    assert stage.parts["teacher's weights"] == 2 * elements
+    assert {part for part in stage.parts if "teacher's" in part} == {"teacher's weights"}
+
+    small = on_gpus(tmp_path, **tables)
+    forecaster = forecaster_of(small)
+    (line,) = [
+        line
+        for line in forecaster.too_large(found, there=stage.total // 2)
+        if line.startswith("roles.teacher.ranks: a forward pass needs ")
+    ]
+    assert "recompute" not in line and "more ranks" in line
+
+
+def test_roles_that_take_turns_with_engines_pass_samples_at_the_same_time(tmp_path: Path) -> None:
+    algorithm = {"name": "distill", "old_logprobs": "recompute"}
+    stages = memory_of(on_gpus(tmp_path, **{**TEACHER, "algorithm": algorithm})).stages
+    actor, teacher = stages["forward actor"], stages["forward teacher"]
+    assert actor.total == teacher.total
+    own = sum(count for part, count in actor.parts.items() if part.startswith(("actor's", "activations")))
+    assert teacher.parts["the actor as it passes"] == own > 0
+    sleeps = {"cluster": {"offload_kinds": ["master", "grad", "optimizer"]}}
+    again = memory_of(on_gpus(tmp_path, **{**TEACHER, **sleeps, "algorithm": algorithm})).stages
+    assert again["forward actor"].total == again["forward teacher"].total == actor.total

@@ -1,0 +1,105 @@
+"""The slow paths that a run takes on GPUs are among its first lines, each with its price and what avoids it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from attrs import evolve
+
+from corerl.config import ClusterInfo
+from corerl.kinds import InPieces, ModelSize
+from corerl.plan import make, roles
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
+from corerl.plugin import SlowPath
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.slow import IN_PIECES
+from corerl_forecast.slow import FLOAT32
+from plugins.forecast.tests.planned import EXTENSIONS, LARGE, planned_on, predictions
+from tests.driver.saved import CRITIC, DATA, config_in
+
+GEMMA2 = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+GEMMA2 |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 97}
+
+
+def told(plan: Plan) -> list[str]:
+    """Without what was settled, and predictions."""
+    return [line for line in plan.notices if "'auto' is" not in line and line not in predictions(plan.notices)]
+
+
+def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any] | None = None, **tables: Any) -> Plan:
+    """A run on GPUs of this machine, which are large."""
+    table = {**DATA["model"], "config": model or LARGE}
+    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": table, **tables})
+    config = evolve(config, cluster=evolve(config.cluster, device="cuda"), extensions=EXTENSIONS)
+    with (
+        mock.patch.object(make, "resolve_device", return_value="cuda"),
+        mock.patch.object(make, "has_bfloat16", return_value=True),
+        mock.patch.object(make, "device_memory", return_value=2**40),
+    ):
+        return make_plan(config)
+
+
+def test_a_fast_run_says_nothing(tmp_path: Path) -> None:
+    assert told(planned(tmp_path)) == []
+
+
+def test_float32_is_told_with_its_price_where_it_was_asked_for_and_where_there_is_nothing_better(
+    tmp_path: Path,
+) -> None:
+    what = (
+        "train.precision: float32 has neither a kernel for packed attention nor the fast matrix products of half "
+        f"precision; {FLOAT32}; "
+    )
+    assert told(planned(tmp_path, train={"precision": "float32"})) == [f"{what}set it to 'bfloat16'"]
+    with mock.patch.object(make, "has_bfloat16", return_value=False):
+        plan = planned_on(0, tmp_path, backend="deepspeed")
+    assert told(plan) == [f"{what}bfloat16, which the GPU or the backend lacks, would avoid it"]
+
+
+def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": GEMMA2}
+    plan = make_plan(
+        evolve(config_in(tmp_path / "run", model=model, train={"precision": "float32"}), extensions=EXTENSIONS)
+    )
+    assert plan.notices == ()
+
+
+def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> None:
+    (line,) = told(planned(tmp_path, model=GEMMA2))
+    assert line == (
+        "model.config: attention runs on padded rows instead of one kernel over packed tokens, because it caps its "
+        f"scores; {IN_PIECES[InPieces.CAPS]}; no setting avoids it, only another model"
+    )
+
+
+def test_roles_of_one_table_are_told_once_and_a_role_with_its_own_under_its_own(tmp_path: Path) -> None:
+    slow = {"precision": "float32"}
+    assert len(told(planned(tmp_path, train=slow, **CRITIC))) == 1
+    own = {"critic": {"ranks": 1, "train": slow}}
+    (line,) = told(planned(tmp_path, **{**CRITIC, "roles": own}))
+    assert line.startswith("roles.critic.train.precision: float32 ")
+
+
+def test_what_a_backends_spec_tells_is_placed_in_its_table_and_the_spec_knows_where_ranks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[ClusterInfo, ModelSize]] = []
+
+    def slow(config: Any, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:
+        seen.append((cluster, size))
+        yield SlowPath(path="speed", text="it is low", price="a step takes 3 times as long", instead="raise it")
+
+    def slower(kind: Kind, name: str) -> Loaded:
+        loaded = load(kind, name)
+        return evolve(loaded, spec=evolve(loaded.spec, slow=slow)) if kind is Kind.BACKENDS else loaded
+
+    monkeypatch.setattr(roles, "load", slower)
+    line = "backends.deepspeed.speed: it is low; a step takes 3 times as long; raise it"
+    assert told(planned(tmp_path)) == told(planned_on(2**40, tmp_path, backend="deepspeed")) == [line]
+    assert [cluster.elsewhere for cluster, _ in seen] == [False, True]
+    assert {cluster.device for cluster, _ in seen} == {"cuda"} and all(size.in_pieces is None for _, size in seen)

@@ -1,0 +1,121 @@
+"""Every extension that wraps or tracks, in one real run of two ranks that stops and is resumed: what each left."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from corerl_observe import specs
+from tests.end_to_end.command import Command, metrics, write_small
+
+pytestmark = pytest.mark.processes
+
+STEPS, RANKS = 4, 2
+EXTENSIONS = """extensions=[
+    {name="jsonl"},
+    {name="nan-guard", options={parameters=true}},
+    {name="memory"},
+    {name="profiler", options={steps="1:5:4", ranks=[1]}},
+    {name="wandb", options={mode="offline", project="sorting"}},
+    {name="mlflow", options={experiment="sorting"}},
+]"""
+HALVES = ["forward_backward", "optimizer_step"]  # of a step
+SHORT = [EXTENSIONS, "eval.every=0", "checkpoint.every=2", "checkpoint.export=false"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, and then the next two as a resumed run."""
+    directory = tmp_path_factory.mktemp("extended")
+    config, run_dir = write_small(directory), directory / "run"
+    for more in (["run.steps=2"], [f"run.steps={STEPS}", "checkpoint.resume=auto"]):
+        with Command("train", config, f"run.dir={run_dir}", *SHORT, *more, logs=directory) as command:
+            assert command.finish() == 0, command.err
+            command.assert_nothing_is_left()
+            warnings = [line for line in command.errors if not line.startswith("wandb:")]
+            assert warnings == []
+    return run_dir
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_profile_is_of_the_chosen_steps_and_rank(run_dir: Path) -> None:
+    names = sorted(path.name for path in (run_dir / "profile").iterdir())
+    assert names == [f"actor-1-step-{step}.{kind}" for step in (1, 5) for kind in ("json", "txt")]
+    events = json.loads((run_dir / "profile/actor-1-step-5.json").read_text())["traceEvents"]
+    names_of = {event.get("name", "") for event in events}
+    assert "aten::mm" in names_of and any(name.startswith("gloo:") for name in names_of)
+
+
+def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric(run_dir: Path) -> None:
+    told = [lines(run_dir / f"memory/actor-{rank}.jsonl") for rank in range(RANKS)]
+    for records in told:
+        assert [each["hook"] for each in records].count("init") == 2  # of both runs
+        halves = [each for each in records if each["hook"] in HALVES]
+        assert [each["hook"] for each in halves] == HALVES * (2 * STEPS)
+        assert [each["optimizer_step"] for each in halves[1::2]] == list(range(2 * STEPS))
+        assert all(each["peak_bytes"] >= each["held_bytes"] > 2**20 for each in records)
+    peaks = [
+        max(each["peak_bytes"] for each in ranks)
+        for ranks in zip(*[[each for each in records if each["hook"] in HALVES] for records in told], strict=True)
+    ]
+    for line in metrics(run_dir):
+        own = peaks[4 * line["step"] : 4 * line["step"] + 4]  # of two steps
+        assert line["train/peak_memory_gib"] == pytest.approx(max(own) / 2**30)
+
+
+def test_a_healthy_run_has_no_findings(run_dir: Path) -> None:
+    assert [line["train/nonfinite"] for line in metrics(run_dir)] == [0.0] * STEPS
+    assert not (run_dir / "nan-guard").exists()
+
+
+def test_mlflow_has_the_numbers_of_metrics_jsonl_in_one_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient(tracking_uri=(run_dir / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("sorting")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["train.optimizer.lr"] == "0.002"
+    for name in ("train/loss", "rollout/reward", "time/step"):
+        points = sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+        assert points == [(line["step"], line[name]) for line in metrics(run_dir)]
+
+
+def test_wandb_has_both_runs_under_one_id(run_dir: Path) -> None:
+    files = [path.name for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
+    run_id = json.loads((run_dir / "wandb.json").read_text())["run_id"]
+    assert files == [f"run-{run_id}.wandb"] * 2
+
+
+def test_a_number_that_is_not_finite_ends_the_run_with_its_place(tmp_path: Path) -> None:
+    overrides = [
+        "run.steps=3", "eval.every=0", "checkpoint.every=0",
+        "rollout.postprocess=tests.end_to_end.user_functions:spoil_a_logprob",
+        'extensions=[{name="jsonl"},{name="nan-guard"}]',
+    ]  # fmt: skip
+    with Command("train", write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides, logs=tmp_path) as command:
+        assert command.finish() == 1
+        command.assert_nothing_is_left()
+    assert re.search(
+        r"actor rank [01]: optimizer_step at optimizer step \d: extension:nan-guard found a non-finite number: "
+        r"column rollout_logprobs: nan at sample 5, token \d+",
+        command.err,
+    )
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_without_its_package_is_refused_before_any_process_starts(
+    refused: Callable[..., list[str]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = specs.find_spec
+    monkeypatch.setattr(specs, "find_spec", lambda package: None if package == name else find(package))
+    assert refused(f'extensions=[{{name="jsonl"}},{{name="{name}"}}]') == [
+        f"extensions[1].options: the package {name!r} is not installed; pip install 'corerl[{name}]'"
+    ]

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from attrs import evolve
+from rich.console import Console
+
+from corerl.observability import RunState
+from corerl.plugin import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
+from corerl_observe.live import LiveView, live_view, summary
+from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
+
+
+class Tty(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "shown"),
+    [
+        (Tty(), {"TERM": "xterm"}, LiveView),
+        (Tty(), {"TERM": "dumb"}, type(None)),
+        (io.StringIO(), {"TERM": "xterm"}, type(None)),
+        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, type(None)),
+    ],
+)
+def test_only_an_able_terminal_gets_the_live_display(
+    file: io.StringIO, environment: dict[str, str], shown: type
+) -> None:
+    assert type(live_view(Console(file=file, _environ=environment))) is shown
+
+
+def terminal(width: int) -> Console:
+    return Console(record=True, force_terminal=True, width=width, height=24, file=io.StringIO(), _environ={})
+
+
+def screen(state: RunState, width: int = 100) -> list[str]:
+    console = terminal(width)
+    console.print(LiveView(state, console).render())
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def middle(state: RunState) -> None:
+    for event in [started("runs/small"), *steps(0, 3)]:
+        state.clock.now += 2.0  # type: ignore[attr-defined]
+        state.update(event)
+
+
+def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
+    state = RunState(Clock())
+    middle(state)
+    lines = screen(state)
+    text = "\n".join(lines)
+    assert lines[0].split("  ")[0] == "qwen3 on plain, fake engine" and lines[0].endswith("runs/small")
+    assert lines[1].startswith("step 3/4 ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
+    assert lines[3].split() == ["reward", "0.500", "held-out", "reward", "0.500", "held-out", "exact", "0.250"]
+    assert lines[4].split() == ["loss", "-0.0300", "entropy", "1.500", "grad", "norm", "0.500"]
+    assert lines[5].split() == ["log-prob", "diff", "3.0e-06", "clipped", "-", "tokens/s", "12,346"]
+    assert "rollout         1.000 █████" in text and "train           2.000 ██████████" in text
+    assert "sampled in step 3" in lines
+    assert lines[-1].split() == ["35018>", "01358", "01358", "1.000"]
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_it_fits_a_terminal(width: int) -> None:
+    state = RunState(Clock())
+    middle(state)
+    every_phase = {f"time/{name}": 1.0 for name in ("reward", "forward", "update_weights", "save")}
+    long = [SampleShown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
+    state.update(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
+    lines = screen(state, width)
+    assert len(lines) <= 23
+    assert max(len(line) for line in lines) <= width
+    assert "[bold][bold]" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
+def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
+    state = RunState(Clock())
+    middle(state)
+    text = "\n".join(screen(state, width))
+    assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
+    assert ("train           2.000" in text) == (width >= 32)
+
+
+def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
+    clock = Clock()
+    state = RunState(clock)
+    state.update(PhaseStarted(name="starting ray", step=0))
+    clock.now = 3.25
+    state.update(PhaseStarted(name="loading model", step=0))
+    clock.now = 4.25
+    lines = screen(state)
+    assert lines[1].endswith("loading model 1.0 s")
+    assert lines[2:] == ["  done  starting ray  3.2 s"]
+
+
+def test_the_display_counts_what_the_phase_counts() -> None:
+    clock = Clock()
+    state = RunState(clock)
+    state.update(started("runs/small"))
+    for name in ("rollout", "eval"):
+        state.update(PhaseStarted(name=name, step=0))
+        clock.now += 2.0
+        state.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
+        assert screen(state)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
+
+
+def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
+    state = RunState(Clock())
+    middle(state)
+    state.update(evaluated(STEPS))
+    console = terminal(80)
+    console.print(summary(state, finished("runs/small"), width=80))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["finished", "after", "4", "of", "4", "steps,", "1:15"] in rows
+    assert ["reward", "0.100", "0.500"] in rows
+    assert ["held-out", "exact", "match", "0.000", "0.500"] in rows
+    assert ["35018>", "01358", r"\x1b[31m9\n", "01358", "0.000", "->", "1.000"] in rows
+    assert ["metrics", "runs/small/metrics.jsonl"] in rows
+
+
+def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
+    state, console = RunState(Clock()), terminal(80)
+    view = LiveView(state, console)
+    for event in [started("runs/small"), *steps(0, STEPS), finished("runs/small")]:
+        view.update(event)
+    view.update(CheckpointSaved(step=STEPS, path="late"))  # does not bring the display back
+    view.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden once and is back
+    assert text.rstrip().endswith("runs/small/export")
+
+
+def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
+    state, console = RunState(Clock()), terminal(80)
+    view = LiveView(state, console)
+    long = f"/{'a directory of mine/' * 5}run"
+    for event in [started(long), *steps(0, STEPS), finished(long)]:
+        view.update(event)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[-4:] == ["metrics", f"{long}/metrics.jsonl", "export", f"{long}/export"]
+
+
+def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
+    state, console = RunState(Clock()), terminal(80)
+    middle(state)
+    console.print(
+        summary(state, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
+    )
+    text = console.export_text()
+    assert "interrupted after 3 of 4 steps, 1:15" in text
+    assert "before" not in text
+
+
+def test_the_summary_tells_of_which_step_answers_are_that_the_run_has_trained_since() -> None:
+    state, console = RunState(Clock()), terminal(80)
+    for event in [started("runs/small"), evaluated(0), StepFinished(step=0, metrics=metrics(0))]:
+        state.update(event)
+    end = finished("runs/small")
+    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
+    state.update(evaluated(1))
+    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
+    first, second = console.export_text().split("interrupted")[1:]
+    assert "held-out prompts after step 0" in first and "held-out prompts" not in second
+
+
+def test_an_evaluation_has_no_steps() -> None:
+    clock = Clock()
+    state = RunState(clock)
+    for event in [started("runs/small", mode="eval"), PhaseStarted(name="starting ray", step=0)]:
+        state.update(event)
+    clock.now = 3.0
+    state.update(PhaseStarted(name="eval", step=0))
+    clock.now = 5.0
+    lines = screen(state)
+    assert lines[1].split("  ")[0] == "scoring held-out prompts" and lines[1].endswith("eval 2.0 s")
+    assert lines[2:] == ["  done  starting ray  3.0 s"]
+    state.update(evaluated(0))
+    console = terminal(80)
+    console.print(summary(state, evolve(finished("runs/small"), steps_done=0), width=80))
+    assert "finished after 1:15\n" in console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
+    state = RunState(Clock())
+    middle(state)
+    chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
+    state.update(
+        StepFinished(step=3, metrics=metrics(3), shown=[SampleShown(prompt=chat, response="7", answer="", reward=1.0)])
+    )
+    (row,) = [line for line in screen(state, width) if "3+4?" in line]
+    prompt, response, reward = row.split("  ")[0], *row.split()[-2:]
+    assert prompt.startswith("\u2026") and prompt.endswith("user: \u6570\u5b66 3+4?")
+    assert (response, reward) == ("7", "1.000")

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl import hookimpl
+from corerl.errors import CorerlError
+from corerl.types import Metric, Output, StepResult
+from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
+from corerl_observe.specs import NanGuardOptions
+from corerl_testing import PluginHost, TimedMicroBatches
+from plugins.observe.tests.hosts import LOSS, batch, host, step, train
+
+NAN, INF = math.nan, math.inf
+
+
+def guarded(run_dir: Path, *, inner: object | None = None, **options: Any) -> PluginHost:
+    guard = NanGuard(options=NanGuardOptions(**options), run_dir=str(run_dir))
+    return host(run_dir, **{"nan-guard": guard}, **({"inner": inner} if inner else {}))
+
+
+def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path) -> None:
+    run = guarded(tmp_path)
+    assert train(run, batch(), step(6)).metrics["nonfinite"].value == 0.0
+    # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
+    with pytest.raises(CorerlError) as caught:
+        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), step(7))
+    assert caught.value.message.startswith(
+        "actor rank 0: optimizer_step at optimizer step 7: extension:nan-guard found a non-finite number: column "
+        "advantages: nan at sample 2, token 3, and at 1 more tokens; "
+    )
+    told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+    assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
+    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 3"
+    assert any(each["found"].startswith("gradient norm: nan; the step was skipped") for each in told)
+
+
+def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> None:
+    entered = []
+
+    class Enters:
+        @hookimpl(wrapper=True)
+        def forward_backward(self) -> Iterator[None]:
+            entered.append("forward_backward")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def optimizer_step(self) -> Iterator[None]:
+            entered.append("optimizer_step")
+            return (yield)
+
+    with pytest.raises(CorerlError, match="column advantages"):
+        train(guarded(tmp_path, inner=Enters()), batch(advantages={3: NAN}), step(0))
+    assert entered == ["forward_backward", "optimizer_step"]
+
+
+def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(tmp_path: Path) -> None:
+    run = guarded(tmp_path, action="log")
+    run.forward_backward(batch(advantages={3: NAN}), LOSS, (), False)
+    run.forward_backward(batch(), LOSS, (), True)
+    assert not (tmp_path / "nan-guard").exists()
+    counted = run.optimizer_step(step(4), 1.0).metrics["nonfinite"].value
+    told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+    assert counted == len(told) >= 3
+    assert {(each["hook"], each["optimizer_step"]) for each in told} == {("optimizer_step", 4)}
+    assert told[0]["found"] == "column advantages: nan at sample 0, token 3"
+    assert told[1]["found"].startswith("metric ") and told[-1]["found"].startswith("gradient norm: nan")
+    assert train(run, batch(), step(5)).metrics["nonfinite"].value == 0.0  # nothing is told twice
+
+
+class FailsInAPass:
+    @hookimpl(wrapper=True)
+    def forward_backward(self) -> Iterator[None]:
+        yield
+        raise ValueError("out of luck")
+
+
+class FailsInAStep:
+    @hookimpl(wrapper=True)
+    def optimizer_step(self) -> Iterator[None]:
+        yield
+        raise ValueError("out of luck")
+
+
+FAILING = pytest.mark.parametrize(
+    ("fails", "told_in"),
+    [(FailsInAPass(), "forward_backward"), (FailsInAStep(), "optimizer_step")],
+    ids=["pass", "step"],
+)
+
+
+@FAILING
+def test_what_was_found_before_the_backend_failed_is_written_down(tmp_path: Path, fails: object, told_in: str) -> None:
+    with pytest.raises(CorerlError, match="out of luck"):
+        train(guarded(tmp_path, inner=fails), batch(advantages={3: NAN}), step(0))
+    line, *_ = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["hook"], told["found"]) == (told_in, "column advantages: nan at sample 0, token 3")
+
+
+@FAILING
+def test_a_finding_that_cannot_be_written_hides_no_error_of_the_backend(
+    tmp_path: Path, fails: object, told_in: str
+) -> None:
+    (tmp_path / "nan-guard").write_text("a file where a directory should be")
+    with pytest.raises(CorerlError, match="out of luck"):
+        train(guarded(tmp_path, inner=fails), batch(advantages={3: NAN}), step(0))
+
+
+def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = guarded(tmp_path, action="log")
+    result = train(run, batch(old_logprobs={3: NAN}), step(0))
+    lines = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
+    assert result.metrics["nonfinite"].value == len(lines) >= 2
+    assert (
+        "nan-guard: actor-0: optimizer_step: column old_logprobs: nan at sample 0, token 3\n" in capsys.readouterr().err
+    )
+    assert train(run, batch(), step(1)).applied
+
+
+def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -> None:
+    class Spoils:
+        @hookimpl(wrapper=True)
+        def forward(self) -> Iterator[None]:
+            result: Any = yield
+            values = result.outputs[Output.LOGPROBS].copy()
+            values[10 + 2] = INF  # samples come in the order given: 0, 2, 1
+            return evolve(result, outputs={Output.LOGPROBS: values})
+
+    run = guarded(tmp_path, inner=Spoils())
+    with pytest.raises(CorerlError, match="output logprobs: inf at sample 1, token 2"):
+        run.forward(batch(), (Output.LOGPROBS,), "")
+    assert run.state == "ready"
+
+
+def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    class Breaks:
+        @hookimpl(wrapper=True)
+        def optimizer_step(self) -> Iterator[None]:
+            result = yield
+            with torch.no_grad():
+                backend.params["model.layers.1.mlp.up_proj.weight"][0, :3] = NAN
+            return result
+
+    run = guarded(tmp_path, inner=Breaks(), parameters=True)
+    backend: Any = run.backend
+    with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 values"):
+        train(run, batch(), step(0))
+    assert not torch.nn.modules.module._global_forward_pre_hooks  # modules are watched in one step alone
+
+
+@pytest.mark.parametrize(("token", "sample"), [(0, 0), (9, 2), (4, 1)])  # of the second micro-batch the last
+def test_the_first_token_of_a_sample_is_of_that_one(token: int, sample: int) -> None:
+    assert in_columns(batch(advantages={token: NAN})) == [f"column advantages: nan at sample {sample}, token 0"]
+
+
+def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:
+    skipped = StepResult(applied=False, grad_norm=INF)
+    assert in_norm(skipped, scales_loss=True) == []
+    assert in_norm(skipped, scales_loss=False) == ["gradient norm: inf; the step was skipped"]
+    broken = evolve(skipped, applied=True)
+    assert in_norm(broken, scales_loss=True) == ["gradient norm: inf; the step was applied anyway"]
+    assert in_norm(evolve(broken, grad_norm=1.0), scales_loss=False) == []
+    assert in_metrics({"loss": Metric(NAN, 2.0), "value": Metric(1.0, 0.0)}) == ["metric loss: nan"]
+
+
+def test_a_batch_that_can_be_gone_through_once_is_left_for_the_backend() -> None:
+    spoiled = batch(advantages={3: NAN})
+    once = iter(spoiled.micro_batches)
+    assert in_columns(evolve(spoiled, micro_batches=once)) == []
+    assert len(list(once)) == 2
+    assert in_columns(spoiled) == ["column advantages: nan at sample 0, token 3"]
+
+
+def test_looking_at_a_batch_is_not_timed_as_work_on_it() -> None:
+    spans: list[str] = []
+
+    def span(name: str) -> ExitStack:
+        spans.append(name)
+        return ExitStack()
+
+    spoiled = batch(advantages={3: NAN})
+    timed = TimedMicroBatches(spoiled.micro_batches, spoiled.count, span, "optimizer", ExitStack())
+    assert in_columns(evolve(spoiled, micro_batches=timed)) == ["column advantages: nan at sample 0, token 3"]
+    assert spans == []
+
+
+def test_columns_of_integers_and_of_vectors_are_looked_at_too() -> None:
+    (first, second) = batch().micro_batches
+    routed = np.zeros((len(second.tokens), 2), dtype=np.float32)
+    routed[4, 1] = NAN
+    both = [first, evolve(second, columns={"routed": routed, "versions": np.ones(5, dtype=np.int64)})]
+    assert in_columns(evolve(batch(), micro_batches=both)) == ["column routed: nan at sample 1, token 4"]

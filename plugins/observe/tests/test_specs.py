@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import attrs
+import pytest
+
+from corerl.config import ClusterInfo
+from corerl.plugin import ExtensionSpec, Process
+from corerl_observe import specs
+
+DRIVERS = [
+    specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW
+]  # fmt: skip
+WORKERS = [specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
+CLUSTER = ClusterInfo(device="cpu", ranks=2)
+
+
+@pytest.mark.processes
+def test_listing_the_extensions_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, corerl_observe.specs\n"
+        "heavy = {'torch', 'rich', 'matplotlib', 'tensorboard', 'ray', 'wandb', 'mlflow'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("spec", DRIVERS + WORKERS, ids=lambda spec: spec.implementation)
+def test_each_spec_names_a_class_that_its_default_options_construct(spec: ExtensionSpec, tmp_path: object) -> None:
+    module, name = spec.implementation.split(":")
+    extension = getattr(import_module(module), name)(options=spec.config(), run_dir=str(tmp_path))
+    hook = extension.observe if spec in DRIVERS else extension.optimizer_step
+    assert hook.corerl_impl["wrapper"] is (spec in WORKERS)
+    assert spec.process is (Process.WORKER if spec in WORKERS else Process.DRIVER)
+    assert all(field.metadata["help"] for field in attrs.fields(spec.config))
+
+
+def test_a_directory_that_a_tracker_wrote_is_not_taken_for_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (problem,) = specs.WANDB.check(specs.WandbOptions(), CLUSTER)
+    assert problem.text == "the package 'wandb' is not installed; pip install 'corerl[wandb]'"
+
+
+def test_steps_that_cannot_be_read_are_refused_with_the_options() -> None:
+    with pytest.raises(ValueError, match="must be steps such as '3', '3,20' or '10:100:10', got '3-5'"):
+        specs.ProfilerOptions(steps="3-5")

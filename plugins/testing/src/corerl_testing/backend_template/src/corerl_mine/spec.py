@@ -1,0 +1,19 @@
+"""The description that CoreRL reads before any worker exists; it must not import torch."""
+
+from __future__ import annotations
+
+from corerl.plugin import FULL, BackendSpec, Capability, not_implemented
+from corerl_mine.config import MineConfig
+
+SPEC = BackendSpec(
+    implementation="corerl_mine.backend:MineBackend",
+    config=MineConfig,
+    api=(2, 0),
+    summary="the whole model on every rank, gradients summed over ranks",
+    capabilities={  # every capability not listed here, but AUX_LOSS, counts as supported, and is checked
+        Capability.AUX_LOSS: FULL,
+        Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
+        Capability.LORA: not_implemented("it trains all weights"),
+        Capability.RECOMPUTE: not_implemented("it keeps all activations"),
+    },
+)

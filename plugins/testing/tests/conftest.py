@@ -1,0 +1,4 @@
+"""Fixtures that core's tests have too."""
+
+from tests.cli.conftest import own_sys_path as own_sys_path
+from tests.conftest import own_plugins_only as own_plugins_only

@@ -1,0 +1,236 @@
+"""`corerl new-backend`: what it writes is a package that installs, conforms and trains from the first minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from attrs import evolve, frozen
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import corerl
+from corerl.cli.main import main
+from corerl.config.load import load_config
+from corerl.plugin.registry import INSTALL_HINTS, Kind
+from corerl_testing.new_backend import LONGEST, TEMPLATE
+from tests.end_to_end.command import Command
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[3]
+NAME = "two-words"
+TRAIN_SHORTLY = ["run.steps=2", "eval.every=1", "data.held_out=8", "rollout.prompts=8", "rollout.samples=4"]
+
+
+def generated(name: str, directory: Path) -> Path:
+    assert main(["new-backend", name, str(directory)]) == 0
+    return directory
+
+
+def texts(directory: Path) -> dict[str, str]:
+    """Path in the directory -> content, of all files but compiled ones."""
+    files = (path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(directory)): path.read_text() for path in files}
+
+
+@frozen
+class Environment:
+    """A virtual environment that the package was installed into, as a user would; what it needs is lent by ours."""
+
+    python: Path
+    site: Path  # its site-packages
+    package: Path
+
+    def run(self, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CORERL_DEBUG")}
+        return subprocess.run(
+            [str(self.python), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            check=False,
+        )
+
+    def corerl(self, *arguments: str | Path, cwd: Path) -> Command:
+        """The command, where Python finds this environment's packages first."""
+        return Command(*arguments, logs=cwd, directory=cwd, packages=self.site)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Without a download: pip sees all dependencies, and the build backend, in the environment of the tests."""
+    directory = tmp_path_factory.mktemp("outside")
+    package = generated(NAME, directory / "package")
+    venv.create(directory / "venv", with_pip=False)
+    python = directory / "venv/bin/python"
+    (own,) = (directory / "venv/lib").glob("python*/site-packages")
+    ours = sysconfig.get_paths()["purelib"]
+    (own / "lent.pth").write_text(f"import site; site.addsitedir({ours!r})\n")  # a plain line would skip its .pth files
+    environment = Environment(python, own, package)
+    done = environment.run("-m", "pip", "install", "--no-index", "--no-build-isolation", package, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return environment
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_the_template_is_a_package_for_the_name_mine_as_it_stands(tmp_path: Path) -> None:
+    assert texts(generated("mine", tmp_path / "mine")) == texts(TEMPLATE)
+
+
+def test_another_name_stands_everywhere_in_the_place_of_mine(tmp_path: Path) -> None:
+    files = texts(generated(NAME, tmp_path))
+    assert not any("mine" in (path + text).lower() for path, text in files.items())
+    assert {path.replace("corerl_two_words", "corerl_mine") for path in files} == set(texts(TEMPLATE))
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    assert project["name"] == "corerl-two-words"
+    assert project["entry-points"]["corerl.backends"] == {NAME: "corerl_two_words:SPEC"}
+    assert "class TwoWordsBackend(Backend):" in files["src/corerl_two_words/backend.py"]
+
+
+def test_the_package_asks_for_this_minor_version_of_corerl_and_no_later_one(tmp_path: Path) -> None:
+    project = tomllib.loads(texts(generated("mine", tmp_path))["pyproject.toml"])["project"]
+    (wanted,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "corerl"]
+    version = Version(corerl.__version__)
+    assert version in wanted.specifier and f"{version.major}.{version.minor + 1}.0" not in wanted.specifier
+
+
+def test_its_quickstart_is_ours_on_the_new_backend(tmp_path: Path) -> None:
+    theirs = load_config(generated("mine", tmp_path) / "quickstart.toml")
+    ours = load_config(ROOT / "examples/quickstart.toml")
+    assert theirs.backend.name == "mine"
+    assert evolve(theirs, backend=ours.backend, backends=ours.backends) == ours
+
+
+def test_the_backend_is_short_enough_to_be_read_as_a_tutorial() -> None:
+    assert len((TEMPLATE / "src/corerl_mine/backend.py").read_text().splitlines()) <= 155
+
+
+def test_the_next_commands_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-backend", NAME]) == 0
+    out, err = capsys.readouterr()
+    count = len(texts(TEMPLATE))
+    assert err == ""
+    assert out.splitlines() == [
+        f"wrote the backend 'two-words' to two-words: {count} files (README.md comes first); now:",
+        "  pip install -e './two-words[test]'",
+        "  corerl verify two-words",
+        "  corerl train two-words/quickstart.toml",
+    ]
+    assert (tmp_path / "two-words/pyproject.toml").is_file()
+
+
+def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert texts(generated("mine", tmp_path / "empty")) == texts(TEMPLATE)
+
+
+@pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])
+def test_names_of_every_length_pass_ruff_with_our_rules_and_with_their_own(name: str, tmp_path: Path) -> None:
+    package = generated(name, tmp_path / "package")
+    modules = f'lint.isort.known-first-party=["corerl", "corerl_{name.replace("-", "_")}", "corerl_testing"]'
+    ours = ["--config", str(ROOT / "pyproject.toml"), "--config", modules]
+    ruff = [sys.executable, "-m", "ruff"]
+    for command in (["check"], ["check", *ours], ["format", "--check"], ["format", "--check", *ours]):
+        done = subprocess.run([*ruff, *command, "--no-cache", "."], cwd=package, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stdout + done.stderr)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "Mine",
+            "invalid backend name 'Mine'; use lower-case letters, digits and single hyphens, a letter first",
+        ),
+        ("2nd", "invalid backend name '2nd'; use lower-case letters, digits and single hyphens, a letter first"),
+        (
+            "a--b",
+            "invalid backend name 'a--b'; use lower-case letters, digits and single hyphens, a letter first",
+        ),
+        ("a_b", "invalid backend name 'a_b'; use lower-case letters, digits and single hyphens, a letter first"),
+        ("x" * 25, f"the name '{'x' * 25}' is 25 characters long; use 24 at most"),
+        (
+            "plain",
+            f"a backend 'plain' already exists, in corerl-testing {corerl.__version__}; choose another name",
+        ),
+        ("someday", "'someday' is the name of one of CoreRL's own backends, not installed here; choose another name"),
+    ],
+)
+def test_a_name_that_cannot_be_taken_is_told_in_one_line(
+    name: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "someday", "pip install 'corerl[someday]'")
+    assert main(["new-backend", name, str(tmp_path / "package")]) == 2
+    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
+    assert not (tmp_path / "package").exists()
+
+
+def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("keep me")
+    for taken in (tmp_path, tmp_path / "notes.txt"):
+        assert main(["new-backend", "mine", str(taken)]) == 2
+        assert capsys.readouterr() == (
+            "",
+            f"corerl: error: {taken} exists and is not an empty directory; choose another one\n",
+        )
+    below = tmp_path / "notes.txt/mine"
+    assert main(["new-backend", "mine", str(below)]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"corerl: error: cannot write to {below}: Not a directory; choose another directory\n",
+    )
+    assert texts(tmp_path) == {"notes.txt": "keep me"}
+
+
+# ---- what it is worth ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with installed.corerl("verify", NAME, "--level", "2", "--report", report, cwd=tmp_path) as command:
+        assert command.finish() == 0, command.out + command.err
+    found = json.loads(report.read_text())
+    assert (found["backend"], found["distribution"], found["levels"]) == (NAME, "corerl-two-words", [0, 1, 2])
+    lacks = {name for name, support in found["capabilities"].items() if support["grade"] != "full"}
+    assert lacks == {"float16", "lora", "recompute"}
+    summary: Mapping[str, int] = found["summary"]
+    assert summary["passed"] > 0 and summary["failed"] == summary["blocked"] == summary["expected"] == 0
+    unsupported = {each["id"] for each in found["checks"] if each["outcome"] == "unsupported"}
+    assert unsupported == {"C56", "C57", "C72", "C73", "C74"}
+
+
+def test_its_own_tests_run_the_suite(installed: Environment) -> None:
+    done = installed.run("-m", "pytest", "-p", "no:cacheprovider", "--corerl-level", "0", cwd=installed.package)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout and " failed" not in done.stdout
+
+
+def test_it_trains_our_quickstart_on_two_ranks(installed: Environment, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [f"backend.name={NAME}", f"run.dir={run_dir}", *TRAIN_SHORTLY]
+    with installed.corerl("train", ROOT / "examples/quickstart.toml", *settings, cwd=tmp_path) as command:
+        assert command.finish() == 0, command.out + command.err
+    assert load_config(run_dir / "config.toml").roles.actor.ranks == 2
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    norms = [line["train/grad_norm"] for line in lines if "train/grad_norm" in line]
+    assert len(norms) == 2 and all(norm > 0 for norm in norms)
+    assert (run_dir / "model/model.safetensors").is_file()

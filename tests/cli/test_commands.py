@@ -1,0 +1,189 @@
+"""Commands that plugins bring: how they are listed, called, and named if they cannot be used."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corerl.cli import main as command
+from corerl.cli.main import main
+from corerl.plugin.registry import INSTALL_HINTS, Kind
+
+pytestmark = pytest.mark.processes  # a spec is imported in a fork first
+
+SPEC = """
+from corerl.plugin import CommandSpec
+SPEC = CommandSpec(implementation="{code}:add_arguments", api={api}, summary="{summary}")
+"""
+HELLO = """
+def add_arguments(parser):
+    parser.add_argument("whom")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.set_defaults(run=run)
+
+def run(args):
+    print(f"hello {args.whom}", args.overrides)
+    return 7
+"""
+MODULES = {
+    "hello_code": HELLO,
+    "hello": SPEC.format(code="hello_code", api=(2, 0), summary="greets 100% of you"),
+    "later": SPEC.format(code="no_code", api=(3, 0), summary="of another time"),
+    "bad": "import a_library_that_is_not_there",
+    "absent": SPEC.format(code="no_code", api=(2, 0), summary="has no code"),
+    "mute": SPEC.format(code="mute_code", api=(2, 0), summary="has no run"),
+    "mute_code": "def add_arguments(parser):\n    pass\n",
+    "fails": SPEC.format(code="fails_code", api=(2, 0), summary="fails"),
+    "fails_code": "def add_arguments(parser):\n    raise SystemExit(0)\n",
+}
+POINTS = {
+    "corerl-hello": ["hello", "train"],
+    "corerl-many": ["later", "bad", "absent", "mute", "fails", "both"],
+    "corerl-other": ["both"],
+}
+WHERE = {"train": "hello", "both": "hello"}  # the module of a point, if it has another name
+
+
+def install(site: Path, distribution: str, points: list[str]) -> None:
+    metadata = site / f"{distribution.replace('-', '_')}-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1\n")
+    lines = [f"{name} = commands_{WHERE.get(name, name)}:SPEC" for name in points]
+    (metadata / "entry_points.txt").write_text("\n".join(["[corerl.commands]", *lines]))
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, source in MODULES.items():
+        (tmp_path / f"commands_{name}.py").write_text(re.sub(r"(\w+_code)", r"commands_\1", source))
+    for distribution, points in POINTS.items():
+        install(tmp_path, distribution, points)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in imported():
+        del sys.modules[name]
+
+
+def imported() -> set[str]:
+    return {name for name in sys.modules if name.startswith("commands_")}
+
+
+def shown_help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, "--help"])
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The only line on stderr, of a command that ends with status 2."""
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("corerl: error: ")
+    return said.err.removeprefix("corerl: error: ").rstrip("\n")
+
+
+def test_a_command_gets_its_words_and_gives_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("hello", "corerl-hello:hello", "commands_hello:SPEC"):
+        assert main([name, "you", "a=1"]) == 7
+        assert capsys.readouterr() == ("hello you ['a=1']\n", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["hello"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("corerl hello: error: the following arguments are required: whom\n")
+
+
+def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help(capsys)
+    assert "train train as a configuration specifies" in shown
+    assert "hello greets 100% of you" in shown
+    assert "later incompatible: written for API 3.0, but this corerl supports 2.0" in shown
+    assert "bad broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there'" in shown
+    assert "corerl-many:both greets 100% of you corerl-other:both greets 100% of you" in shown
+    assert "corerl-hello:train greets 100% of you" in shown
+    assert imported() == set()
+
+
+def test_help_lists_commands_although_an_import_ends_its_process(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "corerl-leaves", ["leaves"])
+    (site / "commands_leaves.py").write_text("import os\nos._exit(0)\n")
+    said = "importing commands_leaves:SPEC, the spec of command 'leaves' (corerl-leaves 0.1), ended its process with "
+    shown = shown_help(capsys)
+    assert f"leaves broken: {said}status 0" in shown and "hello greets 100% of you" in shown
+    assert error(capsys, "leaves").startswith(f"{said}status 0; python -m pip install --force-reinstall corerl-leaves")
+    assert main(["hello", "you"]) == 7
+
+
+def test_only_the_chosen_commands_code_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage: corerl hello [-h] whom [overrides ...]" in shown_help(capsys, "hello")
+    assert imported() == {"commands_hello", "commands_hello_code"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("later", "command 'later' (corerl-many 0.1) was written for API 3.0, but this corerl supports 2.0; "),
+        ("bad", "command 'bad' (corerl-many 0.1) cannot be loaded from commands_bad:SPEC: ModuleNotFoundError: "),
+        (
+            "absent",
+            "command 'absent' (corerl-many 0.1) cannot be loaded from commands_no_code:add_arguments: ModuleNotFoundE",
+        ),
+        ("both", "command 'both' is provided by corerl-many 0.1 and corerl-other 0.1; choose one by writing "),
+        ("mute", "command 'mute' (corerl-many 0.1): commands_mute_code:add_arguments has not set `run`; it must "),
+        (
+            "fails",
+            "command 'fails' (corerl-many 0.1): commands_fails_code:add_arguments cannot add its arguments: SystemExit",
+        ),
+        ("helo", "unknown command 'helo'; installed: "),
+    ],
+)
+def test_a_command_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+    assert error(capsys, name).startswith(said)
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, meant in (("helo", "hello"), ("trian", "train")):
+        said = error(capsys, word)
+        assert said.endswith(f"; did you mean {meant!r}?") and {"train", "hello"} <= set(re.findall(r"\w+", said))
+
+
+def test_a_command_of_a_missing_wheel_names_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = {"doctor": "doctor", "models": "doctor", "new-backend": "testing", "scale": "elastic", "verify": "testing"}
+    assert INSTALL_HINTS[Kind.COMMANDS] == {name: f"pip install 'corerl[{extras[name]}]'" for name in extras}
+    monkeypatch.setitem(INSTALL_HINTS[Kind.COMMANDS], "missing", "pip install 'corerl[missing]'")
+    assert error(capsys, "missing").endswith("; to install 'missing': pip install 'corerl[missing]'")
+    assert error(capsys, "mising", "x").endswith(
+        "; did you mean 'missing'?; to install 'missing': pip install 'corerl[missing]'"
+    )
+
+
+def test_a_name_of_cores_own_stays_cores(capsys: pytest.CaptureFixture[str], site: Path) -> None:
+    assert main(["train", str(site / "no.toml")]) == 2
+    note, failed = capsys.readouterr().err.splitlines()
+    whole = "'corerl-hello:train' for that of corerl-hello 0.1"
+    assert note == f"corerl: note: 'train' is core's own command; write {whole}"
+    assert failed.startswith("corerl: error: ") and "no.toml" in failed
+    assert main(["corerl-hello:train", "you"]) == 7
+    assert capsys.readouterr() == ("hello you []\n", "")
+    assert main(["plugins", "commands"]) == 0
+    (row,) = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines() if line.startswith("train ")]
+    assert row[-1] == f"conflict: core's own; write {whole} (corerl doctor train)"
+
+
+def test_debug_shows_where_a_command_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "fails"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "commands_fails_code.py" in said
+
+
+def test_every_core_command_is_a_module_of_its_name() -> None:
+    for name in command.CORE_COMMANDS:
+        assert (Path(command.__file__).parent / f"{name}.py").is_file()

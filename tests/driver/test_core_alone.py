@@ -1,0 +1,53 @@
+"""A run without any wheel but core, and the one that has the plain backend."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.config.load import load_config
+from corerl.config.schema import ExtensionChoice
+from corerl.errors import UserError
+from corerl.plan.make import make_plan
+from corerl.plugin import registry
+from tests.in_process import execute_here, small
+
+THERE = {"corerl", "corerl-testing"}
+DRAWING = ["corerl_observe", "matplotlib", "rich", "tensorboard"]
+
+
+@pytest.fixture(autouse=True)
+def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other distribution has entry points, and what draws cannot be imported."""
+    scan = registry.scan
+    found = {kind: [entry for entry in scan(kind) if entry.distribution in THERE] for kind in registry.Kind}
+    monkeypatch.setattr(registry, "scan", found.__getitem__)
+    for name in [*DRAWING, *(each for each in sys.modules if each.partition(".")[0] in DRAWING)]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_core_alone_trains_with_lines_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    execute_here(evolve(small(tmp_path, "run.steps=2", "checkpoint.export=false"), extensions=None))
+    ran = load_config(tmp_path / "run/config.toml")
+    assert [each.name for each in ran.chosen_extensions] == ["console", "jsonl"]
+    assert "finished after 2 of 2 steps" in capsys.readouterr().out
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "train/loss" in line] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("curves", "observe"), ("nan-guard", "observe"), ("wandb", "wandb"), ("mlflow", "mlflow")],
+)
+def test_an_extension_that_is_not_installed_names_its_extra(tmp_path: Path, name: str, extra: str) -> None:
+    config = evolve(small(tmp_path), extensions=(ExtensionChoice(name=name),))
+    with pytest.raises(UserError) as caught:
+        make_plan(config)
+    assert caught.value.message == (
+        f"extensions[0].name: unknown extension {name!r}; installed: console, jsonl; to install {name!r}: "
+        f"pip install 'corerl[{extra}]'"
+    )

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import PluginBroken, PluginIncompatible, PluginNotFound
+from corerl.plugin import registry
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, scan
+from corerl.plugin.transports import give_up, open_receiver, open_sender, transport_named
+from corerl.weights.transport import Address
+
+Install = Callable[..., Path]
+SPEC = """
+from corerl.plugin import Capability, TransportSpec
+
+SPEC = TransportSpec(
+    sender="pigeons:Pigeon",
+    receiver="pigeons:Roost",
+    give_up="pigeons:Roost.leave",
+    capability=Capability.UPDATE_DISK,
+    api=(2, 0),
+    summary="by air",
+)
+
+class Pigeon:
+    def __init__(self, address, rank):
+        self.given = (address, rank)
+
+class Roost:
+    left = []
+
+    def __init__(self, address, index):
+        self.given = (address, index)
+
+    @staticmethod
+    def leave(address):
+        Roost.left.append(address)
+"""
+
+
+def test_both_ends_are_made_of_the_address_and_their_place(install: Install) -> None:
+    install("corerl-pigeons", {"transports": {"pigeon": "pigeons:SPEC"}}, pigeons=SPEC)
+    address = Address(transport="pigeon", engines=("engine-0", "engine-1"), options={"feathers": 2})
+    sender, receiver = open_sender(address, rank=3), open_receiver(address, index=1)
+    assert (vars(sender)["given"], vars(receiver)["given"]) == ((address, 3), (address, 1))
+    assert type(sender).__name__ == "Pigeon"
+    give_up(address)
+    assert vars(type(receiver))["left"] == [address]
+
+
+def test_a_transport_without_a_wait_to_end_is_given_up_silently() -> None:
+    assert transport_named("ipc").give_up == ""
+    give_up(Address(transport="ipc", engines=()))
+
+
+def test_a_wheel_that_is_missing_has_its_extra_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = [entry for entry in scan(Kind.TRANSPORTS) if entry.distribution == "corerl"]
+    monkeypatch.setattr(registry, "scan", lambda kind: core)
+    with pytest.raises(PluginNotFound) as caught:
+        transport_named("delta")
+    assert caught.value.message == (
+        "unknown transport 'delta'; installed: collective, disk, ipc; to install 'delta': pip install 'corerl[delta]'"
+    )
+
+
+def test_one_for_another_contract_or_that_cannot_be_imported_says_so(install: Install) -> None:
+    points = {"transports": {"early": "early:SPEC", "torn": "torn:SPEC"}}
+    install("corerl-birds", points, early=SPEC.replace("(1, 0)", "(99, 0)"), torn="import no_such_library")
+    with pytest.raises(PluginIncompatible, match=r"^transport 'early' \(corerl-birds 0.1.0\) was written for API 99.0"):
+        transport_named("early")
+    with pytest.raises(PluginBroken, match=r"no_such_library.*; repair or reinstall corerl-birds$"):
+        transport_named("torn")
+
+
+def test_first_party_transports_ask_for_their_own_capability() -> None:
+    asked = {entry.name: transport_named(entry.name).capability for entry in scan(Kind.TRANSPORTS)}
+    assert {name: asked[name] for name in ("ipc", "collective", "disk", "delta")} == {
+        "ipc": Capability.UPDATE_IPC,
+        "collective": Capability.UPDATE_COLLECTIVE,
+        "disk": Capability.UPDATE_DISK,
+        "delta": Capability.UPDATE_DISK,
+    }

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import xxhash
+
+from corerl.weights import checksums as module
+from corerl.weights.checksums import checksum, device_sum
+
+MASK = 2**64 - 1
+
+
+def reference(data: bytes, width: int) -> int:
+    """The device's sum in Python integers: of rows and of columns of `width` words."""
+    size = len(data)
+    data += b"\0" * (8 * width - size % (8 * width))
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    rows = [sum(words[at : at + width]) & MASK for at in range(0, len(words), width)]
+    columns = [sum(words[column::width]) & MASK for column in range(width)]
+
+    def weighted(sums: list[int]) -> int:
+        spread = [(each ^ (each >> 32)) * module.SPREAD & MASK for each in sums]
+        return sum((each ^ (each >> 32)) * (2 * index + 1) for index, each in enumerate(spread))
+
+    return signed(size + weighted(rows) + weighted(columns) * module.COLUMNS)
+
+
+def signed(total: int) -> int:
+    total &= MASK
+    return total - 2**64 if total >= 2**63 else total
+
+
+def summed(flat: torch.Tensor) -> int:
+    return int(device_sum(flat.view(torch.uint8)))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 40, 41, 100])
+def test_the_checksum_is_xxh3_on_the_host_and_of_rows_and_columns_on_a_device(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WIDTH", 4)
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    for tensor in (flat, flat.to(torch.bfloat16)):
+        data = bytes(tensor.view(torch.uint8).tolist())
+        assert checksum(tensor) == signed(xxhash.xxh3_64_intdigest(data))
+        assert summed(tensor) == reference(data, 4)
+
+
+@pytest.mark.parametrize("digest", [checksum, summed])
+def test_every_single_flipped_bit_changes_the_digest(
+    digest: Callable[[torch.Tensor], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WIDTH", 2)
+    data = torch.randint(0, 256, (53,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    whole = digest(data)
+    seen = {whole}
+    for bit in range(8 * len(data)):
+        flipped = data.clone()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        seen.add(digest(flipped))
+    assert len(seen) == 1 + 8 * len(data)
+
+
+@pytest.mark.parametrize("digest", [checksum, summed])
+def test_exchanged_words_and_a_longer_tail_of_zeros_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
+    words = torch.tensor([3, 3 - 2**63, 5], dtype=torch.int64)  # the first two differ in their sign bit alone
+    assert len({digest(words), digest(words[[1, 0, 2]]), digest(words[[2, 1, 0]])}) == 3
+    assert digest(torch.zeros(4)) != digest(torch.zeros(5))
+
+
+@pytest.mark.parametrize("digest", [checksum, summed])
+def test_a_view_at_an_odd_offset_has_the_digest_of_its_copy(digest: Callable[[torch.Tensor], int]) -> None:
+    base = torch.randn(41)
+    assert digest(base[1:]) == digest(base[1:].clone())
+
+
+@pytest.mark.parametrize("exchange", [(0, 1), (0, 4), (0, 5), (2, 11), (3, 12)])
+def test_words_that_change_places_within_a_row_a_column_or_across_change_the_sum(
+    exchange: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WIDTH", 4)
+    first, second = exchange
+    for difference in (1, 2**31, 2**63, 2**63 + 2**31):
+        words = torch.randint(-(2**62), 2**62, (13,), generator=torch.Generator().manual_seed(1))
+        words[second] = torch.tensor(signed(int(words[first]) + difference))
+        turned = words.clone()
+        turned[[first, second]] = words[[second, first]]
+        assert summed(words) != summed(turned)
