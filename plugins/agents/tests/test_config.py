@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.config import RolloutConfig, structure
-from corerl.config.schema import RewardConfig
+from corerl.config import config_of, structure
 from corerl.errors import ConfigError
 from corerl.plugin import SamplerRun
 from corerl_agents.config import SPEC, EpisodesConfig
 
-RUN = SamplerRun(rollout=RolloutConfig(), reward=RewardConfig())
+CONFIG = config_of({"backend": {"name": "plain"}})
+RUN = SamplerRun(rollout=CONFIG.rollout, reward=CONFIG.reward)
 FETCH = "examples.two_turn_tool:fetch"
 
 
