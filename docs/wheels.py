@@ -1,4 +1,4 @@
-"""The table of wheels in docs/installation.md: what each holds, by its pyproject.toml, and the extras that install it."""
+"""The table of wheels in docs/installation.md: what each holds by its pyproject.toml, and its extras."""
 
 from __future__ import annotations
 
