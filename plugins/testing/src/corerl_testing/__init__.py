@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from corerl.plugin.transports import open_sender as open_sender
     from corerl.rollout.sources.recorded import read_rollout as read_rollout
     from corerl.rollout.sources.recorded import saved_rollouts as saved_rollouts
+    from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
