@@ -40,7 +40,7 @@ class EmptyConfig:
 
 
 SPEC = BackendSpec(
-    implementation="benchmarks.empty_backend:EmptyBackend", config=EmptyConfig, api=(1, 0), summary="does nothing"
+    implementation="benchmarks.empty_backend:EmptyBackend", config=EmptyConfig, api=(2, 0), summary="does nothing"
 )
 
 

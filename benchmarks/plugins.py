@@ -31,7 +31,7 @@ class Options:
     offload: bool = field(default=False, metadata={"help": "moments in host memory"})
 
 SPEC = BackendSpec(
-    implementation="nowhere:Backend", config=Options, api=(1, 0), summary="one of many",
+    implementation="nowhere:Backend", config=Options, api=(2, 0), summary="one of many",
     capabilities={Capability.CRITIC: unsupported("nothing here is real")},
 )
 """

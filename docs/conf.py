@@ -1,18 +1,13 @@
-"""Sphinx: pages in Markdown, built with every warning an error; references are read from the code at build time."""
-
-import sys
-from pathlib import Path
+"""Sphinx: pages in Markdown, built with every warning an error."""
 
 import corerl
-
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "CoreRL"
 author = "The CoreRL authors"
 copyright = "The CoreRL authors"  # noqa: A001  -- Sphinx's word
 release = version = corerl.__version__
 
-extensions = ["myst_parser", "reference"]
+extensions = ["myst_parser"]
 exclude_patterns = ["_build", "_ext"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3

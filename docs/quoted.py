@@ -4,22 +4,31 @@
 
 A block under a line `<!-- code: FILE NAME from 'TEXT' to 'TEXT' -->` is a part of FILE, a path in the repository: the
 class, function or method NAME, from the first line with a TEXT up to another, each of these if it is given. A table
-under a line `<!-- table: MODULE FUNCTION -->` is what the function returns. A test checks that pages are up to date.
+under a line `<!-- table: MODULE FUNCTION -->` is what the function returns. What stands between a line
+`<!-- reference: NAME -->` and the end of that reference is made by docs/_ext/reference.py. A test checks that pages are
+up to date.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^<!-- code: (?P<asked>[^\n]*) -->\n```\w+\n.*?^```$", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^(?P<mark><!-- table: (?P<module>[\w.]+) (?P<function>\w+) -->\n)(?:\|[^\n]*\n)+", re.MULTILINE)
+END = "<!-- end of the reference -->"
+REFERENCE = re.compile(
+    rf"^(?P<mark><!-- reference: (?P<name>\w+) -->\n)(?:(?:(?!^<!-- reference: ).)*?^{END}\n)?",
+    re.MULTILINE | re.DOTALL,
+)
 # Not "python": tests run each of those blocks by itself.
 LANGUAGES = {".py": "python3", ".toml": "toml", ".yml": "yaml"}
 
@@ -31,7 +40,20 @@ def pages() -> list[Path]:
 def written(page: str) -> str:
     """The page with the code that its files have now, and its tables computed. Raises ValueError where a file has not
     what is asked for."""
-    return TABLE.sub(_table, BLOCK.sub(_block, page))
+    return REFERENCE.sub(_reference, TABLE.sub(_table, BLOCK.sub(_block, page)))
+
+
+def _reference(found: re.Match[str]) -> str:
+    made: str = references()[found["name"]]()
+    return f"{found['mark']}\n{made.strip()}\n\n{END}\n"
+
+
+@functools.cache
+def references() -> dict[str, Callable[[], str]]:
+    """By name, what makes each reference."""
+    sys.path.insert(0, str(ROOT / "docs" / "_ext"))  # the module imports others that are there
+    made: dict[str, Callable[[], str]] = importlib.import_module("reference").REFERENCES
+    return made
 
 
 def _table(found: re.Match[str]) -> str:

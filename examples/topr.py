@@ -66,6 +66,6 @@ def tapered(inputs: LossInputs, *, taper: float, **common: Any) -> LossResult:
 SPEC = AlgorithmSpec(
     implementation="examples.topr:TOPR",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="tapered off-policy REINFORCE (Le Roux et al. 2025)",
 )

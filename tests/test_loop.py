@@ -85,8 +85,8 @@ class FakeRun:
     def save(self) -> None:
         self.log.append(f"save {self.progress.step}")
 
-    def resize(self) -> None:
-        self.log.append("resize")
+    def between_steps(self) -> None:
+        self.log.append("between steps")
 
     def finish(self) -> Summary:
         self.log.append("finish")
@@ -115,7 +115,7 @@ def rollout_step(batch: int, number: int) -> list[str]:
         "push",
         f"report batch {batch}: results of samples of batch {batch}",
         f"save {number + 1}",
-        "resize",
+        "between steps",
         "leave",
         f"evaluate {number + 1}",
     ]

@@ -60,7 +60,7 @@ def cispo(
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.cispo:CISPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="GRPO whose clipped ratio is a weight, so that every token learns (MiniMax 2025)",
     by_prompt=True,
 )

@@ -27,7 +27,7 @@ class Options(grpo.Options):
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.grpo:GRPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="GRPO with a higher clip, dynamic sampling and a penalty for overlong samples (Yu et al. 2025)",
     by_prompt=True,
     # The paper samples until a batch is full. A bound ends a step whose prompts are all solved, or none.

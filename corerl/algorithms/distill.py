@@ -77,7 +77,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.distill:Distill",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="learns from a teacher's log-probs of what the actor samples (Agarwal et al. 2024)",
     by_prompt=True,
     roles={ACTOR: RoleKind.POLICY, TEACHER: RoleKind.FROZEN},

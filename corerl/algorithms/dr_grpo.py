@@ -25,7 +25,7 @@ class Options(grpo.Options):
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.grpo:GRPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="GRPO without division by a group's spread or a sample's length (Liu et al. 2025)",
     by_prompt=True,
     defaults={"aggregation": "constant-length"},

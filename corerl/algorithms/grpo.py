@@ -47,7 +47,7 @@ class GRPO(Algorithm):
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.grpo:GRPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="compares the samples of a prompt (Shao et al. 2024)",
     by_prompt=True,
 )

@@ -97,7 +97,7 @@ def _gain(
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.gspo:GSPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="GRPO whose ratio and clip are those of whole samples (Zheng et al. 2025)",
     by_prompt=True,
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
@@ -105,7 +105,7 @@ SPEC = AlgorithmSpec(
 TOKEN_SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.gspo:GSPOToken",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="GSPO for advantages that differ within a sample (Zheng et al. 2025, section 4.3)",
     by_prompt=True,
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},

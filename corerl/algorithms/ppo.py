@@ -96,7 +96,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.ppo:PPO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="asks a critic what each token is worth (Schulman et al. 2017)",
     roles={ACTOR: RoleKind.POLICY, CRITIC: RoleKind.CRITIC},
     compares=False,

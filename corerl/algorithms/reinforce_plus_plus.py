@@ -80,7 +80,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="compares rewards over the whole batch, for any number of samples per prompt (Hu 2025)",
     compares=False,
     credits_turns=True,
@@ -88,7 +88,7 @@ SPEC = AlgorithmSpec(
 BASELINE_SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="compares the samples of a prompt, and normalizes over the whole batch (Hu 2025)",
     # A group of equal rewards is at 0 only until the batch's mean over tokens is taken off.
     compares=False,

@@ -57,7 +57,7 @@ def left_one_out(rewards: Array, groups: IntArray) -> FloatArray:
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.rloo:RLOO",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="compares each sample with the others of its prompt (Ahmadian et al. 2024)",
     by_prompt=True,
 )

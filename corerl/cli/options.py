@@ -8,14 +8,8 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("options", help="print a plugin's settings as TOML, each with its default")
-    parser.add_argument(
-        "name", metavar="NAME", help="a backend, an engine, a sampler, a transport, an extension or an algorithm"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("backend", "engine", "sampler", "transport", "extension", "algorithm"),
-        help="needed if several plugins have this name",
-    )
+    parser.add_argument("name", metavar="NAME", help="of a backend, an engine, an extension, ...")
+    parser.add_argument("--kind", metavar="KIND", help="needed if several plugins have this name: backend, engine, ...")
     parser.set_defaults(run=run)
 
 

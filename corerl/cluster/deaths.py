@@ -49,19 +49,23 @@ MACHINE = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB")
 PROCESS = re.compile(r"memory used=([\d.]+)GB")
 
 
-def death(name: str, method: str, error: RayError) -> WorkerDied | None:
-    """The error of process `name` if it ended during `method`; None if it may still be there."""
+def death(name: str, method: str, error: RayError, status: Status | None = None) -> WorkerDied | None:
+    """The error of process `name` if it ended during `method`; None if it may still be there. `status` is its last."""
     if not _ended(error):
         return None
     if isinstance(error, OutOfMemoryError):
         died = WorkerDied(f"{name}: Ray ended its process during {method} because {_out_of_memory(str(error))}")
     else:
         died = WorkerDied(
-            f"{name}: its process died during {method} ({cause(error)}); unless someone killed it, "
+            f"{name}: its process died during {method} ({cause(error)}{_heard_in(status)}); unless someone killed it, "
             f"see the machine's log (dmesg: out of memory?) and Ray's logs ({logs()})"
         )
     died.details = str(error)
     return died
+
+
+def _heard_in(status: Status | None) -> str:
+    return f"; last heard of in the hook {status.hook}" if status is not None and status.hook else ""
 
 
 def silent(name: str, method: str, seconds: float) -> WorkerDied:

@@ -348,7 +348,7 @@ class RayGroup:
                 self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayError as error:
-            if (died := death(name, method, error)) is not None:
+            if (died := death(name, method, error, pulse.status)) is not None:
                 if pulse.ended is not None:
                     died = pulse.ended(name, method)
                 return Outcome(error=died, ended=0.0)

@@ -153,6 +153,7 @@ class Process:
         counts = self.held.counts() if hasattr(self.held, "counts") else {}
         return Status(
             phase=self._phase,
+            hook=getattr(self.held, "hook", ""),
             place=place,
             waits=waits,
             collectives=collectives,

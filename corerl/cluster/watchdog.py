@@ -23,6 +23,7 @@ class Status:
     """A process's own report of where its current call is."""
 
     phase: str = ""  # of startup, such as 'model build'; "" afterwards
+    hook: str = ""  # the plugins' method that it is in, if it is in one
     place: str = ""  # its innermost line of Python outside torch and Ray
     waits: bool = False  # inside a torch.distributed collective
     collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives begun

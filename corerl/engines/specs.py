@@ -28,13 +28,13 @@ class FakeConfig:
 TRANSFORMERS = EngineSpec(
     implementation="corerl.engines.transformers:TransformersEngine",
     config=TransformersConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="transformers' own generate(), on CPU or GPU",
     adapters=True,
 )
 FAKE = EngineSpec(
     implementation="corerl.engines.fake:FakeEngine",
     config=FakeConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="no model: tokens are a function of prompt, noise and weights version; for tests",
 )

@@ -38,7 +38,8 @@ class LoraLinear(nn.Linear):
 def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, dtype: torch.dtype) -> None:
     """Give the linear layers that `lora`, which is settled, names adapters on meta in `dtype`, and freeze all other
     parameters but a value head, whose dtype becomes the same. Raises ModelError as `targets_in` does."""
-    assert lora.rank is not None
+    if lora.rank is None or lora.alpha is None or lora.targets is None:
+        raise ModelError(f"put_adapters was given {lora}, expected settled adapters; give it lora.settled({{}})")
     found = targets_in(model, lora)
     new = {id(module): LoraLinear(module, rank=lora.rank, scale=lora.scale, dtype=dtype) for module in found.values()}
     for name, module in found.items():

@@ -31,7 +31,7 @@ class JsonlOptions:
 CONSOLE = ExtensionSpec(
     implementation="corerl.observability.console:Console",
     config=ConsoleOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="aligned lines, or on a terminal the display that is installed",
     process=Process.DRIVER,
     shows_notices=True,
@@ -41,7 +41,7 @@ CONSOLE = ExtensionSpec(
 JSONL = ExtensionSpec(
     implementation="corerl.observability.jsonl:Jsonl",
     config=JsonlOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="metrics.jsonl and samples.jsonl in the run directory",
     process=Process.DRIVER,
     joins="default",

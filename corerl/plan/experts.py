@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # Coefficients of terms of transformers' loss, if the code of the model's class reads them -> whether CoreRL has it too,
 # which transformers adds only with output_router_logits.
-TERMS = {"router_aux_loss_coef": True, "aux_loss_coef": True, "router_z_loss_coef": False, "z_loss_coefficient": False}
+TERMS = dict.fromkeys(("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight"), True)
+TERMS |= dict.fromkeys(("router_z_loss_coef", "z_loss_coefficient"), False)
 # Fields that count layers of a checkpoint which predict tokens after the next one, and which transformers never builds.
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 OTHER_HEADS = {"classifier_dropout", "summary_first_dropout"}  # which no language model reads
@@ -59,7 +60,7 @@ def unread_fields(config: Config, models: Mapping[str, PreTrainedConfig]) -> lis
             continue
         lines: list[str] = []
         text, own = hf.get_text_config().to_dict(), config.model_of(role)
-        fields = {**hf.to_dict(), **text}
+        fields = {**hf.to_dict(), **text, **(text.get("ffn_config") or {})}  # the last is DBRX's
         numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and value}
         read, coef = inspect.getsource(architecture_of(hf)), f"{config.train_table_of(role)}.aux_loss_coef"
         for name in (name for name in TERMS if name in numbers and f".{name}" in read):

@@ -37,8 +37,8 @@ class PlanReady:
 class Decisions:
     """What extensions have said so far of the plans of a run."""
 
-    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value
-    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it
+    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value, where the first plan had another
+    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it, also to what a plan had
     notices: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()  # of the last plan
     final: bool = True  # whether the last plan has all settings
@@ -49,38 +49,41 @@ class Decisions:
 
     def explained(self, error: UserError) -> ConfigError:
         """The error of a plan with these settings, with who has set them."""
-        lines = [f"{key}: set to {toml_value(self.settings[key])} by {name}" for key, name in self.by.items()]
+        lines = [f"{key}: set to {toml_value(value)} by {self.by[key]}" for key, value in self.settings.items()]
         return ConfigError("\n".join([error.message, *lines]))
 
 
 def decide(plan: PlanReady, before: Decisions, *, run_dir: str) -> Decisions:
     """Ask each extension that plans, in the config's order. Raises a UserError of theirs, HookFailed for any other
     error, ContractError for what is no answer, and ConfigError for answers that contradict each other."""
-    settings, by = dict(before.settings), dict(before.by)
-    notices: list[str] = list(before.notices)
-    problems: list[str] = []
+    settings, by = dict(before.settings), {key: before.by[key] for key in before.settings}
+    new: set[str] = set()
+    # What is said of a plan is said again, or not, of the next one; but not why there is a next one.
+    reasons, remarks, problems = list(before.notices), list[str](), list[str]()
+    has = to_plain(plan.config)
     for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
         if answer is None:
             continue
         if not isinstance(answer, PlanAnswer):
             raise ContractError(f"{name}: plan_ready returned {type(answer).__name__}, expected PlanAnswer or None")
-        for key, value in answer.settings.items():
-            plain = to_plain(value)
-            if key in settings and settings[key] != plain:
+        wanted = {key: to_plain(value) for key, value in answer.settings.items()}
+        for key, value in wanted.items():
+            if settings.setdefault(key, value) != value:
                 raise ConfigError(
-                    f"{key}: {by[key]} sets it to {toml_value(settings[key])}, and {name} to {toml_value(plain)}; "
+                    f"{key}: {by[key]} sets it to {toml_value(settings[key])}, and {name} to {toml_value(value)}; "
                     "remove one of these extensions, or change its options"
                 )
-            settings[key], by[key] = plain, by.get(key, name)
-        notices += [line for line in answer.notices if line not in notices]
+            by.setdefault(key, name)
+        changed = {key for key, value in wanted.items() if key not in before.settings and _at(has, key) != value}
+        new |= changed
+        (reasons if changed else remarks).extend(answer.notices)
         problems += answer.problems
-    has = to_plain(plan.config)
     return Decisions(
-        settings=settings,
+        settings={key: value for key, value in settings.items() if key in before.settings or key in new},
         by=by,
-        notices=tuple(notices),
+        notices=tuple(dict.fromkeys(reasons if new else [*reasons, *remarks])),
         problems=tuple(problems),
-        final=all(_at(has, key) == value for key, value in settings.items() if key not in before.settings),
+        final=not new,
     )
 
 

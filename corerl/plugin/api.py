@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pluggy
 
-API = (1, 0)
+API = (2, 0)
 
 PROJECT = "corerl"
 hookspec = pluggy.HookspecMarker(PROJECT)

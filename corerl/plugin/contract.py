@@ -18,6 +18,7 @@ from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
+from corerl.plugin.moved import method_now
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
@@ -154,7 +155,9 @@ def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hook
         marked = True
         hook = options.get("specname") or attribute
         if hook not in HOOKS:
-            near = nearest(hook, HOOKS)
+            near, moved = nearest(hook, HOOKS), method_now(hook)
+            if moved and not options.get("optionalhook"):
+                raise ContractError(f"{name} implements {hook!r}, which is no hook of this corerl{moved}")
             if near or not options.get("optionalhook"):
                 hint = f"did you mean {near!r}?" if near else f"known hooks: {', '.join(HOOKS)}"
                 raise ContractError(f"{name} implements unknown hook {hook!r}; {hint}")

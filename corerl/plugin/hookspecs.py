@@ -1,4 +1,4 @@
-"""The contract between core and backends, API 1.0: the hooks a worker calls, in the order of a backend's life.
+"""The contract between core and backends, API 2.0: the hooks a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
 (`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe on the driver. Hooks are called on every rank.
@@ -38,7 +38,7 @@ __all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl"
 
 
 class Hooks:
-    """Every hook of API 1.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
     the backend's."""
 
     # ---- once --------------------------------------------------------------------------------------------------------

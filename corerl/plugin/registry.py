@@ -22,6 +22,7 @@ from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncom
 from corerl.imports import Where, importable
 from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
+from corerl.plugin.moved import PAGE, as_list, method_now, used, where_now
 from corerl.plugin.spec import (
     AlgorithmSpec,
     BackendSpec,
@@ -189,6 +190,7 @@ def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Instal
         except PluginIncompatible as error:
             status = Status.INCOMPATIBLE
             reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
+            reason += f"; what changed: {PAGE}" if error.api < API else ""
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
         if status is Status.OK and (conflict := _conflict(kind, entry, rivals)):
@@ -303,8 +305,16 @@ def locate(kind: Kind, name: str) -> Entry:
 
 def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
     """Import the class that the spec names, and with it torch; or `value`, where the spec names several. Raises
-    PluginBroken with its cause chained."""
-    return _import(kind.noun, str(loaded), value or loaded.spec.implementation, cure=lambda: _cure(loaded))
+    PluginBroken with its cause chained, or with the methods that it lacks."""
+    code = value or loaded.spec.implementation
+    found = _import(kind.noun, str(loaded), code, cure=lambda: _cure(loaded))
+    if lacks := sorted(getattr(found, "__abstractmethods__", ())):
+        moved = "".join(method_now(name) for name in dir(found) if kind is Kind.BACKENDS)
+        raise PluginBroken(
+            f"{kind.noun} {loaded}: {code} lacks {', '.join(lacks)}, which have no default; "
+            f"implement {'them' if len(lacks) > 1 else 'it'}{moved}"
+        )
+    return found
 
 
 def scan(kind: Kind) -> Sequence[Entry]:
@@ -380,7 +390,9 @@ def _import(noun: str, label: str, value: str, *, cure: Callable[[], str]) -> An
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything
-        raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure()}") from error
+        raise PluginBroken(
+            f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{where_now(error) or cure()}"
+        ) from error
     return found
 
 
@@ -398,7 +410,7 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
     if major != API[0] or minor > API[1]:
         error = PluginIncompatible(
             f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, but this corerl supports {_dotted(API)}; "
-            f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
+            f"{_changes(entry, spec.api)}install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
             f"or a corerl that supports {_dotted(spec.api)}"
         )
         error.api = spec.api
@@ -407,6 +419,15 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
         raise PluginBroken(
             f"{kind.noun} {entry}: {entry.value} has config={spec.config!r}, expected a frozen attrs class"
         )
+
+
+def _changes(entry: Entry, api: tuple[int, int]) -> str:
+    """The clause of the error for a plugin of an older API: what has changed since, and what it uses of that."""
+    if api > API:
+        return ""
+    uses = used(entry.value, api)
+    own = f"; of that it uses {as_list(uses)}" if uses else ""
+    return f"what changed: {PAGE}, the table of API {_dotted(API)}{own}; "
 
 
 def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFound:

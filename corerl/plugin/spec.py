@@ -290,7 +290,9 @@ class PlanAnswer:
     # table is replaced as a whole. Extensions that set one differently end the planning, and so do settings with which
     # the run cannot be planned.
     settings: Mapping[str, Any] = field(factory=dict)
-    notices: Sequence[str] = ()  # a line each, among a run's first and those of `corerl config check`
+    # A line each, among a run's first and those of `corerl config check`. If the run is planned again, those of answers
+    # that want it stay.
+    notices: Sequence[str] = ()
     # A line each, which begins with the setting to change. They end the planning, unless it begins again.
     problems: Sequence[str] = ()
 

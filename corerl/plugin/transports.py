@@ -18,7 +18,7 @@ IPC = TransportSpec(
     sender="corerl.weights.transports.ipc:IpcSender",
     receiver="corerl.weights.transports.ipc:IpcReceiver",
     capability=Capability.UPDATE_IPC,
-    api=(1, 0),
+    api=(2, 0),
     summary="CUDA IPC, or shared memory on a CPU, between the processes of one device",
     one_device=True,
 )
@@ -26,7 +26,7 @@ COLLECTIVE = TransportSpec(
     sender="corerl.weights.transports.collective:CollectiveSender",
     receiver="corerl.weights.transports.collective:CollectiveReceiver",
     capability=Capability.UPDATE_COLLECTIVE,
-    api=(1, 0),
+    api=(2, 0),
     summary="broadcasts in a group of ranks and engines, over NCCL or gloo",
     joins=True,
 )
@@ -34,7 +34,7 @@ DISK = TransportSpec(
     sender="corerl.weights.transports.disk:DiskSender",
     receiver="corerl.weights.transports.disk:DiskReceiver",
     capability=Capability.UPDATE_DISK,
-    api=(1, 0),
+    api=(2, 0),
     summary="safetensors files in a shared directory",
     give_up="corerl.weights.transports.disk:DiskReceiver.give_up",
 )

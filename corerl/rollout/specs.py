@@ -5,6 +5,6 @@ from corerl.plugin.spec import NoOptions, SamplerSpec
 PROMPTS = SamplerSpec(
     implementation="corerl.rollout.sampler:PromptSampler",
     config=NoOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="each sample is one response to its prompt",
 )

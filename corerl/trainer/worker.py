@@ -118,6 +118,11 @@ class Worker:
         """The rank's startup phase; "" after `init`."""
         return self.backend.phase or self._starting
 
+    @property
+    def hook(self) -> str:
+        """The plugins' method that runs, such as forward_backward in `train`; "" between two."""
+        return self.host.running
+
     def collectives(self) -> dict[str, int]:
         return collectives_begun()
 

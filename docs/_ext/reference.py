@@ -1,4 +1,5 @@
-"""Write what the code knows best into the pages: a line `<!-- reference: NAME -->` becomes Markdown made from it.
+"""What the code knows best, as Markdown: `python docs/quoted.py` writes it into the pages, under a line
+`<!-- reference: NAME -->`.
 
 config        a table for each table of the TOML file, from corerl.config.schema
 plugins       a table for each table of an engine or algorithm of CoreRL's, and of its backends that are installed
@@ -28,7 +29,6 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import attrs
-from sphinx.application import Sphinx
 
 import corerl
 import corerl_testing
@@ -48,8 +48,8 @@ from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
 from corerl_testing.suite import CHECKS
 
-MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python prints of objects
 MODELS = Path(__file__).parent.parent.parent / "benchmarks/results/models.json"
 CORE = Path(errors.__file__).parent
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
@@ -144,7 +144,7 @@ def hooktypes_reference() -> str:
     for name, named in found.items():
         code = inspect.getsource(named).rstrip()
         package = ".".join(named.__module__.split(".")[:2])
-        lines += [f"### `{name}`", "", f"`{package}.{name}`", "", "```python", code, "```", ""]
+        lines += [f"### `{name}`", "", f"`{package}.{name}`", "", "```python3", code, "```", ""]
     return "\n".join(lines)
 
 
@@ -179,7 +179,7 @@ def public_reference(circle: str) -> str:
                 paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
                 text = re.split(r"(?<=[.;]) ", paragraph, maxsplit=1)[0].rstrip(".;")
             else:  # a constant or an alias, of which what it is says most
-                text = f"`{value if isinstance(value, str) else MODULES.sub('', str(value))}`"
+                text = "`" + (value if isinstance(value, str) else ADDRESS.sub("", MODULES.sub("", str(value)))) + "`"
             escaped = text.replace("|", "\\|")
             lines.append(f"| `{name}` | {escaped} |")
         lines.append("")
@@ -298,12 +298,3 @@ REFERENCES = {
     "testers": partial(public_reference, "testers"),
     "inputs": inputs_reference,
 }
-
-
-def fill_in(app: Sphinx, document: str, source: list[str]) -> None:
-    source[0] = MARK.sub(lambda mark: REFERENCES[mark[1]](), source[0])
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("source-read", fill_in)
-    return {"parallel_read_safe": True}

@@ -31,13 +31,13 @@ def run(args):
 """
 MODULES = {
     "hello_code": HELLO,
-    "hello": SPEC.format(code="hello_code", api=(1, 0), summary="greets 100% of you"),
-    "later": SPEC.format(code="no_code", api=(2, 0), summary="of another time"),
+    "hello": SPEC.format(code="hello_code", api=(2, 0), summary="greets 100% of you"),
+    "later": SPEC.format(code="no_code", api=(3, 0), summary="of another time"),
     "bad": "import a_library_that_is_not_there",
-    "absent": SPEC.format(code="no_code", api=(1, 0), summary="has no code"),
-    "mute": SPEC.format(code="mute_code", api=(1, 0), summary="has no run"),
+    "absent": SPEC.format(code="no_code", api=(2, 0), summary="has no code"),
+    "mute": SPEC.format(code="mute_code", api=(2, 0), summary="has no run"),
     "mute_code": "def add_arguments(parser):\n    pass\n",
-    "fails": SPEC.format(code="fails_code", api=(1, 0), summary="fails"),
+    "fails": SPEC.format(code="fails_code", api=(2, 0), summary="fails"),
     "fails_code": "def add_arguments(parser):\n    raise SystemExit(0)\n",
 }
 POINTS = {
@@ -101,7 +101,7 @@ def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixtur
     shown = shown_help(capsys)
     assert "train train as a configuration specifies" in shown
     assert "hello greets 100% of you" in shown
-    assert "later incompatible: written for API 2.0, but this corerl supports 1.0" in shown
+    assert "later incompatible: written for API 3.0, but this corerl supports 2.0" in shown
     assert "bad broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there'" in shown
     assert "corerl-many:both greets 100% of you corerl-other:both greets 100% of you" in shown
     assert "corerl-hello:train greets 100% of you" in shown
@@ -128,7 +128,7 @@ def test_only_the_chosen_commands_code_is_imported(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("later", "command 'later' (corerl-many 0.1) was written for API 2.0, but this corerl supports 1.0; "),
+        ("later", "command 'later' (corerl-many 0.1) was written for API 3.0, but this corerl supports 2.0; "),
         ("bad", "command 'bad' (corerl-many 0.1) cannot be loaded from commands_bad:SPEC: ModuleNotFoundError: "),
         (
             "absent",

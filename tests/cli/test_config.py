@@ -148,7 +148,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "rollout.stop: 'two words' is ['<unk>'",
         "data.source: unknown source 'nope'",
         "reward.name: unknown reward 'exakt'",
-        "weights.transport: unknown weight transport 'pigeon'",
+        "weights.transport: unknown transport 'pigeon'",
         "algorithm.loss: unknown loss 'cliped'",
         "roles.actor.ranks = 2 requires 'multi-rank', which the backend 'plain' does not support: it is one process",
     )

@@ -41,7 +41,7 @@ class Options:
     words: dict[str, str] = option("by name", factory=lambda: {{"a b": 'say "c"'}})
     on: bool = option("whether at all", default=True)
 
-SPEC = {kind}Spec(implementation="nowhere:Code", config=Options, api=(1, 0), summary="a {kind} to print"{more})
+SPEC = {kind}Spec(implementation="nowhere:Code", config=Options, api=(2, 0), summary="a {kind} to print"{more})
 """
 
 

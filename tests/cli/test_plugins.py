@@ -32,7 +32,7 @@ SPEC = BackendSpec(implementation="nowhere:Code", config=Options, api={api}, sum
 
 @pytest.fixture(autouse=True)
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {"good": SPEC.format(api=(1, 0)), "later": SPEC.format(api=(2, 0)), "bad": BROKEN, "no_engine": BROKEN}
+    modules = {"good": SPEC.format(api=(2, 0)), "later": SPEC.format(api=(3, 0)), "bad": BROKEN, "no_engine": BROKEN}
     for name, source in modules.items():
         kind = "engines" if name == "no_engine" else "backends"
         metadata = tmp_path / f"corerl_{name}-0.3.1.dist-info"
@@ -48,12 +48,12 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
     rows = {line[0]: line[1:] for line in lines[1:]}
-    assert rows["good"] == ["corerl-good", "0.3.1", "1.0", "ok: a small backend"]
+    assert rows["good"] == ["corerl-good", "0.3.1", "2.0", "ok: a small backend"]
     assert rows["later"] == [
         "corerl-later",
         "0.3.1",
-        "2.0",
-        "incompatible: written for API 2.0, but this corerl supports 1.0",
+        "3.0",
+        "incompatible: written for API 3.0, but this corerl supports 2.0",
     ]
     assert rows["bad"] == [
         "corerl-bad",
@@ -103,8 +103,8 @@ def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told
     rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
     reason = "conflict: provided by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
     assert rivals == [
-        ["corerl-good", "0.3.1", "1.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
-        ["other", "2.0", "1.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
+        ["corerl-good", "0.3.1", "2.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
+        ["other", "2.0", "2.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
     ]
     assert lines[-1] == (
         f"corerl-good is found twice; not used: 0.1 in {earlier}/corerl_good-0.1.egg-info (corerl doctor good)"
@@ -121,7 +121,7 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], ab
         "value": "cli_good:SPEC",
         "status": "ok",
         "reason": "",
-        "api": [1, 0],
+        "api": [2, 0],
         "summary": "a small backend",
         "shadowed": [],
     }
@@ -138,7 +138,7 @@ def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     rows = {line[0]: line[1:] for line in lines[1:]}
     version = corerl.__version__
-    assert rows["transformers"] == ["corerl", version, "1.0", "ok: transformers' own generate(), on CPU or GPU"]
+    assert rows["transformers"] == ["corerl", version, "2.0", "ok: transformers' own generate(), on CPU or GPU"]
     assert rows["no_engine"] == [
         "corerl-no_engine",
         "0.3.1",
@@ -158,7 +158,7 @@ def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[st
         "value": "corerl.observability.specs:JSONL",
         "status": "ok",
         "reason": "",
-        "api": [1, 0],
+        "api": [2, 0],
         "summary": "metrics.jsonl and samples.jsonl in the run directory",
         "shadowed": [],
     }

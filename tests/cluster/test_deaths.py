@@ -22,6 +22,7 @@ from ray.exceptions import (
 )
 
 from corerl.cluster.deaths import cause, death
+from corerl.cluster.watchdog import Status
 
 # What Ray 2.60 says, with fewer of its lines.
 SAID = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 6aca) \
@@ -43,6 +44,16 @@ def told(error: RayError) -> str:
     assert died.details == str(error)
     assert "\n" not in died.message
     return died.message
+
+
+def test_a_death_names_the_hook_it_was_last_heard_of_in() -> None:
+    status = Status(hook="forward_backward", place="mine/backend.py:7 in outputs")
+    died = death("actor rank 1", "train", WorkerCrashedError(), status)
+    assert died is not None
+    assert died.message.startswith("actor rank 1: its process died during train (")
+    assert "; last heard of in the hook forward_backward); unless someone killed it" in died.message
+    between = death("actor rank 1", "train", WorkerCrashedError(), Status())
+    assert between is not None and "last heard of" not in between.message
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
-from corerl.config.schema import RolloutConfig
-from corerl.driver.sampling import rows_of_a_call
+from corerl.config.schema import RewardConfig, RolloutConfig
+from corerl.driver.sampling import make_sampler, rows_of_a_call, samplers_of_sets
 from corerl.engines.base import UNLIMITED
+from corerl.rollout.sampler import Sampler
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,46 @@ def test_a_call_gets_no_more_than_its_share_of_a_batch_where_later_ones_are_draw
 ) -> None:
     rollout = RolloutConfig(source=source, prompts=64, samples=4)  # type: ignore[arg-type]
     assert rows_of_a_call(rollout, replicas=replicas, calls=calls) == rows
+
+
+class Asked(Sampler):
+    """A sampler that only keeps how it was made, and whether it was closed."""
+
+    closed = False
+
+    async def draw(self, prompts: Any, request: Any, **_: Any) -> Any:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def planned(special_tokens: bool, *sets: bool) -> Any:
+    rewarding = RewardConfig(special_tokens=special_tokens)
+    own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept)) for kept in sets]
+    rollout = Mock(rewarding=rewarding, sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
+    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)))
+
+
+def test_a_set_whose_reward_reads_special_tokens_has_a_sampler_that_keeps_them() -> None:
+    plan, fleet = planned(False, False, True, True), Mock()
+    with contextlib.ExitStack() as stack:
+        first = make_sampler(plan, fleet, Mock(), stack, special_tokens=False)
+        same, other, again = samplers_of_sets(plan, fleet, first, Mock(), stack)
+        assert same is first and other is again and other is not first
+        assert [each.context.special_tokens for each in (first, other)] == [False, True]
+        assert not first.closed  # type: ignore[attr-defined]
+    assert first.closed and other.closed  # type: ignore[attr-defined]
+
+
+def test_a_sampler_gets_its_options_and_what_the_run_knows() -> None:
+    fleet = Mock()
+    with contextlib.ExitStack() as stack:
+        made = make_sampler(planned(True), fleet, Mock(), stack, special_tokens=True)
+    known = made.context
+    assert made.options == "options" and known.generate is fleet.generate and known.loop is fleet.loop
+    assert (known.seed, known.context_length, known.calls, known.special_tokens) == (5, 64, 3, True)
+
+
+def test_a_run_that_samples_nothing_has_no_samplers() -> None:
+    assert samplers_of_sets(planned(False), None, None, Mock(), contextlib.ExitStack()) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,16 @@ from corerl.config.load import config_of
 from corerl.plan.make import make_plan
 from corerl.plugin.registry import Kind, Status, installed
 from tests.end_to_end.command import metrics
-from tests.examples.installing import install_example
+from tests.examples.packages import put
 from tests.in_process import execute_here, small
 
 
 @pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_example("environment", tmp_path / "site", monkeypatch)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(put("environment", tmp_path / "site")))
+    yield
+    for module in [name for name in sys.modules if name.partition(".")[0] == "my_sums"]:
+        del sys.modules[module]
 
 
 def worth(sample: dict[str, str]) -> float:

@@ -22,7 +22,7 @@ Install = Callable[..., Path]
 
 DISPLAY = """
 from corerl.plugin import DisplaySpec
-SPEC = DisplaySpec(implementation="NAME_code:shown", api=(1, 0), summary="a display")
+SPEC = DisplaySpec(implementation="NAME_code:shown", api=(2, 0), summary="a display")
 """
 CODE = """
 class Shown(list):

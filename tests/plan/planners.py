@@ -38,6 +38,8 @@ class Planner:
                 raise DataError("data.source: not on Sundays; use another")
             case "returns a dict":
                 return {"settings": options.settings}
+            case "counts":
+                return PlanAnswer(notices=[f"{plan.config.run.steps} steps"])
             case "changes its mind":
                 return PlanAnswer(settings={"train.mini_batches": plan.config.train.mini_batches + 1})
             case _:
@@ -57,7 +59,7 @@ class Silent:
 FIRST = ExtensionSpec(
     implementation="tests.plan.planners:Planner",
     config=Answers,
-    api=(1, 0),
+    api=(2, 0),
     summary="answers as its options say",
     process=Process.DRIVER,
     plans=True,

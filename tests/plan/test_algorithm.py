@@ -63,7 +63,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 SPEC = AlgorithmSpec(
     implementation="tests.plan.test_algorithm:FromFiles",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="of a test",
     samples=False,
     defaults={"aggregation": "constant-length", "overlong": "penalty", "dynamic_sampling": 3},

@@ -37,14 +37,21 @@ def router_loss(model_type: str, **fields: Any) -> PreTrainedConfig:
     return smallest_config(model_type, output_router_logits=True, **fields)
 
 
-def test_a_coefficient_that_only_transformers_reads_is_said(config: Config) -> None:
-    hf = router_loss("qwen3_moe", router_aux_loss_coef=0.125)
-    assert unread_fields(config, {"actor": hf}) == [
-        (
-            "model.config: router_aux_loss_coef=0.125 changes transformers' loss, not CoreRL's; set "
-            "train.aux_loss_coef=0.125 to have it"
-        )
-    ]
+@pytest.mark.parametrize(
+    ("model_type", "name", "fields"),
+    [
+        ("qwen3_moe", "router_aux_loss_coef", {"router_aux_loss_coef": 0.125}),
+        ("dbrx", "moe_loss_weight", {"ffn_config": {"moe_loss_weight": 0.125}}),
+    ],
+)
+def test_a_coefficient_that_only_transformers_reads_is_said(
+    config: Config, model_type: str, name: str, fields: dict[str, Any]
+) -> None:
+    hf = router_loss(model_type, **fields)
+    line = (
+        f"model.config: {name}=0.125 changes transformers' loss, not CoreRL's; set train.aux_loss_coef=0.125 to have it"
+    )
+    assert unread_fields(config, {"actor": hf}) == [line]
     assert unread_fields(balancing(config), {"actor": hf}) == []
 
 

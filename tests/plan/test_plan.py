@@ -36,7 +36,7 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
 
 
 def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:
-    always = extension_spec.replace("api=(1, 0),", 'api=(1, 0), joins="always",')
+    always = extension_spec.replace("api=(2, 0),", 'api=(2, 0), joins="always",')
     install("corerl-all", {"extensions": {"all": "all_p:SPEC"}}, all_p=always)
     plan = make_plan(config_in(tmp_path / "run", extensions=[{"name": "jsonl"}]))
     assert [each.name for each in plan.extensions][:1] == ["jsonl"] and "all" in {each.name for each in plan.extensions}

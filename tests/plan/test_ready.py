@@ -57,6 +57,19 @@ def test_a_table_is_set_as_a_whole(tmp_path: Path) -> None:
     assert plan.record["train"]["schedule"].items() >= schedule.items() and plan.run.steps == 7
 
 
+def test_remarks_on_a_plan_go_with_it_and_reasons_stay(tmp_path: Path) -> None:
+    plan = planned(tmp_path, FIRST={"does": "counts"}, SECOND={"settings": {"run.steps": 7}, "notices": ["as asked"]})
+    assert plan.notices == ("as asked", "7 steps")
+
+
+def test_a_setting_that_a_plan_had_is_free_in_the_next(tmp_path: Path) -> None:
+    kept, other = {"settings": {"run.seed": 0}}, {"settings": {"run.steps": 7}}
+    planned(tmp_path, FIRST=kept, SECOND=other)
+    assert [each.config.run.seed for each in SEEN] == [0] * 4
+    found = message(ConfigError, tmp_path, FIRST=kept, SECOND={"settings": {"run.seed": 3}})
+    assert found.startswith("run.seed: extension:FIRST sets it to 0, and extension:SECOND to 3; ")
+
+
 def test_what_the_plan_has_is_not_planned_again(tmp_path: Path) -> None:
     plan = planned(tmp_path, FIRST={"settings": {"train.recompute": "none", "run.seed": 0}})
     assert len(SEEN) == 1 and plan.record["train"]["recompute"] == "none"

@@ -36,7 +36,7 @@ def check(options: Options, run: Any) -> Iterator[Problem]:
 SPEC = SamplerSpec(
     implementation="corerl.rollout.sampler:PromptSampler",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="for tests",
     check=check,
     prompts=lambda options: [{"prompt": f"{index}>", "answer": str(index)} for index in range(options.count)],

@@ -26,7 +26,7 @@ def check(options, cluster):
 SPEC = BackendSpec(
     implementation="IMPLEMENTATION",
     config=Options,
-    api=(1, 0),
+    api=(2, 0),
     summary="a small backend",
     capabilities={Capability.CRITIC: unsupported("no value head")},
     check=check,
@@ -94,6 +94,6 @@ class Options:
     every: int = field(default=1, metadata={"help": "steps"})
 
 SPEC = ExtensionSpec(
-    implementation="IMPLEMENTATION", config=Options, api=(1, 0), summary="an extension", process=Process.WORKER
+    implementation="IMPLEMENTATION", config=Options, api=(2, 0), summary="an extension", process=Process.WORKER
 )
 """

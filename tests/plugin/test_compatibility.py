@@ -125,17 +125,17 @@ def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
 def test_a_backend_of_a_later_major_api_is_listed_with_the_reason_and_refused_when_selected(
     install: Install, backend_spec: str
 ) -> None:
-    install("corerl-other", {"backends": {"other": "major:SPEC"}}, major=backend_spec.replace("(1, 0)", "(2, 0)"))
+    install("corerl-other", {"backends": {"other": "major:SPEC"}}, major=backend_spec.replace("(2, 0)", "(3, 0)"))
     (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
-    assert (other.status, other.api) == (Status.INCOMPATIBLE, (2, 0))
-    assert other.reason == "written for API 2.0, but this corerl supports 1.0"
-    with pytest.raises(PluginIncompatible, match=r"^backend 'other' \(corerl-other 0\.1\.0\) was written for API 2\.0"):
+    assert (other.status, other.api) == (Status.INCOMPATIBLE, (3, 0))
+    assert other.reason == "written for API 3.0, but this corerl supports 2.0"
+    with pytest.raises(PluginIncompatible, match=r"^backend 'other' \(corerl-other 0\.1\.0\) was written for API 3\.0"):
         load(Kind.BACKENDS, "other")
 
 
 @pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])
 def test_an_api_that_is_no_pair_of_numbers_is_broken(api: str, install: Install, backend_spec: str) -> None:
-    install("corerl-other", {"backends": {"other": "pairless:SPEC"}}, pairless=backend_spec.replace("(1, 0)", api))
+    install("corerl-other", {"backends": {"other": "pairless:SPEC"}}, pairless=backend_spec.replace("(2, 0)", api))
     (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
     assert other.status is Status.BROKEN
     assert other.reason.endswith(f"pairless:SPEC has api={api}, expected (major, minor)")

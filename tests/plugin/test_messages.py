@@ -84,7 +84,7 @@ CASES = {
         message="unknown backend 'misspellt'; installed: {installed}; did you mean 'misspelt'?",
     ),
     "twofold": Case(
-        source=SPEC.format(api="(1, 0)"),
+        source=SPEC.format(api="(2, 0)"),
         offered_by=("corerl-twofold", "rival"),
         error="PluginConflict",
         message=(
@@ -93,11 +93,11 @@ CASES = {
         ),
     ),
     "later": Case(
-        source=SPEC.format(api="(2, 0)"),
+        source=SPEC.format(api="(3, 0)"),
         offered_by=("corerl-later",),
         error="PluginIncompatible",
-        message="backend 'later' (corerl-later 0.2) was written for API 2.0, but this corerl supports 1.0; "
-        "install a release of corerl-later for API 1.0, or a corerl that supports 2.0",
+        message="backend 'later' (corerl-later 0.2) was written for API 3.0, but this corerl supports 2.0; "
+        "install a release of corerl-later for API 2.0, or a corerl that supports 3.0",
     ),
     "shadowed": Case(  # stale metadata of an older version come first on sys.path
         source="import a_library_that_is_not_there",
@@ -138,7 +138,7 @@ def amiss(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if case.source is not None:
             (site / f"{name}_spec.py").write_text(case.source)
     distribution(site, "corerl-newer", "newer = newer_spec:SPEC", version="0.3")
-    (site / "newer_spec.py").write_text(SPEC.format(api="(1, 0)"))
+    (site / "newer_spec.py").write_text(SPEC.format(api="(2, 0)"))
     return site
 
 
@@ -148,7 +148,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("good")
     for name in (*CASES, "newer"):
         distribution(site, f"corerl-{name}", f"{name} = {name}_spec:SPEC")
-        (site / f"{name}_spec.py").write_text(SPEC.format(api="(1, 0)"))
+        (site / f"{name}_spec.py").write_text(SPEC.format(api="(2, 0)"))
     return site
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.plugin.api import API
 from corerl.plugin.registry import (
     Installed,
     Kind,
@@ -47,7 +48,7 @@ def test_a_backend_is_found_by_its_name_alone_with_where_it_came_from(install: I
             version="0.3.1",
             value="mine_a:SPEC",
             status=Status.OK,
-            api=(1, 0),
+            api=(2, 0),
             summary="a small backend",
         )
     ]
@@ -175,26 +176,28 @@ def test_a_module_path_to_what_is_no_spec_or_to_the_program_itself_is_told(insta
         load(Kind.BACKENDS, "__main__:SPEC")
 
 
-@pytest.mark.parametrize("api", [(2, 0), (1, 1), (0, 9)])
+@pytest.mark.parametrize("api", [(3, 0), (2, 1), (1, 0), (0, 9)])
 def test_a_backend_of_another_api_is_refused_with_both_versions(
     install: Install, backend_spec: str, api: tuple[int, int]
 ) -> None:
     major, minor = api
+    changed = "" if api > API else "what changed: docs/versioning.md, the table of API 2.0; "
     install(
         "corerl-mine",
         {"backends": {"mine": "mine_k:SPEC"}},
-        mine_k=backend_spec.replace("(1, 0)", repr(api)),
+        mine_k=backend_spec.replace("(2, 0)", repr(api)),
     )
     with pytest.raises(PluginIncompatible) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, but this corerl supports 1.0; "
-        f"install a release of corerl-mine for API 1.0, or a corerl that supports {major}.{minor}"
+        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, but this corerl supports 2.0; "
+        f"{changed}install a release of corerl-mine for API 2.0, or a corerl that supports {major}.{minor}"
     )
     assert pickle.loads(pickle.dumps(caught.value)).api == api  # as on its way through Ray
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
-    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 1.0"
+    hint = "" if api > API else "; what changed: docs/versioning.md"
+    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.0{hint}"
 
 
 def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:

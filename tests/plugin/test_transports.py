@@ -21,7 +21,7 @@ SPEC = TransportSpec(
     receiver="pigeons:Roost",
     give_up="pigeons:Roost.leave",
     capability=Capability.UPDATE_DISK,
-    api=(1, 0),
+    api=(2, 0),
     summary="by air",
 )
 
@@ -68,7 +68,7 @@ def test_a_wheel_that_is_missing_has_its_extra_named(monkeypatch: pytest.MonkeyP
 
 def test_one_for_another_contract_or_that_cannot_be_imported_says_so(install: Install) -> None:
     points = {"transports": {"early": "early:SPEC", "torn": "torn:SPEC"}}
-    install("corerl-birds", points, early=SPEC.replace("(1, 0)", "(99, 0)"), torn="import no_such_library")
+    install("corerl-birds", points, early=SPEC.replace("(2, 0)", "(99, 0)"), torn="import no_such_library")
     with pytest.raises(PluginIncompatible, match=r"^transport 'early' \(corerl-birds 0.1.0\) was written for API 99.0"):
         transport_named("early")
     with pytest.raises(PluginBroken, match=r"no_such_library.*; repair or reinstall corerl-birds$"):

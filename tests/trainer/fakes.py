@@ -72,7 +72,7 @@ def check_model(config: FakeConfig, cluster: ClusterInfo) -> Iterable[Problem]:
 SPEC = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",
     config=FakeConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="a fake",
     check=check,
     data_parallel=data_parallel,
@@ -86,14 +86,14 @@ NO_REPLAY = evolve(
 CHOOSY = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",
     config=FakeConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="a fake that cannot take every model",
     check=check_model,
 )
 LIMITED = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",
     config=FakeConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="a fake that can do little",
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process"),

@@ -14,6 +14,6 @@ class LoopOptions:
 SPEC = EngineSpec(
     implementation="my_engine.loop:LoopEngine",
     config=LoopOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="a loop over a transformers model, one prompt at a time",
 )

@@ -8,7 +8,7 @@ from corerl.errors import UserError
 from corerl.plugin import CommandSpec
 
 SPEC = CommandSpec(
-    implementation="corerl_best:add_arguments", api=(1, 0), summary="the step at which a metric was largest"
+    implementation="corerl_best:add_arguments", api=(2, 0), summary="the step at which a metric was largest"
 )
 
 

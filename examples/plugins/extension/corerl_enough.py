@@ -39,7 +39,7 @@ class Enough:
 SPEC = ExtensionSpec(
     implementation="corerl_enough:Enough",
     config=EnoughOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="stops a run once a metric has been high enough for some steps",
     process=Process.DRIVER,
 )

@@ -13,7 +13,7 @@ from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import load_tokenizer
 from corerl.ops import hash_key
 from corerl.rollout import Rollout, in_thread
-from corerl.rollout.sampler import Generate
+from corerl_testing import Generate
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
 PARAMS = SamplingParams(max_tokens=12, stop_tokens=(2,))

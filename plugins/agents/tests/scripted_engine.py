@@ -11,10 +11,9 @@ from attrs import evolve
 
 from corerl.config import ModelConfig
 from corerl.engines import EngineContext, GenerateRequest, Generation, Told
-from corerl.engines.specs import TRANSFORMERS
-from corerl.engines.transformers import TransformersEngine
 from corerl.models import load_tokenizer
 from corerl.types import offsets_of
+from corerl_testing import TRANSFORMERS, TransformersEngine
 
 NAME = "plugins.agents.tests.scripted_engine:SPEC"
 CALL = (

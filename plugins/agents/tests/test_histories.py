@@ -21,26 +21,30 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.algorithms import LossInputs
-from corerl.algorithms.losses import clipped
 from corerl.config import ModelConfig, RolloutConfig
 from corerl.data import Prompt, plan_steps
-from corerl.data.packing import pack
-from corerl.driver.advantages import compute_advantages
 from corerl.engines import GenerateRequest, Generation
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Reward, Rollout, Scored
-from corerl.rollout.evaluation import EvalSet, evaluate
-from corerl.rollout.rewards.outcomes import OutcomeScorer
-from corerl.rollout.sources.base import exact_share
-from corerl.rollout.sources.recorded import read_rollout, write_rollout
 from corerl.types import ParallelLayout
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import scripted
-from corerl_testing.trial import Trial
+from corerl_testing import (
+    EvalSet,
+    OutcomeScorer,
+    TransformersConfig,
+    TransformersEngine,
+    Trial,
+    clipped,
+    compute_advantages,
+    evaluate,
+    exact_share,
+    pack,
+    read_rollout,
+    write_rollout,
+)
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics

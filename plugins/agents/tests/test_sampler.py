@@ -19,16 +19,13 @@ from attrs import evolve
 from corerl.config import ModelConfig
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.stops import until_stop
-from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed, RewardError
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler, in_thread
-from corerl.rollout.rewards.outcomes import OutcomeScorer
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_testing import OutcomeScorer, TransformersConfig, TransformersEngine, until_stop
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.samplers import episode_sampler
 from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update

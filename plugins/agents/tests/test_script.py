@@ -17,7 +17,7 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import _drawn, byte_tokenizer, scripted
-from corerl_testing.models import tiny_fields
+from corerl_testing import tiny_fields
 from plugins.agents.tests.samplers import episode_sampler
 from tests.rollout.samplers import prompt_sampler
 

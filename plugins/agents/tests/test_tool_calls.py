@@ -443,7 +443,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
         "def read(text, tools):\n"
         "    content, found, name = text.partition('CALL ')\n"
         "    return content, [{'name': name, 'arguments': {'of': len(tools)}}] if found else []\n"
-        "SPEC = ToolFormatSpec(implementation='my_calls:read', api=(1, 0), summary='s', template='CALL')\n"
+        "SPEC = ToolFormatSpec(implementation='my_calls:read', api=(2, 0), summary='s', template='CALL')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     info = tmp_path / "mine-1.0.dist-info"
@@ -466,7 +466,7 @@ def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
         broken.read("5", TOOLS)
     assert Kind.TOOL_FORMATS.noun == "tool format" and "mine" in tool_calls.names()
-    assert ToolFormatSpec(implementation="", api=(1, 0), summary="").template == ""
+    assert ToolFormatSpec(implementation="", api=(2, 0), summary="").template == ""
 
 
 def test_calls_are_sent_as_openai_does_and_known_again_however_they_are_written() -> None:

@@ -17,7 +17,7 @@ def probe():
     {probe}
 
 SPEC = BackendSpec(
-    implementation="{code}", config=Options, api=(1, 0), summary="amiss", probe=probe,
+    implementation="{code}", config=Options, api=(2, 0), summary="amiss", probe=probe,
     environment=lambda options, cluster: {{"MINE_RANKS": str(cluster.ranks)}},
 )
 """

@@ -17,7 +17,7 @@ from corerl.plugin.spec import Finding, Level
 from corerl_doctor import installation
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
-from corerl_doctor.plugins import finding_of
+from corerl_doctor.plugins import finding_of, look_named
 from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
@@ -59,7 +59,7 @@ def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_ar
     assert leaves.what.endswith("backend 'leaves' (corerl-leaves 0.1), ended its process with status 3")
     told = [finding.what for finding in findings]
     assert any(
-        text.startswith("backend 'fsdp' (corerl-fsdp ") and "loads, written for API 1.0" in text for text in told
+        text.startswith("backend 'fsdp' (corerl-fsdp ") and "loads, written for API 2.0" in text for text in told
     )
     assert any(text.startswith("extension 'jsonl' (corerl ") for text in told)
 
@@ -101,7 +101,7 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
     told = [finding.what for finding in findings]
     tried = "backend 'tried' (corerl-tried 0.1): "
     assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
-        "tried_spec:SPEC loads, written for API 1.0",
+        "tried_spec:SPEC loads, written for API 2.0",
         "corerl_testing.plain.backend:PlainBackend can be imported",
         "its hooks meet the contract",
         "by default its processes get MINE_RANKS=1",
@@ -137,8 +137,8 @@ def test_an_environment_that_raises_is_told_as_that(site: Path) -> None:
 @forked
 def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
     distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
-    distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(1, 0)", "(2, 0)"))
-    distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(1, 0)", "(0, 3)"))
+    distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(2, 0)", "(3, 0)"))
+    distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(2, 0)", "(0, 3)"))
     for name in ("one", "two"):
         distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
 
@@ -302,3 +302,15 @@ def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
     found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
     assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
     assert found.mend == f"see {tmp_path}/notices.jsonl"
+
+
+def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:
+    def told(backend: str) -> list[str]:
+        findings = [each for each in look_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
+        return [each.what.partition(": ")[2] for each in amiss(findings)]
+
+    assert told("FORGETS_OTHER_PAIRS") == []  # has a variant on four
+    assert told("RANK_DEPENDENT_METRICS") == []  # every rank has samples of its own
+    assert told("ANSWERS_ON_EVERY_RANK") == [
+        "its data_parallel is not always the number of ranks, and no variant has ranks=4"
+    ]

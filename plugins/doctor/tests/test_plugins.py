@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from corerl.cli.child import Begins
-from corerl_doctor.plugins import look_named
+from corerl.errors import PluginBroken
+from corerl.plugin.registry import Kind
+from corerl_doctor.plugins import finding_of, look_named
 from corerl_sglang import SPEC
 
 
@@ -17,7 +19,13 @@ def test_an_engine_is_imported_and_its_probe_asked() -> None:
     assert probed and found[-len(probed) :] == probed
 
 
+def test_a_command_that_cannot_be_loaded_cannot_be_called() -> None:
+    error = PluginBroken("command 'mine' cannot be loaded")
+    assert finding_of(error, Kind.COMMANDS, "mine").why == "it cannot be called"
+    assert finding_of(error, Kind.ENGINES, "mine").why == "a run that selects it does not start"
+
+
 def test_a_commands_code_is_imported() -> None:
     loads, imported = told("doctor")
-    assert loads.startswith("command 'doctor' (corerl-doctor ") and loads.endswith(" loads, written for API 1.0")
+    assert loads.startswith("command 'doctor' (corerl-doctor ") and loads.endswith(" loads, written for API 2.0")
     assert imported.endswith(": corerl_doctor.command:add_arguments can be imported")

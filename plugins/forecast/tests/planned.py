@@ -49,7 +49,7 @@ class Seeing:
 SEES = ExtensionSpec(
     implementation="plugins.forecast.tests.planned:Seeing",
     config=NoOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="keeps what it is asked about",
     process=Process.DRIVER,
     plans=True,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from attrs import evolve
 
+from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError
+from corerl.plan import make
+from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl_forecast.forecast import GIB
 from corerl_forecast.recompute import settings_of
-from plugins.forecast.tests.planned import memory_on, planned_on, predictions
-from tests.driver.saved import CRITIC, make_config
+from plugins.forecast.tests.planned import LARGE, memory_on, on_gpus, planned_on, predictions
+from tests.driver.saved import CRITIC, DATA, make_config
 
 
 def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
@@ -51,6 +55,21 @@ def test_a_resized_run_chooses_anew(tmp_path: Path) -> None:
     needed = needed_on(80 * GIB, tmp_path)
     tight = planned_on(needed, tmp_path)
     assert settings(tight.resized(["roles.actor.ranks=1"])) == ("bfloat16", "none")  # as nothing is known of its GPUs
+
+
+def test_what_another_extension_sets_is_counted(tmp_path: Path) -> None:
+    there = round(1.15 * needed_on(200 * GIB, tmp_path))
+    alone = planned_on(there, tmp_path)
+    larger = {"settings": {"train.tokens_per_micro_batch": 32768}}
+    config = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE})
+    config = evolve(config, extensions=(ExtensionChoice(name="tests.plan.planners:FIRST", options=larger),))
+    with mock.patch.object(make, "device_memory", return_value=there):
+        both = make_plan(config)
+    assert (settings(alone)[1], settings(both)[1]) == ("none", "full")
+    chosen = [line for line in both.notices if "recompute" in line]
+    assert chosen == ["train.recompute: 'auto' is 'full' for the actor"]
+    (line,) = predictions(both.notices)
+    assert "activations of 32,768 tokens" in line
 
 
 def test_layers_are_not_recomputed_where_the_backend_as_configured_cannot(tmp_path: Path) -> None:

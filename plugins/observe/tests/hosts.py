@@ -4,16 +4,14 @@ wrap, in one process."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
 
 from corerl.config import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.plugin import Context
-from corerl.types import Array, LossSpec, MicroBatch, PackedBatch, Step, StepResult
-from corerl_testing import PluginHost
+from corerl.types import Array, LossSpec, PackedBatch, SampleBatch, Step, StepResult
+from corerl_testing import PlainBackend, PlainConfig, PluginHost, StepPlan, pack
 
 MODEL = ModelConfig(
     config={
@@ -32,21 +30,17 @@ def step(optimizer_step: int) -> Step:
 
 def host(run_dir: Path, device: str = "cpu", **extensions: object) -> PluginHost:
     """Ready to train; extensions by name, the first outermost."""
-    (point,) = entry_points(group="corerl.backends", name="plain")
-    spec = point.load()
-    module, _, name = spec.implementation.partition(":")
-    backend = getattr(import_module(module), name)()
     config = RoleConfig(
         model=MODEL,
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3)),
-        options=spec.config(),
+        options=PlainConfig(),
         weights=WeightsConfig(),
         device=device,
         seed=0,
         timeout=60.0,
     )
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir=str(run_dir))
-    made = PluginHost(backend, name="plain", extensions=list(extensions.items()), context=context)
+    made = PluginHost(PlainBackend(), name="plain", extensions=list(extensions.items()), context=context)
     made.init(config, context)
     return made
 
@@ -68,19 +62,10 @@ def batch(**spoiled: Mapping[int, float]) -> PackedBatch:
         for token, number in spoiled.get(name, {}).items():
             column[token] = number
         columns[name] = column
-    columns["weights"] = np.where(mask, np.float32(1 / mask.sum()), np.float32(0.0))
-    begins = np.cumsum(lengths) - lengths
-
-    def micro(*samples: int) -> MicroBatch:
-        where = np.concatenate([np.arange(begins[each], begins[each] + lengths[each]) for each in samples])
-        own = lengths[[*samples]]
-        return MicroBatch(
-            tokens=tokens[where],
-            positions=np.concatenate([np.arange(length) for length in own]),
-            cu_seqlens=np.concatenate([[0], np.cumsum(own)]),
-            lengths=own,
-            samples=np.array(samples),
-            columns={name: column[where] for name, column in columns.items()},
-        )
-
-    return PackedBatch(micro_batches=[micro(0, 2), micro(1)], count=2)
+    samples = SampleBatch(tokens=tokens, offsets=np.concatenate([[0], np.cumsum(lengths)]), columns=columns)
+    plan = StepPlan(
+        micro_batches=((np.array([0, 2]), np.array([1])),),
+        filler=((False, False),),
+        scales=np.full(3, 1 / mask.sum(), dtype=np.float32),
+    )
+    return pack(samples, plan.share(0), sequence_multiple=1)

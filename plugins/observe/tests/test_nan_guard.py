@@ -30,16 +30,16 @@ def guarded(run_dir: Path, *, inner: object | None = None, **options: Any) -> Pl
 
 def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path) -> None:
     run = guarded(tmp_path)
-    assert train(run, batch(), step(0)).metrics["nonfinite"].value == 0.0
+    assert train(run, batch(), step(6)).metrics["nonfinite"].value == 0.0
     # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
     with pytest.raises(CorerlError) as caught:
-        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), step(1))
+        train(run, batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), step(7))
     assert caught.value.message.startswith(
-        "actor rank 0: optimizer_step at optimizer step 1: extension:nan-guard found a non-finite number: column "
+        "actor rank 0: optimizer_step at optimizer step 7: extension:nan-guard found a non-finite number: column "
         "advantages: nan at sample 2, token 3, and at 1 more tokens; "
     )
     told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
-    assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(1, 0)}
+    assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
     assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 3"
     assert any(each["found"].startswith("gradient norm: nan; the step was skipped") for each in told)
 
@@ -68,13 +68,13 @@ def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(
     run.forward_backward(batch(advantages={3: NAN}), LOSS, (), False)
     run.forward_backward(batch(), LOSS, (), True)
     assert not (tmp_path / "nan-guard").exists()
-    counted = run.optimizer_step(step(0), 1.0).metrics["nonfinite"].value
+    counted = run.optimizer_step(step(4), 1.0).metrics["nonfinite"].value
     told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
     assert counted == len(told) >= 3
-    assert {(each["hook"], each["optimizer_step"]) for each in told} == {("optimizer_step", 0)}
+    assert {(each["hook"], each["optimizer_step"]) for each in told} == {("optimizer_step", 4)}
     assert told[0]["found"] == "column advantages: nan at sample 0, token 3"
     assert told[1]["found"].startswith("metric ") and told[-1]["found"].startswith("gradient norm: nan")
-    assert train(run, batch(), step(1)).metrics["nonfinite"].value == 0.0  # nothing is told twice
+    assert train(run, batch(), step(5)).metrics["nonfinite"].value == 0.0  # nothing is told twice
 
 
 class FailsInAPass:

@@ -18,6 +18,7 @@ from corerl.backend.routing import COLUMN
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.types import Output
 from corerl_testing.broken import BROKEN
+from corerl_testing.broken.backends import LeaksBetweenLongSequences
 from corerl_testing.plain.backend import PlainBackend
 from corerl_testing.plain.spec import SPEC as PLAIN
 
@@ -54,6 +55,11 @@ WAITS_FOR: dict[str, tuple[str, Callable[[Call], Any]]] = {
     "IgnoresScale": ("optimizer_step", lambda call: call.given["scale"] != 1.0),
     "ClearsTooEarly": ("forward", lambda call: any(param.grad is not None for param in call.backend.params.values())),
     "ReturnsOutputsOfOneMicroBatch": ("forward_backward", lambda call: call.given["outputs"]),
+    "LeaksBetweenLongSequences": ("outputs", lambda call: is_long(call)),
+    "LeaksInTraining": (
+        "outputs",
+        lambda call: call.backend.model.training and is_long(call),
+    ),
     "OffByOneLogprobs": ("of_sequences", lambda call: call.result and Output.LOGPROBS in call.result),
     "LosesWeightsInSwap": ("using", lambda call: call.given["weights"]),
     "KeepsSnapshot": ("using", lambda call: call.given["weights"]),
@@ -61,6 +67,11 @@ WAITS_FOR: dict[str, tuple[str, Callable[[Call], Any]]] = {
     "StagesTooLate": ("save", lambda call: call.given["background"]),
     "SkipsTiedParameter": ("init", lambda call: call.error or call.backend.model.config.tie_word_embeddings),
 }
+
+
+def is_long(call: Call) -> bool:
+    """Whether a sequence is longer than the ones that those who leak keep apart."""
+    return bool((call.given["micro"].lengths[1:] > LeaksBetweenLongSequences.ALONE).any())
 
 
 def micro_batches(call: Call) -> Any:

@@ -142,7 +142,7 @@ def trained(
         ),
         (
             trained({**GRADIENTS, "embed": np.roll(GRADIENTS["embed"], 1, axis=0), "norm": 1.5 * GRADIENTS["norm"]}),
-            "the gradients of the first step differ in 2 of 4 tensors, such as embed: they may not be summed",
+            "the gradients of the first step differ in 2 of 4 tensors, such as embed: samples or calls may be left out",
         ),
         (
             trained(decayed=1e-4, losses=(1.0, 2.5)),
@@ -153,11 +153,36 @@ def trained(
             "gradients and weights of the first step agree: check that gradients are cleared after each step",
         ),
         (
+            evolve(
+                trained({name: (at + 2) * values for at, (name, values) in enumerate(GRADIENTS.items())}),
+                grad_norms=trained().grad_norms,
+                losses=[1.0, 2.5],
+            ),
+            "the gradients of the first step, once clipped, are 2 to 5 times, each by a factor of its own, what they",
+        ),
+        (
+            evolve(
+                trained({name: 2 * values for name, values in GRADIENTS.items()}),
+                grad_norms=trained().grad_norms,
+                losses=[1.0, 2.5],
+            ),
+            "the gradients of the first step, once clipped, are 2 times what they must be in 4 of 4 tensors",
+        ),
+        (
             evolve(trained(), grad_norms=[3 * trained().grad_norms[0], 0.0]),
             "clipped, the gradients agree: before, they are 3 times what they must be",
         ),
     ],
-    ids=["a factor", "swapped names", "shifted rows", "weight decay", "not cleared", "a factor that is clipped"],
+    ids=[
+        "a factor",
+        "swapped names",
+        "shifted rows",
+        "weight decay",
+        "not cleared",
+        "clipped by tensor",
+        "clipped wrongly",
+        "a factor that is clipped",
+    ],
 )
 def test_a_difference_points_to_its_cause(found: Trajectory, said: str) -> None:
     with pytest.raises(AssertionError) as caught:

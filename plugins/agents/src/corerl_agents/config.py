@@ -73,7 +73,7 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
 SPEC = SamplerSpec(
     implementation="corerl_agents.sampler:EpisodeSampler",
     config=EpisodesConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="samples are episodes: a function of yours queries the policy at an OpenAI-compatible URL",
     check=check,
     rewards=True,

@@ -62,7 +62,7 @@ def slow(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Iter
 SPEC = BackendSpec(
     implementation="corerl_deepspeed.backend:DeepSpeedBackend",
     config=DeepSpeedConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="DeepSpeed ZeRO 1 to 3: transformers models sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.AUX_LOSS: FULL,

@@ -6,7 +6,7 @@ SPEC = TransportSpec(
     sender="corerl_delta.transport:DeltaSender",
     receiver="corerl_delta.transport:DeltaReceiver",
     capability=Capability.UPDATE_DISK,  # the same stream in other files
-    api=(1, 0),
+    api=(2, 0),
     summary="what has changed since the previous update, in files of a shared directory",
     give_up="corerl_delta.transport:DeltaReceiver.give_up",
 )

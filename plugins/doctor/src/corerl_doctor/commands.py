@@ -4,11 +4,11 @@ from corerl.plugin import CommandSpec
 
 DOCTOR = CommandSpec(
     implementation="corerl_doctor.command:add_arguments",
-    api=(1, 0),
+    api=(2, 0),
     summary="diagnose the installation, a plugin or a run",
 )
 MODELS = CommandSpec(
     implementation="corerl_doctor.models_command:add_arguments",
-    api=(1, 0),
+    api=(2, 0),
     summary="list transformers' language models: packed, whole, or refused and why",
 )

@@ -24,7 +24,7 @@ from corerl.plugin.registry import (
     unknown,
     usable,
 )
-from corerl.plugin.spec import BackendSpec, Finding, Level, ok
+from corerl.plugin.spec import BackendSpec, Finding, Level, all_ranks, ok
 
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
@@ -87,6 +87,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         return
     yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
+        yield from _shares(loaded)
         yield Begins(f"making an instance of {code}", f"fix {code}")
         yield from _hooks(loaded, implementation)
     if kind in (Kind.BACKENDS, Kind.ENGINES):
@@ -95,6 +96,21 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     if kind is Kind.BACKENDS:
         yield Begins(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
         yield from _environment(loaded)
+
+
+def _shares(loaded: Loaded) -> Iterator[Finding]:
+    """Whether ranks that share samples are tried beside ranks that have others."""
+    spec: BackendSpec = loaded.spec
+    if spec.data_parallel is all_ranks or any(each.ranks > 2 for each in spec.variants):
+        return
+    yield Finding(
+        level=Level.WARNING,
+        what=f"backend {loaded}: its data_parallel is not always the number of ranks, and no variant has ranks=4",
+        why="on two ranks either all share samples or none does: gradients that are summed over the wrong ranks, or "
+        "not at all, such as a norm's, then pass corerl verify",
+        mend="add Variant(name=..., options=..., ranks=4) to the spec, with options for which two ranks share samples, "
+        f"then: corerl verify {loaded.name}",
+    )
 
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
@@ -131,7 +147,8 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
     """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
-    why = f"a run that selects it does not start: {name!r} is not there"
+    useless = "it cannot be called" if kind is Kind.COMMANDS else "a run that selects it does not start"
+    why = f"{useless}: {name!r} is not there"
     mend = f"corerl plugins {kind.value}, which lists the names that are installed"
     if isinstance(error, PluginNotFound):
         mend = error.install or mend
@@ -142,6 +159,6 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
         why = "it would get arguments, or be asked for results, that it was not written for"
         mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
-        why = "a run that selects it does not start"
+        why = useless
         mend = reinstall(entry) if entry is not None else f"fix {name}"
     return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)

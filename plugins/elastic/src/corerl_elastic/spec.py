@@ -22,7 +22,7 @@ def check(options: ElasticOptions, cluster: ClusterInfo) -> Iterable[Problem]:
 SPEC = ExtensionSpec(
     implementation="corerl_elastic.extension:Elastic",
     config=ElasticOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="resizing by `corerl scale` or a scaler, and spare machines or smaller groups where a machine is lost",
     process=Process.DRIVER,
     check=check,
@@ -31,6 +31,6 @@ SPEC = ExtensionSpec(
 )
 SCALE = CommandSpec(
     implementation="corerl_elastic.scale:add_arguments",
-    api=(1, 0),
+    api=(2, 0),
     summary="change the numbers of ranks and engines of a running run",
 )

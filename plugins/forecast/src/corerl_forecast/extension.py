@@ -1,5 +1,5 @@
-"""Tell of a run on GPUs, before it starts, what its devices will hold and which slow paths it takes; refuse what cannot
-fit, and recompute layers where training would not fit without."""
+"""Predict what the devices of a run on GPUs will hold; refuse what cannot fit, recompute layers where training would
+not fit without, and list slow paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow paths that a run takes on GPUs, told before its first step: those of backends' specs, and float32."""
+"""Slow paths that a run takes on GPUs: those of backends' specs, and float32."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from corerl.plugin.spec import NoOptions
 SPEC = ExtensionSpec(
     implementation="corerl_forecast.extension:Forecasting",
     config=NoOptions,
-    api=(1, 0),
-    summary="memory predicted before the first step, recomputation chosen by it, slow paths told",
+    api=(2, 0),
+    summary="memory predicted before the first step, recomputation chosen by it, slow paths with their price",
     process=Process.DRIVER,
     joins="always",
     plans=True,

@@ -31,7 +31,7 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
 SPEC = BackendSpec(
     implementation="corerl_fsdp.backend:FsdpBackend",
     config=FsdpConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
     capabilities={Capability.AUX_LOSS: FULL},
     check=check,

@@ -296,7 +296,7 @@ BESIDE = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4
 SPEC = BackendSpec(
     implementation="corerl_megatron.backend:MegatronBackend",
     config=MegatronConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary=f"NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; {len(FAMILIES)} model families",
     capabilities={
         Capability.AUX_LOSS: FULL,

@@ -127,12 +127,12 @@ def _needs(package: str) -> Any:
 def _spec(where: str, config: type, summary: str, *, process: Process = Process.DRIVER, **more: Any) -> ExtensionSpec:
     """A spec; `where` is the class as "module:Class" in this package."""
     code = f"corerl_observe.{where}"
-    return ExtensionSpec(implementation=code, config=config, api=(1, 0), summary=summary, process=process, **more)
+    return ExtensionSpec(implementation=code, config=config, api=(2, 0), summary=summary, process=process, **more)
 
 
 LIVE = DisplaySpec(
     implementation="corerl_observe.live:live_view",
-    api=(1, 0),
+    api=(2, 0),
     summary="numbers, curves and answers, on a terminal of 80 columns or more",
 )
 TENSORBOARD = _spec(

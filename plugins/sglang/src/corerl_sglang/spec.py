@@ -99,7 +99,7 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
 SPEC = EngineSpec(
     implementation="corerl_sglang.engine:SglangEngine",
     config=SglangConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="SGLang: one server a replica, over one device or several, each taking its weights from the trainer",
     environment=environment,
     bundles=bundles,

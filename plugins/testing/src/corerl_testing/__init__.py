@@ -3,11 +3,16 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.algorithms.losses import clipped as clipped
     from corerl.backend.base import SAVED as SAVED
     from corerl.checkpoint.format import WEIGHTS as WEIGHTS
     from corerl.checkpoint.writer import BackgroundWriter as BackgroundWriter
+    from corerl.data.packing import pack as pack
+    from corerl.data.plan import StepPlan as StepPlan
+    from corerl.driver.advantages import compute_advantages as compute_advantages
     from corerl.engines.continuation import append as append
     from corerl.engines.continuation import continued as continued
+    from corerl.engines.specs import TRANSFORMERS as TRANSFORMERS
     from corerl.engines.specs import TransformersConfig as TransformersConfig
     from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import until_stop as until_stop
@@ -25,8 +30,14 @@ if TYPE_CHECKING:
     from corerl.plugin.observers import Observers as Observers
     from corerl.plugin.transports import open_receiver as open_receiver
     from corerl.plugin.transports import open_sender as open_sender
+    from corerl.rollout.evaluation import EvalSet as EvalSet
+    from corerl.rollout.evaluation import evaluate as evaluate
+    from corerl.rollout.rewards.outcomes import OutcomeScorer as OutcomeScorer
+    from corerl.rollout.sampler import Generate as Generate
+    from corerl.rollout.sources.base import exact_share as exact_share
     from corerl.rollout.sources.recorded import read_rollout as read_rollout
     from corerl.rollout.sources.recorded import saved_rollouts as saved_rollouts
+    from corerl.rollout.sources.recorded import write_rollout as write_rollout
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.quantize import BLOCK as BLOCK
@@ -71,6 +82,8 @@ if TYPE_CHECKING:
     from corerl_testing.models import MODELS as MODELS
     from corerl_testing.models import tiny_config as tiny_config
     from corerl_testing.models import tiny_fields as tiny_fields
+    from corerl_testing.plain.backend import PlainBackend as PlainBackend
+    from corerl_testing.plain.spec import PlainConfig as PlainConfig
     from corerl_testing.pool import RankFailed as RankFailed
     from corerl_testing.pool import RankPool as RankPool
     from corerl_testing.pool import Ranks as Ranks

@@ -19,8 +19,17 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
 from corerl_testing.harness import State
 from corerl_testing.references import reference
+from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import training
-from corerl_testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, METRICS, WEIGHTS_L2
+from corerl_testing.tolerances import (
+    BFLOAT16_GRAD_NORM,
+    BFLOAT16_LOSS,
+    GRAD_NORM,
+    LOGPROBS,
+    LOSS,
+    METRICS,
+    WEIGHTS_L2,
+)
 
 Tensors = dict[str, Array]  # whole tensors by HF name
 
@@ -48,10 +57,15 @@ class Trajectory:
 def together(reports: Sequence[training.Trained]) -> Trajectory:
     """The trajectory that all ranks' reports of `scenarios.training` give, which must agree on steps and on Adam's."""
     steps = list(zip(*(report.results for report in reports), strict=True))
-    for results in steps:
-        assert [result.applied for result in results] == [True] * len(reports)
-    assert len({report.adam_step for report in reports}) == 1
-    assert len({report.init.optimizer_step for report in reports}) == 1
+    for number, results in enumerate(steps):
+        applied = [result.applied for result in results]
+        norms = ", ".join(f"{result.grad_norm:.6g}" for result in results)
+        require(all(applied), f"call {number} to optimizer_step was skipped: applied is {applied}, grad_norm {norms}")
+    for what, counted in (
+        ("Backend.adam_step", [report.adam_step for report in reports]),
+        ("InitResult.optimizer_step", [report.init.optimizer_step for report in reports]),
+    ):
+        require(len(set(counted)) == 1, f"{what} is {counted} by rank, expected the same number on each")
     return Trajectory(
         results=steps,
         losses=[loss_of(results) for results in steps],
@@ -73,9 +87,10 @@ def grad_norm_of(results: Sequence[TrainResult]) -> float:
     """The norm that all ranks report; they must agree."""
     norms = [result.grad_norm for result in results]
     equal = all(norm == norms[0] for norm in norms) or all(math.isnan(norm) for norm in norms)
-    assert equal, (
+    require(
+        equal,
         f"the ranks disagree on the norm: {norms}; sum gradients over all ranks that have other samples, and squares "
-        "over those that hold other parts of the model"
+        "over those that hold other parts of the model",
     )
     return norms[0]
 
@@ -90,12 +105,12 @@ def assert_same_metrics(found: Trajectory, wanted: Trajectory, *, in_calls: bool
     reported by whoever can; of a step `in_calls` it is a mean over these, which no single call has."""
     for number, results in enumerate(zip(found.results, wanted.results, strict=True)):
         mine, others = (metrics_of(each) for each in results)
-        assert {*filter(_required, mine)} == {*filter(_required, others)}
+        names = [sorted(filter(_required, each)) for each in (mine, others)]
+        require_equal(f"the metrics of step {number}", *(dict.fromkeys(each) for each in names))
         for name, value in others.items():
             if name not in mine or (in_calls and not _required(name)):
                 continue
-            near = pytest.approx(value, rel=METRICS.relative, abs=METRICS.absolute)
-            assert mine[name] == near, f"{name} of step {number}"
+            require_near(f"the metric {name!r} of step {number}, of all ranks together,", mine[name], value, METRICS)
 
 
 def _required(metric: str) -> bool:
@@ -114,9 +129,20 @@ def whole(states: Sequence[State]) -> dict[str, Tensors]:
             where = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.values.shape, strict=True))
             tensor[where] = box.values
             seen[where] += 1
-        assert {name for name, seen in times.items() if (seen != 1).any()} == set()
+        for name, seen in times.items():
+            if (seen != 1).any():
+                raise AssertionError(_overlap(key, name, seen))
         found[key] = tensors
     return found
+
+
+def _overlap(key: str, name: str, seen: Array) -> str:
+    at = tuple(int(each[0]) for each in np.nonzero(seen != 1))
+    times = "no rank" if not seen[at] else f"{seen[at]} chunks that are not replicas"
+    return (
+        f"the element {list(at)} of {name} is in {times} of local_state({key!r}), expected exactly one: offsets and "
+        "shapes are those of the whole tensor, and of ranks that hold the same part all but one say replica=True"
+    )
 
 
 def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Output) -> FloatArray:
@@ -127,13 +153,18 @@ def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Out
         for index, sample in enumerate(result.samples):
             start, end = samples.offsets[sample : sample + 2]
             values = result.outputs[output][result.offsets[index] : result.offsets[index + 1]]
-            assert len(values) == end - start, f"sample {sample} has {len(values)} {output}, expected {end - start}"
-            assert np.isnan(column[start:end]).all(), (
+            require(len(values) == end - start, f"sample {sample} has {len(values)} {output}, expected {end - start}")
+            require(
+                np.isnan(column[start:end]).all(),
                 f"{output} of sample {sample} came twice, or are no numbers; of ranks that share samples one sets "
-                "outputs in its layout"
+                "outputs in its layout",
             )
             column[start:end] = values
-    assert not np.isnan(column).any(), f"{output} of samples are missing, or are no numbers"
+    if np.isnan(column).any():
+        at = int(np.searchsorted(samples.offsets, np.flatnonzero(np.isnan(column))[0], side="right")) - 1
+        raise AssertionError(
+            f"{output} of sample {at} came from no rank, or are no numbers; each sample comes from one"
+        )
     return column
 
 
@@ -155,6 +186,9 @@ def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, 
         others = (other for other, each in enumerate(bounds) if len(wanted[each]) == len(mine))
         twin = next((other for other in others if other != at and _near(mine, wanted[bounds[other]]).all()), None)
         told += "" if twin is None else f"; sample {at} has those of sample {twin}"
+    right = int((wrong - samples.offsets[np.searchsorted(samples.offsets, wrong, side="right") - 1]).min())
+    if right > 1:
+        told += f"; the first {right} tokens of each sample are right, as if longer ones saw what they are packed with"
     raise AssertionError(f"{told}; {len(wrong)} of {len(wanted)} differ")
 
 
@@ -168,17 +202,102 @@ def _near(found: FloatArray, wanted: FloatArray) -> BoolArray:
 
 def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
     """Compare the loss and grad norm of each step, and the final weights, within the float32 tolerances."""
-    assert len(found.losses) == len(wanted.losses)
+    require_equal("the number of steps", len(found.losses), len(wanted.losses))
     for step, (loss, norm) in enumerate(zip(wanted.losses, wanted.grad_norms, strict=True)):
         near = pytest.approx(loss, rel=LOSS.relative, abs=LOSS.absolute)
-        assert found.losses[step] == near, _told("loss", step, found.losses, loss) + (
-            _after_the_first(found, wanted) if step else ""
-        )
+        if found.losses[step] != near:
+            hint = _after_the_first(found, wanted) if step else ""
+            raise AssertionError(_told("loss", step, found.losses, loss) + hint)
         near = pytest.approx(norm, rel=GRAD_NORM.relative)
-        assert found.grad_norms[step] == near, _told("gradient norm", step, found.grad_norms, norm) + (
-            _after_the_first(found, wanted) if step else _in_the_first(found, wanted)
+        if found.grad_norms[step] != near:
+            hint = _after_the_first(found, wanted) if step else _in_the_first(found, wanted)
+            raise AssertionError(_told("gradient norm", step, found.grad_norms, norm) + hint)
+    assert_same_weights(found, wanted, _after_the_first(found, wanted))
+
+
+def assert_same_weights(found: Trajectory, wanted: Trajectory, hint: str = "") -> None:
+    """Compare the weights at the end, within the float32 tolerance."""
+    mine, others = found.state["master"], wanted.state["master"]
+    apart = weights_apart(mine, others)
+    if not apart < WEIGHTS_L2:
+        worst = max(others, key=lambda name: _l2(mine[name] - others[name]) / (_l2(others[name]) or 1.0))
+        raise AssertionError(
+            f"the weights at the end are {apart:.2g} of their norm from those expected, at most {WEIGHTS_L2:g} is "
+            f"allowed; losses and gradient norms agree, and {worst} differs most{hint}"
         )
-    assert weights_apart(found.state["master"], wanted.state["master"]) < WEIGHTS_L2
+
+
+def assert_near_float32(found: Trajectory, wanted: Trajectory, *, at_least: float = 0.0) -> None:
+    """Compare a run in half precision with one in float32, whose weights are further than `at_least` away."""
+    for what, mine, others, most in (
+        ("losses", found.losses, wanted.losses, BFLOAT16_LOSS),
+        ("gradient norms", found.grad_norms, wanted.grad_norms, BFLOAT16_GRAD_NORM),
+    ):
+        apart = mean_apart(mine, others)
+        require(
+            apart < most,
+            f"the {what} are {apart:.2g} from those in float32, relative and on average, at most {most:g} is allowed: "
+            f"{mine} against {others}",
+        )
+    apart = weights_apart(found.state["master"], wanted.state["master"])
+    require(
+        apart > at_least,
+        f"the weights are {apart:.2g} of their norm from those of float32, expected more than {at_least:g}: "
+        "train.precision is ignored",
+    )
+
+
+def assert_losses(what: str, found: Sequence[float], wanted: Sequence[float]) -> None:
+    """Compare the losses of a run step by step, within the float32 tolerance."""
+    require_equal(f"the number of losses of {what}", len(found), len(wanted))
+    for step, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+        require_near(f"the loss of step {step} of {what}", mine, other, LOSS)
+
+
+def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int) -> None:
+    """The run that was saved after `saved` steps goes on as the uninterrupted one, to the last bit."""
+    require_equal("InitResult.optimizer_step after the resume", resumed.optimizer_step, saved)
+    require_equal("Backend.adam_step at the end of the resumed run", resumed.adam_step, uninterrupted.adam_step)
+    for what, mine, others in (
+        ("loss", resumed.losses, uninterrupted.losses[saved:]),
+        ("gradient norm", resumed.grad_norms, uninterrupted.grad_norms[saved:]),
+    ):
+        require_equal(f"the number of steps with a {what}", len(mine), len(others))
+        for at, (found, wanted) in enumerate(zip(mine, others, strict=True)):
+            require(
+                found == wanted,
+                f"the {what} of step {saved + at} is {found} in the run resumed after step {saved - 1}, and {wanted} "
+                "in the uninterrupted one: "
+                + (
+                    "the first step after the resume was equal, so the weights were restored, but not the moments, "
+                    "their count of steps (set_adam_step) or the learning rate"
+                    if at
+                    else "weights, or what forward_backward reads of them, are not those that were saved"
+                ),
+            )
+    require_same_state(
+        "the state at the end of the resumed run and of the uninterrupted one", resumed.state, uninterrupted.state
+    )
+
+
+def require_same_state(
+    what: str, found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys: Collection[str] = SAVED
+) -> None:
+    """Compare whole tensors to the last bit; the first that differs is told with the element that is furthest off."""
+    wrong = different(found, wanted, keys)
+    if not wrong:
+        return
+    key, _, name = wrong[0].partition(" of ")
+    mine, other = found[key][name], wanted[key][name]
+    if mine.shape != other.shape or mine.dtype != other.dtype:
+        told = f"is {mine.dtype} {mine.shape}, expected {other.dtype} {other.shape}"
+    else:
+        apart = np.nan_to_num(np.abs(mine.astype(np.float64) - other), nan=np.inf)
+        at = np.unravel_index(int(apart.argmax()), apart.shape)
+        told = f"has {mine[at]:.9g} at {[int(each) for each in at]}, expected {other[at]:.9g}"
+        told += "; all of it is 0" if not mine.any() else ""
+    number = sum(len(wanted[each]) for each in keys)
+    raise AssertionError(f"{what} differ: {key} of {name} {told}; {len(wrong)} of {number} tensors differ")
 
 
 def _told(what: str, step: int, found: Sequence[float], wanted: float) -> str:
@@ -189,7 +308,7 @@ def _after_the_first(found: Trajectory, wanted: Trajectory) -> str:
     """What the state after the first step says of a later difference; "" if it is not known."""
     if not found.first or not wanted.first:
         return ""
-    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"]):
+    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"], same_norm=True):
         return told
     mine, others, start = found.first["master"], wanted.first["master"], wanted.at_start["master"]
     wrong = [name for name in others if _l2(mine[name] - others[name]) > CLOSE * _l2(others[name] - start[name])]
@@ -210,12 +329,15 @@ def _in_the_first(found: Trajectory, wanted: Trajectory) -> str:
         return ""
     clipped = found.grad_norms[0] / wanted.grad_norms[0]
     return _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"]) or (
-        f"; clipped, the gradients agree: before, they are {clipped:.4g} times what they must be"
+        f"; clipped, the gradients agree: before, they are {clipped:.4g} times what they must be, or their squares are "
+        "not summed once over all parts of the model"
     )
 
 
-def _of_gradients(found: Tensors, wanted: Tensors) -> str:
-    """What is wrong with the gradients of the first step, of which first moments are a share; "" if nothing is."""
+def _of_gradients(found: Tensors, wanted: Tensors, *, same_norm: bool = False) -> str:
+    """What is wrong with the gradients of the first step, of which first moments are a share; "" if nothing is.
+    `same_norm`: before they were clipped, their norm was right."""
+    require_same_tensors("exp_avg", found, wanted)
     wrong = [name for name in wanted if not _close(found[name], wanted[name])]
     if not wrong:
         return ""
@@ -226,11 +348,23 @@ def _of_gradients(found: Tensors, wanted: Tensors) -> str:
                 return f"; in the first step {name} has the gradient of {other}: names are swapped"
     factors = [_factor(found[name], wanted[name]) for name in wrong]
     known = [factor for factor in factors if factor is not None]
-    if len(known) == len(wrong) and max(known) - min(known) <= CLOSE * abs(known[0]):
-        return f"; the gradients of the first step are {known[0]:.4g} times what they must be in {_such(wrong, wanted)}"
+    such = _such(wrong, wanted)
+    if len(known) == len(wrong):
+        one = max(known) - min(known) <= CLOSE * abs(known[0])
+        by = (
+            f"{known[0]:.4g} times"
+            if one
+            else f"{min(known):.4g} to {max(known):.4g} times, each by a factor of its own,"
+        )
+        if same_norm or not one:
+            return (
+                f"; the gradients of the first step, once clipped, are {by} what they must be in {such}: look at the "
+                "clip, which divides all gradients by one norm, that of the whole model, and only above the limit"
+            )
+        return f"; the gradients of the first step are {by} what they must be in {such}"
     return (
-        f"; the gradients of the first step differ in {_such(wrong, wanted)}: they may not be summed over all ranks, "
-        "or more than once, or some samples be left out"
+        f"; the gradients of the first step differ in {such}: samples or calls may be left out or count more than "
+        "once, or sums over ranks be missing in these tensors"
     )
 
 
@@ -272,8 +406,8 @@ def different(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys:
 
 def require_same_tensors(key: str, found: Collection[str], wanted: Collection[str]) -> None:
     missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    assert not missing, f"{key} has no box, or only replicas, of {', '.join(missing)}"
-    assert not extra, f"{key} has unexpected boxes of {', '.join(extra)}"
+    require(not missing, f"{key} has no box, or only replicas, of {', '.join(missing)}")
+    require(not extra, f"{key} has unexpected boxes of {', '.join(extra)}")
 
 
 def same_bits(a: Array, b: Array) -> bool:

@@ -87,18 +87,27 @@ class Setup:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def make_samples(seed: int, *, samples: int = 5, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
-    """Samples of 4 to 23 random tokens, in groups of two, with arbitrary but varied log-probs and advantages.
+# Tokens of each sample, just past 32, 64 and 128: kernels divide sequences into blocks of such lengths, and what is
+# wrong at their borders does not show in shorter samples. Each length comes twice, so that each of two ranks has all.
+LONG = (34, 131, 66, 131, 34, 66)
+
+
+def make_samples(
+    seed: int, *, samples: int = 5, vocab: int = 97, temperature: float = 0.8, lengths: Sequence[int] = ()
+) -> SampleBatch:
+    """Samples of 4 to 23 random tokens, or of these `lengths`, in groups of two, with arbitrary but varied log-probs
+    and advantages.
 
     Those of a group are equally long: the plain backend, which all others are compared with, makes a pass for each
     length. Advantages have both signs and a nonzero mean, so that a loss is not a small difference of large sums.
     """
     rng = np.random.default_rng(seed)
-    lengths = np.repeat(rng.integers(4, 24, (samples + 1) // 2), 2)[:samples]
-    offsets = offsets_of(lengths)
+    drawn = np.repeat(rng.integers(4, 24, (samples + 1) // 2), 2)[:samples]
+    sizes, samples = (np.array(lengths), len(lengths)) if lengths else (drawn, samples)
+    offsets = offsets_of(sizes)
     prompt = rng.integers(1, 3, samples)
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    mask = within >= np.repeat(prompt, lengths)
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+    mask = within >= np.repeat(prompt, sizes)
 
     def column(values: Any) -> FloatArray:
         return np.where(mask, values, 0.0).astype(np.float32)
@@ -113,7 +122,7 @@ def make_samples(seed: int, *, samples: int = 5, vocab: int = 97, temperature: f
             "rollout_logprobs": column(old),
             "old_logprobs": column(old),
             "ref_logprobs": column(old + 0.3 * rng.standard_normal(total)),
-            "advantages": column(np.repeat(0.8 + rng.standard_normal(samples), lengths)),
+            "advantages": column(np.repeat(0.8 + rng.standard_normal(samples), sizes)),
             "values": column(0.5 * rng.standard_normal(total)),
             "returns": column(rng.standard_normal(total)),
             "versions": np.zeros(total, dtype=np.int64),

@@ -25,6 +25,7 @@ from corerl.messages import did_you_mean, one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import RANKS_OF_VARIANTS, Variant
+from corerl_testing.causes import usual
 from corerl_testing.marks import LEVELS, MARK, Check, with_variants
 from corerl_testing.outcomes import (
     FOUNDATION,
@@ -38,6 +39,7 @@ from corerl_testing.outcomes import (
     report,
     summary,
 )
+from corerl_testing.pool import RankFailed
 
 pytest.register_assert_rewrite("corerl_testing.compare", "corerl_testing.routing", "corerl_testing.spec_checks")
 pytest_plugins = ["corerl_testing.fixtures"]
@@ -304,6 +306,9 @@ def pytest_runtest_makereport(
         outcome, reason = "expected", session.expected[found.check.id]
     elif failed:
         outcome, reason = "failed", one_line(call.excinfo.value) if call.excinfo else ""
+        if compared(call.excinfo) and item.function.__module__.startswith(SUITES):  # type: ignore[attr-defined]
+            reason += usual(found.check.id)
+            report.sections.append(("what usually causes this", usual(found.check.id).removeprefix("; ")))
     elif report.when == "call":
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
@@ -330,6 +335,15 @@ def pytest_runtest_makereport(
         )
         session.outcomes.append(((found.check.of, found.plugin), line))
     return report
+
+
+def compared(failure: pytest.ExceptionInfo[BaseException] | None) -> bool:
+    """Whether the check failed by a comparison, here or in a rank: any other error names its cause itself."""
+    text = "" if failure is None else str(failure.value)
+    return failure is not None and (
+        failure.errisinstance((AssertionError, pytest.fail.Exception))
+        or (failure.errisinstance(RankFailed) and "AssertionError" in text)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from corerl.types import Array, FloatArray, Output, SampleBatch
 from corerl_testing.compare import grad_norm_of, in_order, loss_of, metrics_of, whole
 from corerl_testing.harness import TRAIN, Setup, State, make_samples
 from corerl_testing.references import reference
+from corerl_testing.require import require, require_near
 from corerl_testing.scenarios.training import EXPERTS, Replayed, Trained
 from corerl_testing.tolerances import BALANCED_ROUTER_GRADS, GRAD_NORM, LOGPROBS, LOSS, METRICS, ROUTER_GRADS
 
@@ -120,24 +120,33 @@ def assert_balances(
         wanted = with_aux_loss(directory, samples, members, coef=coef)
         ranks = train(evolve(setup, train=evolve(setup.train, aux_loss_coef=coef)), samples)
         results = [rank.results[0] for rank in ranks]
-        assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
-        assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+        when = f"with aux_loss_coef = {coef:g}, against transformers' own,"
+        require_near(f"the loss {when}", loss_of(results), wanted.loss, LOSS)
         found = metrics_of(results).get("moe/aux_loss")
-        assert found == (pytest.approx(wanted.aux_loss, rel=METRICS.relative) if coef else None)
+        if coef and found is not None:
+            require_near(f"the metric 'moe/aux_loss' {when}", found, wanted.aux_loss, METRICS)
+        require((found is not None) == bool(coef), f"the metric 'moe/aux_loss' is {found}, but aux_loss_coef {coef:g}")
+        require_near(f"the gradient norm {when}", grad_norm_of(results), wanted.grad_norm, GRAD_NORM)
         _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=tolerance)
         for name, grad in plain.router_grads.items() if coef else ():
-            assert np.linalg.norm(wanted.router_grads[name] - grad) > 0.1 * np.linalg.norm(grad), name
+            share = float(np.linalg.norm(wanted.router_grads[name] - grad) / np.linalg.norm(grad))
+            require(
+                share > 0.1, f"the balancing loss changes {name}'s gradient by {share:.2g} of it: too little to see"
+            )
 
 
 def _assert_router_grads(states: Sequence[State], wanted: dict[str, Array], grad_norm: float, *, within: float) -> None:
     """Compare routers' gradients, which are a small part of the norm, by Adam's first moments after the first step."""
     kept = whole(states)["exp_avg"]
     missing = sorted(wanted.keys() - kept.keys())
-    assert not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)"
+    require(not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)")
     clipped = (1 - TRAIN.optimizer.betas[0]) * min(1.0, TRAIN.optimizer.clip_norm / grad_norm)
     for name, grad in wanted.items():
         apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)
-        assert apart < within, f"{name}: {apart:.1e}"
+        require(
+            apart < within,
+            f"the gradient of {name} is {apart:.1e} of its norm from transformers', at most {within:g} is allowed",
+        )
 
 
 def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -179,20 +188,34 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     def logprobs(part: str) -> FloatArray:
         return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
 
-    assert np.array_equal(experts("chosen"), np.sort(own.experts, axis=2))
-    assert np.array_equal(experts("told"), np.sort(wanted.experts, axis=2))
-    for part, of in (("chosen", own), ("told", wanted)):
-        np.testing.assert_allclose(logprobs(part), of.logprobs, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+    for part, of, how in (("chosen", own, "as routers choose them"), ("told", wanted, "as they were given")):
+        _require_experts(f"the experts of a pass {how}", experts(part), np.sort(of.experts, axis=2))
+        require_near(f"log-probs by token, through experts {how},", logprobs(part), of.logprobs, LOGPROBS)
     results = [rank.result for rank in ranks]
-    assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
-    assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+    require_near("the loss of a step through the experts that were given", loss_of(results), wanted.loss, LOSS)
+    norm = grad_norm_of(results)
+    require_near("the gradient norm of a step through the experts that were given", norm, wanted.grad_norm, GRAD_NORM)
     _assert_router_grads([rank.state for rank in ranks], wanted.router_grads, wanted.grad_norm, within=ROUTER_GRADS)
     for name, grad in wanted.router_grads.items():
         other = np.linalg.norm(grad - own.router_grads[name]) / np.linalg.norm(grad)
-        assert other > 1000 * ROUTER_GRADS, name  # other experts, another gradient
+        require(other > 1000 * ROUTER_GRADS, f"other experts change the gradient of {name} by {other:.2g}: too little")
     told = samples.columns[EXPERTS] >= 0
-    assert np.array_equal(experts("told_after")[told], experts("told")[told])
-    assert not np.array_equal(experts("chosen_after"), experts("chosen"))
+    what = "the experts that were given, after a step,"
+    _require_experts(what, experts("told_after")[told.any(axis=(1, 2))], experts("told")[told.any(axis=(1, 2))])
+    require(
+        not np.array_equal(experts("chosen_after"), experts("chosen")),
+        "routers choose the same experts of all tokens after a large step, expected others: they are not trained",
+    )
+
+
+def _require_experts(what: str, found: Array, wanted: Array) -> None:
+    wrong = np.argwhere((found != wanted).any(axis=2))
+    if len(wrong):
+        token, layer = wrong[0].tolist()
+        raise AssertionError(
+            f"{what}, are {found[token, layer].tolist()} at token {token} in layer {layer}, expected "
+            f"{wanted[token, layer].tolist()}; {len(wrong)} of {found.shape[0] * found.shape[1]} differ"
+        )
 
 
 def token_mean(samples: SampleBatch) -> FloatArray:

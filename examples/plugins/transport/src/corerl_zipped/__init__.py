@@ -16,7 +16,7 @@ SPEC = TransportSpec(
     receiver="corerl_zipped.files:ZippedReceiver",
     capability=Capability.UPDATE_DISK,
     config=ZippedOptions,
-    api=(1, 0),
+    api=(2, 0),
     summary="compressed files in a shared directory",
     give_up="corerl_zipped.files:ZippedReceiver.give_up",
 )

@@ -66,6 +66,12 @@ MUTATES_BATCH = broken("MutatesBatch", "the caller's advantages are whitened in 
 LEAVES_A_TENSOR_OUT = broken("LeavesATensorOut", "the last norm is never loaded", seen_by="C11")
 LOADS_TWICE = broken("LoadsTwice", "all weights are read a second time, and kept", seen_by="C45")
 OFF_BY_ONE_LOGPROBS = broken("OffByOneLogprobs", "log-probs are those of the token before", seen_by="C51")
+LEAKS_BETWEEN_LONG_SEQUENCES = broken(
+    "LeaksBetweenLongSequences", "from its 29th token on, a sequence sees the one packed before it", seen_by="C51"
+)
+LEAKS_IN_TRAINING = broken(
+    "LeaksInTraining", "in training, from its 29th token on, a sequence sees the one packed before it", seen_by="C15"
+)
 FORGETS_TEMPERATURE = broken("ForgetsTemperature", "logits are not divided by the temperature", seen_by="C51")
 SAMPLES_BACKWARDS = broken("SamplesBackwards", "forward returns its values in the wrong order", seen_by="C51")
 LOSES_WEIGHTS_IN_SWAP = broken("LosesWeightsInSwap", "a snapshot stays where a pass fails", seen_by="C48")

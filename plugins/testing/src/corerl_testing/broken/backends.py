@@ -108,6 +108,28 @@ class OffByOneLogprobs(PlainBackend):
         return found
 
 
+class LeaksBetweenLongSequences(PlainBackend):
+    ALONE = 28  # tokens
+
+    def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
+        found = super().outputs(micro, temperature, **asked)
+        ends = micro.cu_seqlens[:-1] + micro.lengths
+        for before, end, length in zip(micro.cu_seqlens, ends[1:], micro.lengths[1:], strict=False):
+            if length > self.ALONE:
+                both = torch.tensor(micro.tokens[before:end], device=self.device)
+                late = torch.arange(end - length + self.ALONE, end, device=self.device)
+                for output, values in self.of_sequences(both[None], temperature).items():
+                    found[output] = found[output].index_put((late,), values[0, self.ALONE - length :])
+        return found
+
+
+class LeaksInTraining(LeaksBetweenLongSequences):
+    def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
+        if self.model.training:
+            return super().outputs(micro, temperature, **asked)
+        return PlainBackend.outputs(self, micro, temperature, **asked)
+
+
 class ForgetsTemperature(PlainBackend):
     def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
         return super().outputs(micro, 1.0, **asked)

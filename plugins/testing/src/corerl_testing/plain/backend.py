@@ -40,6 +40,8 @@ from corerl.weights.chunks import Chunk
 
 
 class PlainBackend(Backend):
+    """The reference: one rank, plain torch, a transformers model."""
+
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         hf = hf_config(config.model)
         # Refuses what every backend does.

@@ -36,7 +36,7 @@ def memory(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMe
 SPEC = BackendSpec(
     implementation="corerl_testing.plain.strict:StrictPlainBackend",
     config=PlainConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="one process in plain torch, the reference that other backends are compared with",
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process, to be read and compared with"),

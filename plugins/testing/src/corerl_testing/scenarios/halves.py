@@ -79,7 +79,10 @@ def unmoved(worker: Worker) -> Between:
             return
         after = state_of(worker, (StateKey.MASTER,))[StateKey.MASTER]
         moved = [now.name for was, now in zip(before, after, strict=True) if (was.values != now.values).any()]
-        assert not moved, f"forward_backward moved {moved[0]}, and {len(moved) - 1} others: only optimizer_step may"
+        if moved:
+            raise AssertionError(
+                f"forward_backward moved {moved[0]}, and {len(moved) - 1} others: only optimizer_step may"
+            )
 
     return look
 

@@ -23,6 +23,7 @@ from corerl_testing.harness import (
     step_at,
     train,
 )
+from corerl_testing.require import require_equal
 
 HELD_SECONDS = 60.0  # against hangs: how long a held writer waits, and how long to wait until it is held
 
@@ -108,7 +109,7 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
     if worker.context.rank == 0:
         sys.addaudithook(hold)
     saved = worker.save(whole, step_at(1), background)
-    assert saved.complete is not background, saved
+    require_equal(f"SaveResult.complete of save(background={background})", saved.complete, not background)
     worker.saved(True)
     train(worker, setup, 1)
     threading.Thread(target=save, daemon=True).start()

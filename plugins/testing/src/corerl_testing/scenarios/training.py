@@ -34,6 +34,7 @@ from corerl_testing.harness import (
     train,
 )
 from corerl_testing.losses import LIKELIHOOD
+from corerl_testing.require import require_equal
 
 EXPERTS = Output.ROUTED_EXPERTS.value
 FIRST = (StateKey.MASTER, StateKey.EXP_AVG)
@@ -61,7 +62,8 @@ def train_steps(
         result = train(worker, setup, number)
         if number == save_after:
             saved = worker.save(save_to, step_at(number + 1), False)
-            assert saved.complete and saved.path == save_to, saved
+            what = "the list of path and complete in the SaveResult of a save in the foreground"
+            require_equal(what, (saved.path, saved.complete), (save_to, True))
         return result
 
     return taken(worker, init, numbers, take)

@@ -13,16 +13,19 @@ from corerl.errors import SaveFailed
 from corerl.plugin.capabilities import Capability
 from corerl_testing.compare import (
     SAVED,
+    assert_losses,
+    assert_resumes,
+    assert_same_weights,
     different,
+    require_same_state,
     saved_tensors,
-    weights_apart,
     whole,
 )
 from corerl_testing.marks import check
 from corerl_testing.pool import RankPool
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import saving, states
 from corerl_testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
-from corerl_testing.tolerances import LOSS, WEIGHTS_L2
 
 
 @check("C18", level=1, builds_on=["C14"], variants={"kind": "qwen3-tied"})
@@ -31,10 +34,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Sub
     setup, checkpoint = subject.setup(kind), subject.checkpoint(2)
     uninterrupted = subject.train(setup, range(4), save_after=1, save_to=checkpoint.role)
     resumed = subject.train(setup, range(2, 4), resume=checkpoint.complete())
-    assert resumed.optimizer_step == 2 and resumed.adam_step == 4
-    assert resumed.losses == uninterrupted.losses[2:]
-    assert resumed.grad_norms == uninterrupted.grad_norms[2:]
-    assert different(resumed.state, uninterrupted.state) == []
+    assert_resumes(resumed, uninterrupted, saved=2)
 
 
 @check("C18", level=1, needs=[Capability.BFLOAT16], builds_on=["C14"])
@@ -43,9 +43,11 @@ def test_a_resumed_run_in_bfloat16_equals_the_uninterrupted_one_too(subject: Sub
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     uninterrupted = subject.train(half, range(4), save_after=1, save_to=checkpoint.role)
     resumed = subject.train(half, range(2, 4), resume=checkpoint.complete())
-    assert resumed.losses == uninterrupted.losses[2:]
-    assert different(resumed.state, uninterrupted.state) == []
-    assert uninterrupted.losses != subject.losses(setup, 4)  # the precision matters
+    assert_resumes(resumed, uninterrupted, saved=2)
+    require(
+        uninterrupted.losses != subject.losses(setup, 4),
+        f"the losses in bfloat16 are those in float32, {uninterrupted.losses}: train.precision is ignored",
+    )
 
 
 @check("C30", level=2, needs=[Capability.RESHARD, Capability.MULTI_RANK], builds_on=["C18", "C41"])
@@ -56,11 +58,11 @@ def test_a_run_resumes_on_another_number_of_ranks(subject: Subject, kind: str) -
     setup, checkpoint = subject.setup(kind), subject.checkpoint(3)
     at_save = subject.train(setup, range(3), save_after=2, save_to=checkpoint.role)
     resumed = subject.runs.train(other, setup, range(3, STEPS), resume=checkpoint.complete())
-    assert different(resumed.at_start, at_save.state) == []
+    read = f"the state that {other} rank(s) have read, and the one that {subject.world_size} have saved,"
+    require_same_state(read, resumed.at_start, at_save.state)
     uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
-    joined = at_save.losses + resumed.losses
-    assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
-    assert weights_apart(resumed.state["master"], uninterrupted.state["master"]) < WEIGHTS_L2
+    assert_losses("the run on both numbers of ranks", at_save.losses + resumed.losses, uninterrupted.losses)
+    assert_same_weights(resumed, uninterrupted)
 
 
 @check("C42", level=1, builds_on=["C18", "C41"])
@@ -77,13 +79,14 @@ def test_the_checkpoint_goes_on_in_the_plain_backend_and_back(subject: Subject, 
         save_to=second.role,
     )
     end = subject.train(setup, range(4, STEPS), resume=second.complete())
-    assert different(middle.at_start, start.state) == []
-    assert different(end.at_start, middle.state) == []
-    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (2, 4, STEPS)
+    require_same_state("what plain has read, and what the backend has saved,", middle.at_start, start.state)
+    require_same_state("what the backend has read, and what plain has saved,", end.at_start, middle.state)
+    steps = (middle.optimizer_step, end.optimizer_step, end.adam_step)
+    require_equal("optimizer_step in plain and back, and adam_step at the end,", steps, (2, 4, STEPS))
     uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
     joined = start.losses + middle.losses + end.losses
-    assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
-    assert weights_apart(end.state["master"], uninterrupted.state["master"]) < WEIGHTS_L2
+    assert_losses("the run through both backends", joined, uninterrupted.losses)
+    assert_same_weights(end, uninterrupted)
 
 
 @check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
@@ -91,14 +94,17 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
     checkpoint = subject.checkpoint(1)
     ranks = subject.run(saving.save_in_background, subject.setup("qwen3"), checkpoint.role)
     for rank in ranks:
-        assert (rank.complete, rank.while_held, rank.when_released) == (False, False, True)
-        assert rank.files_while_held == []
+        answers = (rank.complete, rank.while_held, rank.when_released)
+        told = "SaveResult.complete, and saved() while the writer is held and once it is released,"
+        require_equal(told, answers, (False, False, True))
+        require_equal("the list of files that exist while the writer is held", rank.files_while_held, [])
     at_save = whole([rank.at_save for rank in ranks])
     directory = checkpoint.complete()
     saved = {key: saved_tensors(CheckpointSource(directory, key)) for key in SAVED}
-    assert different(saved, at_save) == []
+    require_same_state("the state in the files, and the one when the save began,", saved, at_save)
     after = different(whole([rank.after_step for rank in ranks]), at_save)
-    assert len(after) == sum(len(at_save[key]) for key in SAVED)  # all of it had changed before it was written
+    number = sum(len(at_save[key]) for key in SAVED)
+    require_equal("the number of tensors that the step during the save has changed", len(after), number)
 
 
 @check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
@@ -107,8 +113,12 @@ def test_a_background_save_that_fails_says_so_once_and_the_next_one_is_written(s
     blocked.write_text("a file where a directory is needed")
     ranks = subject.run(saving.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
     for failure, next_save in ranks:
-        assert failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure
-        assert next_save == ""
+        require(
+            failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure,
+            f"waiting for a background save that cannot write {blocked} raised {failure!r}, expected SaveFailed: the "
+            "background save failed: cannot write ...",
+        )
+        require_equal("the error of the save after the failed one", next_save, "")
 
 
 @check("C19", level=1, builds_on=["C18"], ranks=[1])
@@ -131,14 +141,24 @@ def assert_the_one_before_is_left(subject: Subject, *, background: bool) -> None
         at_save = whole(ranks.run(saving.save_and_be_held, setup, before.role, cut.role, background))
     finally:
         ranks.close()  # by SIGKILL
-    assert any(path.stat().st_size for path in Path(cut.role).iterdir())
-    with pytest.raises(SaveFailed):
-        cut.complete()
+    sizes = {path.name: path.stat().st_size for path in Path(cut.role).iterdir()}
+    require(any(sizes.values()), f"the files of the killed save are {sizes}, expected one with bytes in it")
+    try:
+        taken = cut.complete()
+    except SaveFailed:
+        taken = ""
+    require(
+        not taken,
+        f"the files of a save that was killed midway, {', '.join(sorted(sizes))}, count as a whole checkpoint; write "
+        "the index last",
+    )
     for refused in subject.run(states.start_refused, setup, cut.role):
-        assert refused.startswith("CheckpointDamaged: ")
+        require(
+            refused.startswith("CheckpointDamaged: "),
+            f"resuming from the killed save gave {refused or 'no error'!r}, expected CheckpointDamaged",
+        )
     checkpoint = Path(before.complete())
-    assert latest(subject.directory) == checkpoint.parent
+    require_equal("the latest checkpoint after a killed save", latest(subject.directory), checkpoint.parent)
     resumed, undisturbed = subject.train(setup, range(1, 3), resume=str(checkpoint)), subject.undisturbed(setup, 3)
-    assert different(resumed.at_start, at_save) == []
-    assert resumed.losses == undisturbed.losses[1:]
-    assert different(resumed.state, undisturbed.state) == []
+    require_same_state("what is read of the save before, and what was saved,", resumed.at_start, at_save)
+    assert_resumes(resumed, undisturbed, saved=1)

@@ -17,18 +17,20 @@ from corerl.plugin.capabilities import Capability
 from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     assert_follows,
-    different,
+    assert_outputs,
+    assert_resumes,
     files_of,
     in_order,
+    require_same_state,
     whole,
 )
 from corerl_testing.harness import Setup, make_samples
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.references import reference
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import training
 from corerl_testing.subject import PACKINGS, PLAIN, WHOLE, Subject, steps_of
-from corerl_testing.tolerances import LOGPROBS
 
 
 def critic(subject: Subject, kind: str, packing: str = "packed") -> Setup:
@@ -57,7 +59,7 @@ def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, pack
     plain = evolve(subject.runs.setup(PLAIN, kind, WHOLE), value_head=True)
     found = subject.train(setup, range(steps_of(packing)))
     assert_follows(found, subject.runs.trained_as(1, plain, steps_of(packing)))
-    assert len(set(found.losses)) == steps_of(packing)
+    require_equal("the number of different losses", len(set(found.losses)), steps_of(packing))
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
@@ -67,9 +69,14 @@ def test_values_are_the_head_times_what_transformers_gives(subject: Subject, kin
     found = in_order(subject.run(training.forward_only, setup, samples), samples, Output.VALUES)
     head = subject.train(setup, []).at_start["master"][VALUE_HEAD_WEIGHT]
     wanted = transformers_values(subject.model(kind), head, samples)
-    np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
-    assert np.abs(wanted).max() > 0.01
-    assert (found[samples.offsets[:-1]] == 0).all()  # the first token has no value
+    assert_outputs(found, wanted, samples, Output.VALUES)
+    require(
+        np.abs(wanted).max() > 0.01, f"the head's weights are at most {np.abs(head).max()}, as if it were not drawn"
+    )
+    first = found[samples.offsets[:-1]]
+    require(
+        not first.any(), f"the values of samples' first tokens are {first}, expected 0: nothing is computed of them"
+    )
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
@@ -80,11 +87,13 @@ def test_a_head_that_the_model_has_not_is_drawn_by_its_name_and_no_language_head
     found = subject.train(critic(subject, kind), []).at_start["master"]
     plain = evolve(subject.runs.setup(PLAIN, kind), value_head=True)
     wanted = subject.runs.trained_as(1, plain, 0).at_start["master"]
-    assert different({"master": found}, {"master": wanted}, ["master"]) == []
-    assert found.keys() == (files_of(subject.model(kind)).keys() - {"lm_head.weight"}) | {VALUE_HEAD_WEIGHT}
+    names = (files_of(subject.model(kind)).keys() - {"lm_head.weight"}) | {VALUE_HEAD_WEIGHT}
+    require_equal("the critic's set of weights", dict.fromkeys(found), dict.fromkeys(sorted(names)))
+    require_same_state("the critic's initial weights and plain's", {"master": found}, {"master": wanted}, ["master"])
     hidden = tiny_fields(kind)["hidden_size"]
-    assert found[VALUE_HEAD_WEIGHT].shape == (1, hidden)
-    assert 0 < found[VALUE_HEAD_WEIGHT].std() < 0.1
+    require_equal(f"the shape of {VALUE_HEAD_WEIGHT}", found[VALUE_HEAD_WEIGHT].shape, (1, hidden))
+    spread = found[VALUE_HEAD_WEIGHT].std()
+    require(0 < spread < 0.1, f"the standard deviation of {VALUE_HEAD_WEIGHT} is {spread}, expected 0 to 0.1")
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
@@ -97,7 +106,9 @@ def test_a_head_that_the_model_has_is_loaded(subject: Subject, tmp_path: Path) -
     tensors = {f"model.{name}": param.detach().contiguous() for name, param in trunk.named_parameters()}
     save_file({**tensors, VALUE_HEAD_WEIGHT: head}, directory / "model.safetensors")
     found = subject.train(evolve(setup, model=str(directory)), []).at_start["master"]
-    assert np.array_equal(found[VALUE_HEAD_WEIGHT], head.numpy())
+    stored = {"master": {VALUE_HEAD_WEIGHT: head.numpy()}}
+    loaded = {"master": {VALUE_HEAD_WEIGHT: found[VALUE_HEAD_WEIGHT]}}
+    require_same_state("the head as loaded and the one in the model's files", loaded, stored, ["master"])
 
 
 @check("C54", level=1, needs=[Capability.CRITIC], builds_on=["C18", "C53"])
@@ -105,10 +116,9 @@ def test_a_critic_resumes_to_the_last_bit_with_its_head(subject: Subject) -> Non
     setup, checkpoint = critic(subject, "qwen3"), subject.checkpoint(2)
     uninterrupted = subject.train(setup, range(4), save_after=1, save_to=checkpoint.role)
     resumed = subject.train(setup, range(2, 4), resume=checkpoint.complete())
-    assert different(resumed.state, uninterrupted.state) == []
-    assert resumed.losses == uninterrupted.losses[2:]
+    assert_resumes(resumed, uninterrupted, saved=2)
     moved = resumed.state["master"][VALUE_HEAD_WEIGHT] - uninterrupted.at_start["master"][VALUE_HEAD_WEIGHT]
-    assert np.abs(moved).max() > 0
+    require(np.abs(moved).max() > 0, f"{VALUE_HEAD_WEIGHT} moved by 0 in four steps, expected more: it is not trained")
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
@@ -116,4 +126,6 @@ def test_random_critics_do_not_depend_on_the_number_of_ranks(subject: Subject) -
     random = Setup(backend=PLAIN, model="", fields=tiny_fields("qwen3"), value_head=True)
     ranks = subject.run(training.train_steps, subject.of(random), [])
     wanted = subject.runs.trained_as(1, random, 0).at_start
-    assert different(whole([rank.at_start for rank in ranks]), wanted, ["master"]) == []
+    found = whole([rank.at_start for rank in ranks])
+    what = f"random weights on {subject.world_size} rank(s) and on one"
+    require_same_state(what, found, wanted, ["master"])

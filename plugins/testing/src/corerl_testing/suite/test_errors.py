@@ -12,14 +12,20 @@ from attrs import evolve
 from corerl.checkpoint.commit import begin
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Loaded
-from corerl_testing.compare import (
-    loss_of,
-)
+from corerl_testing.compare import loss_of
 from corerl_testing.marks import check
 from corerl_testing.models import BUFFERS
 from corerl_testing.pool import RankFailed
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import states
 from corerl_testing.subject import PACKINGS, Checkpoint, Runs, Subject, require_ranks
+
+
+def require_error(what: str, error: str, start: str, *parts: str) -> None:
+    """The error, as text, begins with `start` and contains `parts`; "" is no error."""
+    holds = error.startswith(start) and all(part in error for part in parts)
+    wanted = " ... ".join([*filter(None, [start]), *parts])
+    require(error and holds, f"{what} gave {error or 'no error'!r}, expected {wanted!r}")
 
 
 @check("C23", level=1, builds_on=["C14"])
@@ -28,9 +34,10 @@ def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subje
     ranks = subject.run(states.go_through_states, setup, str(subject.directory / "actor"))
     for rank in ranks:
         for verb, error in {**rank.before_init, **rank.after_shutdown, "init": rank.init_again}.items():
-            assert error.startswith(f"WrongState: {verb} on actor rank "), verb
+            require_error(f"{verb} in the wrong state", error, f"WrongState: {verb} on actor rank ")
     steps = list(zip(*(rank.results for rank in ranks), strict=True))
-    assert [loss_of(results) for results in steps] == subject.losses(setup, 3)
+    found = [loss_of(results) for results in steps]
+    require_equal("the list of losses of steps between refused calls", found, subject.losses(setup, 3))
 
 
 @check("C24", level=1, builds_on=["C14"])
@@ -38,11 +45,11 @@ def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subj
     setup = subject.setup("qwen3", PACKINGS["one by one"])
     ranks = subject.run(states.raise_in_forward, setup)
     for rank in ranks:
-        assert (
-            rank.message.startswith("HookFailed: backend:") and "forward failed: Fault: no such batch" in rank.message
-        )
-        assert "Traceback" in rank.details and "Fault: no such batch" in rank.details
-    assert loss_of([rank.result for rank in ranks if rank.result is not None]) == subject.losses(setup, 2)[1]
+        what = "forward, whose second micro-batch raises Fault('no such batch'),"
+        require_error(what, rank.message, "HookFailed: backend:", "forward failed: Fault: no such batch")
+        require_error(f"{what} in its details", rank.details, "", "Traceback", "Fault: no such batch")
+    found = loss_of([rank.result for rank in ranks if rank.result is not None])
+    require_equal("the loss of the step after a failed forward", found, subject.losses(setup, 2)[1])
 
 
 @check("C24", level=1, builds_on=["C14"])
@@ -50,12 +57,12 @@ def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subj
 def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(subject: Subject, exits: bool) -> None:
     name = "SystemExit" if exits else "Fault"
     for rank in subject.run(states.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
-        assert f"forward_backward failed at optimizer step 1: {name}: no such batch" in rank.message
-        assert "Traceback" in rank.details and "no such batch" in rank.details
-        assert (
-            rank.then.startswith("WrongState: forward_backward on actor rank ")
-            and "only shutdown is allowed" in rank.then
-        )
+        what = f"forward_backward, whose second micro-batch raises {name}('no such batch'),"
+        message = f"forward_backward failed at optimizer step 1: {name}: no such batch"
+        require_error(what, rank.message, "", message)
+        require_error(f"{what} in its details", rank.details, "", "Traceback", "no such batch")
+        later = "forward_backward after a failed one"
+        require_error(later, rank.then, "WrongState: forward_backward on actor rank ", "only shutdown is allowed")
 
 
 @check("C25", level=1, builds_on=["C14"], ranks=[1])
@@ -65,8 +72,11 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
     setup = subject.setup("qwen3")
     background = loaded.spec.support(Capability.SAVE_BACKGROUND).full
     lives = states.live_twice(setup, str(subject.directory), background)
-    assert (lives.left, lives.shutdown_again) == ([], "")
-    assert [[loss_of([result]) for result in results] for results in lives.results] == [subject.losses(setup, 2)] * 2
+    require_equal("the list of what shutdown has left behind", lives.left, [])
+    require_equal("the error of a second shutdown", lives.shutdown_again, "")
+    for life, results in zip(("first", "second"), lives.results, strict=True):
+        found = [loss_of([result]) for result in results]
+        require_equal(f"the list of losses of the {life} worker in a process", found, subject.losses(setup, 2))
 
 
 @check("C28", level=2, builds_on=["C24"], ranks=[2])
@@ -75,8 +85,8 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
         RankFailed, match=r"rank 1 raised .*forward_backward failed at optimizer step 1: Fault: no such batch"
     ):
         subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
-    # The next check gets new ranks.
-    assert len(subject.train(subject.setup("qwen3"), range(1)).losses) == 1
+    after = subject.train(subject.setup("qwen3"), range(1)).losses  # on new ranks
+    require_equal("the number of steps on new ranks after that", len(after), 1)
 
 
 @check("C59", level=1, builds_on=["C11", "C44"])
@@ -110,7 +120,8 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
         pytest.skip(f"{backend_name} declares no missing capability that a single process could need")
     for name, found in errors.items():
         for error in found:
-            assert error.startswith("Unsupported: ") and lacks[Capability(name)].reason in error, name
+            what = f"asking for {name!r}, which the spec declares missing,"
+            require_error(what, error, "Unsupported: ", lacks[Capability(name)].reason)
 
 
 @check("C59", level=2, builds_on=["C11", "C44"])
@@ -123,12 +134,12 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
         pytest.skip(f"{backend_name} does not run on a CPU, on which this check runs")
     if not several.full:
         for error in runs.rank_sets[2].run(states.start_refused, setup):
-            assert error.startswith("Unsupported: ") and several.reason in error
+            require_error("starting on two ranks", error, "Unsupported: ", several.reason)
     elif not reshard.full:
         require_ranks(loaded.spec, options, 1)
         saved = Checkpoint(begin(tmp_path, 1), 1)
         runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
         for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):
-            assert error.startswith("Unsupported: ") and reshard.reason in error
+            require_error("resuming a checkpoint of one rank on two", error, "Unsupported: ", reshard.reason)
     else:
         pytest.skip(f"{backend_name} runs on several ranks and resumes on a different number")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from attrs import evolve
 
 from corerl.plugin.capabilities import Capability
-from corerl.types import FloatArray, Output
+from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     SAVED,
     assert_outputs,
-    different,
     in_order,
     loss_of,
+    require_same_state,
     transformers_outputs,
     whole,
 )
-from corerl_testing.harness import make_samples
+from corerl_testing.harness import LONG, Setup, make_samples
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import snapshots, training
-from corerl_testing.subject import PACKINGS, Subject
+from corerl_testing.subject import PACKINGS, WHOLE, Subject
+
+CURRENT = "the current weights after snapshots were used, and before,"
 
 
 @check("C51", level=1, builds_on=["C11"])
@@ -29,13 +34,25 @@ from corerl_testing.subject import PACKINGS, Subject
     [*((kind, "packed") for kind in ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")), ("qwen3", "padded")],
 )
 def test_forward_gives_what_transformers_gives_in_the_samples_order(subject: Subject, kind: str, packing: str) -> None:
-    samples = make_samples(7, samples=13)
-    results = subject.run(training.forward_only, subject.setup(kind, PACKINGS[packing]), samples)
-    wanted = transformers_outputs(subject.model(kind), samples)
+    assert_forward_as_transformers(subject, subject.setup(kind, PACKINGS[packing]), make_samples(7, samples=13))
+
+
+@check("C51", level=1, builds_on=["C11"])
+def test_long_sequences_packed_together_do_not_see_each_other(subject: Subject) -> None:
+    assert_forward_as_transformers(subject, subject.setup("qwen3", WHOLE), make_samples(7, lengths=LONG))
+
+
+def assert_forward_as_transformers(subject: Subject, setup: Setup, samples: SampleBatch) -> None:
+    """Outputs are those of transformers, from all logits of each sample by itself."""
+    results = subject.run(training.forward_only, setup, samples)
+    wanted = transformers_outputs(Path(setup.model), samples)
     for output in (Output.LOGPROBS, Output.ENTROPY):
         found = in_order(results, samples, output)
         assert_outputs(found, wanted[output], samples, output)
-        assert (found[samples.offsets[:-1]] == 0).all()  # the first token is not predicted
+        first = found[samples.offsets[:-1]]
+        require(
+            not first.any(), f"{output} of samples' first tokens are {first}, expected 0: nothing predicts these tokens"
+        )
 
 
 @check(
@@ -56,19 +73,33 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
     def logprobs(part: str) -> FloatArray:
         return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
 
-    assert np.array_equal(logprobs("kept"), logprobs("first"))
-    assert np.array_equal(logprobs("started_from"), logprobs("first"))
+    for part, snapshot in (("kept", "made of"), ("started_from", "named 'start', of")):
+        apart = float(np.abs(logprobs(part) - logprobs("first")).max())
+        require_equal(f"the largest difference of log-probs of a snapshot {snapshot} the initial weights", apart, 0.0)
     wanted = transformers_outputs(other, samples)[Output.LOGPROBS]
     assert_outputs(logprobs("other"), wanted, samples, Output.LOGPROBS)
-    assert np.abs(logprobs("current") - logprobs("first")).max() > 1e-2
+    moved = float(np.abs(logprobs("current") - logprobs("first")).max())
+    require(
+        moved > 1e-2,
+        f"after three steps log-probs of the current weights differ by {moved} from the first ones: the snapshot stays "
+        "in the model's place",
+    )
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
-    assert different(after, before, [*SAVED, "param"]) == []
-    assert loss_of([rank.then for rank in ranks]) == subject.losses(setup, 4)[3]
-    assert subject.world_size > 1 or "Fault: no such batch" in ranks[0].failed
+    require_same_state(CURRENT, after, before, [*SAVED, "param"])
+    found = loss_of([rank.then for rank in ranks])
+    require_equal("the loss of the step after snapshots were used", found, subject.losses(setup, 4)[3])
+    failed = ranks[0].failed
+    require(
+        subject.world_size > 1 or "Fault: no such batch" in failed,
+        f"a pass under a snapshot, whose batch raises Fault('no such batch'), gave {failed or 'no error'!r}",
+    )
     for rank in ranks:  # rank and hook are in between
         kind, _, message = rank.dropped.partition(": ")
-        assert kind == "WrongState"
-        assert message.endswith("no snapshot 'reference'; known: other, start; create or load it first")
+        known = "no snapshot 'reference'; known: other, start; create or load it first"
+        require(
+            kind == "WrongState" and message.endswith(known),
+            f"forward under a dropped snapshot gave {rank.dropped or 'no error'!r}, expected WrongState: ... {known}",
+        )
 
 
 @check("C48", level=1, needs=[Capability.SNAPSHOTS, Capability.BFLOAT16], builds_on=["C14", "C51"])
@@ -78,7 +109,11 @@ def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject) -> Non
     other = subject.runs.other("qwen3-tied")
     ranks = subject.run(snapshots.use_snapshots, half, samples, str(other))
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
-    assert different(after, before, [*SAVED, "param"]) == []
+    require_same_state(CURRENT, after, before, [*SAVED, "param"])
     undisturbed = subject.losses(half, 4)
-    assert loss_of([rank.then for rank in ranks]) == undisturbed[3]
-    assert undisturbed != subject.losses(setup, 4)  # the precision matters
+    found = loss_of([rank.then for rank in ranks])
+    require_equal("the loss of the step after snapshots were used, in bfloat16,", found, undisturbed[3])
+    require(
+        undisturbed != subject.losses(setup, 4),
+        f"the losses in bfloat16 are those in float32, {undisturbed}: train.precision is ignored",
+    )

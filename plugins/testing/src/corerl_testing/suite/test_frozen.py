@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from attrs import evolve
 
 from corerl.config.schema import Precision
@@ -15,9 +14,10 @@ from corerl.types import FloatArray, ForwardResult, Output
 from corerl_testing.compare import in_order
 from corerl_testing.harness import make_samples
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import freezing
 from corerl_testing.subject import Subject
-from corerl_testing.tolerances import BFLOAT16_LOGPROBS, LOGPROBS
+from corerl_testing.tolerances import BFLOAT16_LOGPROBS, LOGPROBS, Tolerance
 
 # Of the parameters' bytes, with which caches and buffers of small models have room, and moments or masters have not.
 MOST_HELD = 1.5
@@ -26,7 +26,8 @@ MOST_HELD = 1.5
 @check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP], builds_on=["C43", "C45", "C51"])
 def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_weights(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "float32")
-    assert difference.max() <= LOGPROBS.absolute
+    told = f"log-probs of the frozen role are up to {difference.max():.3g} from those of a trained one with its weights"
+    require(difference.max() <= LOGPROBS.absolute, f"{told}, at most {LOGPROBS.absolute:g} is allowed")
 
 
 @check(
@@ -34,7 +35,8 @@ def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_wei
 )
 def test_its_weights_are_in_the_precision_of_its_passes(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "bfloat16")
-    assert difference.mean() <= BFLOAT16_LOGPROBS
+    told = f"log-probs of the frozen role are on average {difference.mean():.3g} from those of a trained one"
+    require(difference.mean() <= BFLOAT16_LOGPROBS, f"{told}, at most {BFLOAT16_LOGPROBS:g} is allowed")
 
 
 def frozen_against_trained(subject: Subject, precision: Precision) -> FloatArray:
@@ -47,23 +49,32 @@ def frozen_against_trained(subject: Subject, precision: Precision) -> FloatArray
         return in_order(results, make_samples(7), Output.LOGPROBS)
 
     for rank in ranks:
-        assert rank.precisions == {precision}, (
+        require(
+            rank.precisions == {precision},
             f"its weights are in {', '.join(sorted(rank.precisions))}, expected train.precision, {precision}: where "
-            "config.frozen is true, build no more precise copies"
+            "config.frozen is true, build no more precise copies",
         )
         for verb, error in rank.refused.items():
-            assert error.startswith(f"WrongState: {verb} on teacher rank ") and "frozen" in error
-        assert rank.slept.freed_bytes == rank.parameters > 0 and rank.asleep == 0
-        assert rank.held <= MOST_HELD * rank.parameters, (
+            require(
+                error.startswith(f"WrongState: {verb} on teacher rank ") and "frozen" in error,
+                f"{verb} of a frozen role gave {error or 'no error'!r}, expected WrongState: {verb} on teacher rank",
+            )
+        require(
+            rank.slept.freed_bytes == rank.parameters > 0 and rank.asleep == 0,
+            f"sleep freed {rank.slept.freed_bytes} bytes and left {rank.asleep}, but its parameters take "
+            f"{rank.parameters}; a frozen role holds weights alone",
+        )
+        require(
+            rank.held <= MOST_HELD * rank.parameters,
             f"it holds {rank.held} bytes, of which parameters are {rank.parameters}; where config.frozen is true, "
-            "build no optimizer, and no memory for gradients, moments or masters"
+            "build no optimizer, and no memory for gradients, moments or masters",
         )
         if rank.predicted is not None:
-            assert rank.predicted == pytest.approx(rank.parameters, rel=0.1), (
-                f"its parameters take {rank.parameters} bytes, but the spec's memory() predicts {rank.predicted}"
-            )
-    assert not os.path.exists(directory)
+            what = "bytes of parameters that the spec's memory() predicts for a frozen role, against those it holds:"
+            require_near(what, rank.predicted, rank.parameters, Tolerance(0.1))
+    require_equal(f"whether a frozen role has written {directory}", os.path.exists(directory), False)
     found = logprobs([rank.frozen for rank in ranks])
-    for later in ([rank.after_refusals for rank in ranks], [rank.after_waking for rank in ranks]):
-        assert np.array_equal(logprobs(later), found)
+    for when in ("after_refusals", "after_waking"):
+        apart = float(np.abs(logprobs([getattr(rank, when) for rank in ranks]) - found).max())
+        require_equal(f"the largest change of its log-probs {when.replace('_', ' ')}", apart, 0.0)
     return np.abs(found - logprobs([rank.trained for rank in ranks]))

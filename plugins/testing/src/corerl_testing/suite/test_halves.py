@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from corerl.plugin.capabilities import Capability
@@ -12,19 +11,22 @@ from corerl.types import Output
 from corerl_testing.compare import (
     Trajectory,
     assert_follows,
+    assert_outputs,
     assert_same_metrics,
-    different,
     grad_norm_of,
     in_order,
     loss_of,
+    require_same_state,
     together,
     whole,
 )
 from corerl_testing.harness import make_samples
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import halves
 from corerl_testing.subject import PACKINGS, Subject
-from corerl_testing.tolerances import LOGPROBS, LOSS
+from corerl_testing.suite.test_errors import require_error
+from corerl_testing.tolerances import LOSS
 
 STEPS = 3
 
@@ -42,19 +44,26 @@ def test_the_gradients_of_several_calls_are_those_of_one(subject: Subject, kind:
     wanted = subject.undisturbed(subject.setup(kind), STEPS)
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted, in_calls=True)
-    assert found.adam_step == STEPS
+    require_equal(f"Backend.adam_step after {STEPS} steps of several calls", found.adam_step, STEPS)
 
 
 @check("C67", level=1, builds_on=["C41", "C50"], variants={})
 def test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.skip_a_step_in_calls, setup)
-    assert [rank.result.applied for rank in ranks] == [False] * subject.world_size
-    assert [(rank.steps_before, rank.steps_after) for rank in ranks] == [(2, 2)] * subject.world_size
-    assert different(whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])) == []
-    assert math.isfinite(grad_norm_of([rank.then for rank in ranks])), "gradients of the skipped step were kept"
+    for rank in ranks:
+        require_equal("StepResult.applied of a step with NaN in its first call", rank.result.applied, False)
+        counted = (rank.steps_before, rank.steps_after)
+        require_equal("the list of Backend.adam_step before and after the skipped step", counted, (2, 2))
+    states = (whole([getattr(rank, when) for rank in ranks]) for when in ("after", "before"))
+    require_same_state("the state after the skipped step and before it", *states)
+    norm = grad_norm_of([rank.then for rank in ranks])
+    require(
+        math.isfinite(norm),
+        f"the gradient norm of the step after a skipped one is {norm}: gradients of the skipped step were not cleared",
+    )
     found = loss_of([rank.then for rank in ranks])
-    assert found == pytest.approx(subject.losses(setup, STEPS)[2], rel=LOSS.relative, abs=LOSS.absolute)
+    require_near("the loss of the step after a skipped one", found, subject.losses(setup, STEPS)[2], LOSS)
 
 
 @check("C68", level=1, builds_on=["C67"], variants={})
@@ -80,11 +89,11 @@ def test_what_would_lose_gradients_or_come_without_them_is_refused_and_the_step_
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.refused_between, setup, str(subject.directory / "refused"))
     for refused, _ in ranks:
-        assert {verb: error.partition(": ")[0] for verb, error in refused.items()} == dict.fromkeys(
-            ("optimizer_step", "save", "sleep", "forward_backward"), "WrongState"
-        )
+        for verb, error in refused.items():
+            when = "before any gradient" if verb == "optimizer_step" else "while gradients wait for optimizer_step"
+            require_error(f"{verb} {when}", error, "WrongState: ")
     found = loss_of([result for _, result in ranks])
-    assert found == pytest.approx(subject.losses(setup, 1)[0], rel=LOSS.relative, abs=LOSS.absolute)
+    require_near("the loss of a step with refused calls in between", found, subject.losses(setup, 1)[0], LOSS)
 
 
 @check("C70", level=1, builds_on=["C67", "C51"])
@@ -95,12 +104,13 @@ def test_outputs_of_training_passes_are_those_of_forward(subject: Subject) -> No
     for output in wanted:
         trained = in_order([rank.trained for rank in ranks if rank.trained is not None], samples, output)
         passed = in_order([rank.passed for rank in ranks], samples, output)
-        np.testing.assert_allclose(trained, passed, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+        assert_outputs(trained, passed, samples, output)
 
 
 @check("C24", level=1, builds_on=["C14"])
 def test_an_error_in_a_steps_second_call_leaves_only_shutdown(subject: Subject) -> None:
     for errors in subject.run(halves.fail_in_the_second_call, subject.setup("qwen3", PACKINGS["one by one"])):
-        assert "forward_backward failed: Fault: no such batch" in errors["second"]
+        second = "forward_backward failed: Fault: no such batch"
+        require_error("the step's second call, which raises Fault('no such batch'),", errors["second"], "", second)
         for verb in ("optimizer_step", "forward"):
-            assert errors[verb].startswith("WrongState: ") and "only shutdown is allowed" in errors[verb]
+            require_error(f"{verb} after that", errors[verb], "WrongState: ", "only shutdown is allowed")

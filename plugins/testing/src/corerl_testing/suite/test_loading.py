@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -18,12 +19,13 @@ from corerl_testing.compare import (
     different,
     files_of,
     largest_parameter,
-    same_bits,
+    require_same_state,
     whole,
 )
 from corerl_testing.harness import Setup
 from corerl_testing.marks import check
 from corerl_testing.models import DEEP, KINDS, tiny_config, tiny_fields
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import loading, training
 from corerl_testing.subject import PLAIN, Subject
 
@@ -39,18 +41,35 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
     train, model = subject.setup(kind).train, tiny_config(kind).to_dict()
     told = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
     for number, rank in enumerate(ranks):
-        layout = rank.init.layout
-        assert layout.dp_size == spec.data_parallel(options, told), "BackendSpec.data_parallel returns another size"
-        assert (layout.rank, layout.world_size) == (number, subject.world_size)
-        assert 0 <= layout.dp_rank < layout.dp_size <= subject.world_size
-        assert (rank.init.optimizer_step, rank.init.weights_version, rank.adam_step) == (0, 0, 0)
+        layout, parts = rank.init.layout, spec.data_parallel(options, told)
+        require(
+            layout.dp_size == parts,
+            f"ParallelLayout.dp_size is {layout.dp_size} on rank {number} of {subject.world_size}, but the spec's "
+            f"data_parallel returns {parts}: both are the number of shares that a step's samples are divided into",
+        )
+        place = (layout.rank, layout.world_size)
+        require_equal("the list of rank and world_size in ParallelLayout", place, (number, subject.world_size))
+        require(
+            0 <= layout.dp_rank < layout.dp_size <= subject.world_size,
+            f"rank {number} of {subject.world_size} has dp_rank {layout.dp_rank} of dp_size {layout.dp_size} in its "
+            "ParallelLayout, expected 0 <= dp_rank < dp_size <= world_size",
+        )
+        counted = (rank.init.optimizer_step, rank.init.weights_version, rank.adam_step)
+        require_equal("optimizer_step, weights_version and adam_step of a model that starts", counted, (0, 0, 0))
     loaded = whole([rank.at_start for rank in ranks])
     wanted: Any = AutoModelForCausalLM.from_pretrained(subject.model(kind), dtype=torch.float32)
-    assert loaded["master"].keys() == files_of(subject.model(kind)).keys()
-    for name, param in wanted.named_parameters():
-        if name in loaded["master"]:  # experts have other names in files
-            assert same_bits(loaded["master"][name], param.detach().numpy())
-    assert not any(tensor.any() for key in ("exp_avg", "exp_avg_sq") for tensor in loaded[key].values())
+    names = (sorted(each) for each in (loaded["master"], files_of(subject.model(kind))))
+    require_equal("the set of weights in local_state('master')", *(dict.fromkeys(each) for each in names))
+    known = {  # experts have other names in files
+        name: param.detach().numpy() for name, param in wanted.named_parameters() if name in loaded["master"]
+    }
+    found = {name: loaded["master"][name] for name in known}
+    require_same_state(
+        "the weights after init and those in the files", {"master": found}, {"master": known}, ["master"]
+    )
+    for key in ("exp_avg", "exp_avg_sq"):
+        for name, tensor in loaded[key].items():
+            require(not tensor.any(), f"{key} of {name} has {np.abs(tensor).max()} before any step, expected zeros")
 
 
 @check("C45", level=1, builds_on=["C11"])
@@ -59,21 +78,40 @@ def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: 
     directory = subject.model(kind)
     total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())
     ranks = subject.run(loading.load_watched, subject.setup(kind), "", False)
-    assert [rank.read for rank in ranks] == [rank.held for rank in ranks]
-    assert sum(rank.owned for rank in ranks) == total
+    for number, rank in enumerate(ranks):
+        require(
+            rank.read == rank.held,
+            f"rank {number} read {rank.read} bytes of the model's files, but its chunks of local_state('master') have "
+            f"{rank.held}: each rank reads each of its own chunks once, replicas too, and nothing else",
+        )
+    owned = [rank.owned for rank in ranks]
+    require(
+        sum(owned) == total,
+        f"chunks that are not replicas have {owned} bytes by rank, {sum(owned)} in all, but the model has {total}: "
+        "each element is in one such chunk",
+    )
     slack = 3 * 4 * largest_parameter(directory)
     for rank in ranks:
-        assert rank.held <= rank.peak  # the measurement works
+        require(
+            rank.held <= rank.peak,
+            f"{rank.peak} bytes at most were allocated while {rank.held} were loaded: masters are no tensors that "
+            "PyTorch allocated, so that nothing can be measured",
+        )
         what = "weights and memory for gradients; build allocates no more"
         _require_at_most(rank.peak, rank.resident + slack, "while loading", what)
         # If the rank's share is not the whole model, holding the model for a moment must exceed the bound.
-        assert rank.held == total or rank.held + slack < total
+        require(
+            rank.held == total or rank.held + slack < total,
+            f"a rank holds {rank.held} of {total} bytes, neither all nor less by more than three times the largest "
+            "parameter: divide the large parameters among ranks, or none",
+        )
 
 
 def _require_at_most(found: int, allowed: int, when: str, what: str) -> None:
-    assert found < allowed, (
+    require(
+        found < allowed,
         f"{found} bytes were held at once {when}, but at most {allowed} are allowed: {what}, and three times the "
-        "largest parameter"
+        "largest parameter",
     )
 
 
@@ -99,8 +137,12 @@ def test_random_weights_follow_from_the_seed_and_not_from_the_number_of_ranks(su
     random = Setup(backend=PLAIN, model="", fields=tiny_fields(kind))
     found = subject.train(subject.of(random), [])
     wanted = subject.runs.trained_as(1, random, 0)
-    assert different(found.at_start, wanted.at_start, ["master"]) == []
-    assert found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std() == pytest.approx(0.02, rel=0.2)
+    what = "weights drawn from the seed {}, and plain's on one rank,"
+    require_same_state(what.format(0), found.at_start, wanted.at_start, ["master"])
+    spread = found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std()
+    require(0.016 < spread < 0.024, f"the standard deviation of q_proj is {spread}, expected 0.02, initializer_range")
     other = subject.train(evolve(subject.of(random), seed=1), [])
-    assert different(other.at_start, subject.runs.trained_as(1, evolve(random, seed=1), 0).at_start, ["master"]) == []
-    assert different(other.at_start, found.at_start, ["master"]) != []
+    wanted = subject.runs.trained_as(1, evolve(random, seed=1), 0)
+    require_same_state(what.format(1), other.at_start, wanted.at_start, ["master"])
+    changed = different(other.at_start, found.at_start, ["master"])
+    require(changed, "seeds 0 and 1 give the same weights, expected others: config.seed is ignored")

@@ -15,13 +15,23 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.types import Array
 from corerl.weights.adapters import adapters_of, is_adapter
-from corerl_testing.compare import SAVED, Tensors, assert_follows, assert_same_metrics, different, weights_apart, whole
+from corerl_testing.compare import (
+    SAVED,
+    Tensors,
+    assert_follows,
+    assert_losses,
+    assert_same_metrics,
+    assert_same_weights,
+    require_same_state,
+    weights_apart,
+    whole,
+)
 from corerl_testing.harness import Setup
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import adapting, updates
 from corerl_testing.subject import PLAIN, WHOLE, Checkpoint, Subject
 from corerl_testing.suite.test_memory import held_as_predicted
-from corerl_testing.tolerances import LOSS, WEIGHTS_L2
 
 # No value is a default, nothing divides the rank, and the scale is no power of two.
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
@@ -42,20 +52,16 @@ def test_adapters_train_as_the_plain_backends_and_all_else_stays(subject: Subjec
     found = subject.train(adapted(subject.setup(kind), lora), range(STEPS))
     plain = subject.runs.trained_as(1, adapted(subject.runs.setup(PLAIN, kind, WHOLE), lora), STEPS)
     for key in SAVED:
-        assert found.state[key].keys() == plain.state[key].keys(), (
-            f"local_state({key!r}) has other tensors than the adapters, by the names of corerl.weights.adapters"
-        )
+        mine, others = (dict.fromkeys(sorted(each.state[key])) for each in (found, plain))
+        what = f"local_state({key!r}), which has the adapters alone by the names of corerl.weights.adapters,"
+        require_equal(what, mine, others)
+    frozen = [name for name in found.at_start["param"] if not is_adapter(name)]
+    after, before = ({"param": {name: of["param"][name] for name in frozen}} for of in (found.state, found.at_start))
+    require_same_state(
+        "weights beside adapters, which are not trained, after the steps and before", after, before, ["param"]
+    )
     assert_follows(found, plain)
     assert_same_metrics(found, plain)
-    frozen = [name for name in found.at_start["param"] if not is_adapter(name)]
-    assert (
-        different(
-            {"param": {name: found.state["param"][name] for name in frozen}},
-            {"param": {name: found.at_start["param"][name] for name in frozen}},
-            ["param"],
-        )
-        == []
-    ), "weights have changed that have only adapters to train"
 
 
 @check("C72", level=1, needs=[Capability.LORA, Capability.BFLOAT16], builds_on=["C41", "C43"])
@@ -63,12 +69,15 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
     setup = adapted(subject.setup("qwen3"))
     setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     for rank in subject.run(adapting.adapt, setup):
-        assert rank.precisions == {"bfloat16"}, (
-            f"the weights beside adapters are in {', '.join(sorted(rank.precisions))}, expected those of the passes"
+        require(
+            rank.precisions == {"bfloat16"},
+            f"the weights beside adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of the "
+            "passes",
         )
-        assert rank.held <= rank.allowed, (
+        require(
+            rank.held <= rank.allowed,
             f"after a step the role holds {rank.held} bytes, expected at most {rank.allowed}: weights in bfloat16, and "
-            "masters, gradients and moments of the adapters alone"
+            "masters, gradients and moments of the adapters alone",
         )
 
 
@@ -90,11 +99,15 @@ def test_engines_are_sent_the_weights_with_the_adapters_merged(subject: Subject,
     ):
         held = whole(states)["param"]
         wanted = merged(held, LORA.scale)
-        assert sent.keys() == wanted.keys()
-        assert weights_apart(sent, {name: held[name] for name in wanted}) > 10 * MERGED  # the adapters matter
+        names = (dict.fromkeys(sorted(each)) for each in (sent, wanted))
+        require_equal("the set of weights that engines are sent", *names)
+        apart = weights_apart(sent, {name: held[name] for name in wanted})
+        require(apart > 10 * MERGED, f"the weights as sent are {apart:.2g} from those without adapters: none is merged")
         for name, tensor in wanted.items():
             apart = float(np.linalg.norm(sent[name] - tensor) / np.linalg.norm(tensor))
-            assert apart <= MERGED, f"{name} as sent is {apart:.2g} from W + scale B A"
+            require(
+                apart <= MERGED, f"{name} as sent is {apart:.2g} of its norm from W + scale B A, expected {MERGED:g}"
+            )
 
 
 @check("C74", level=1, needs=[Capability.LORA], builds_on=["C19", "C42", "C72"])
@@ -106,13 +119,14 @@ def test_adapters_go_on_in_the_plain_backend_and_back_and_their_checkpoint_has_n
     middle = subject.runs.train(1, plain, range(1, 2), resume=first.complete(), save_after=1, save_to=second.role)
     resume = second.complete()
     end = subject.train(setup, range(2, STEPS), resume=resume)
-    assert different(middle.at_start, start.state) == []
-    assert different(end.at_start, middle.state) == []
-    assert all(map(is_adapter, CheckpointSource(resume, "master").shapes))
+    require_same_state("what plain has read, and what the backend has saved,", middle.at_start, start.state)
+    require_same_state("what the backend has read, and what plain has saved,", end.at_start, middle.state)
+    others = [name for name in CheckpointSource(resume, "master").shapes if not is_adapter(name)]
+    require_equal("the list of weights in the checkpoint that are no adapters", others, [])
     undisturbed = subject.runs.trained_as(1, plain, STEPS)
     joined = start.losses + middle.losses + end.losses
-    assert joined == pytest.approx(undisturbed.losses, rel=LOSS.relative, abs=LOSS.absolute)
-    assert weights_apart(end.state["master"], undisturbed.state["master"]) < WEIGHTS_L2
+    assert_losses("the run through both backends", joined, undisturbed.losses)
+    assert_same_weights(end, undisturbed)
 
 
 def merged(held: Mapping[str, Array], scale: float) -> Tensors:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 from attrs import evolve
 
@@ -17,8 +16,10 @@ from corerl.plugin.registry import Kind, Loaded, scan
 from corerl.plugin.transports import transport_named
 from corerl_testing.compare import metrics_of
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.subject import Subject
-from corerl_testing.tolerances import ENGINE_LOGPROBS, GRAD_NORM, LOSS
+from corerl_testing.suite.test_errors import require_error
+from corerl_testing.tolerances import ENGINE_LOGPROBS, GRAD_NORM, LOSS, Tolerance
 from corerl_testing.wrappers import NAMES
 
 
@@ -33,21 +34,28 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
         init = group.init().result()
-        assert (init.optimizer_step, group.dp_size) == (0, group.layouts[0].dp_size)
+        require_equal("InitResult.optimizer_step", init.optimizer_step, 0)
+        require_equal("the group's dp_size", group.dp_size, group.layouts[0].dp_size)
         with groups.engine(setup, slots["engines"]) as fleet:
             for number in range(3):
                 directory, transport = subject.directory / "weights", transports[number % len(transports)]
                 arrived = groups.push(group, fleet, number + 1, transport=transport, directory=directory)
-                assert arrived == {"engine-0": ""}  # whole, by the checksum of each bucket
+                # Whole, by the checksum of each bucket.
+                require_equal(f"the answer of the engine to an update by {transport}", arrived, {"engine-0": ""})
                 batch = groups.sampled(fleet, number)
                 drawn = batch.columns["loss_mask"]
-                assert set(batch.columns["versions"][drawn]) == {number + 1}
+                versions = sorted(set(batch.columns["versions"][drawn].tolist()))
+                require_equal("the list of versions that sampled", versions, [number + 1])
                 found = groups.logprobs(group, setup, batch)[drawn]
-                np.testing.assert_allclose(
-                    found, batch.columns["rollout_logprobs"][drawn], rtol=0, atol=ENGINE_LOGPROBS
-                )
+                wanted = batch.columns["rollout_logprobs"][drawn]
+                what = f"log-probs of the trainer after an update by {transport}, against the engine's,"
+                require_near(what, found, wanted, Tolerance(0.0, ENGINE_LOGPROBS))
                 result = groups.train(group, setup, number, batch)
-                assert result.applied and result.grad_norm > 0
+                require(
+                    result.applied and result.grad_norm > 0,
+                    f"step {number} under Ray has applied={result.applied}, grad_norm={result.grad_norm}, expected a "
+                    "step with a gradient",
+                )
         group.shutdown()
 
 
@@ -68,9 +76,10 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
 
 @check("C38", level=4, builds_on=["C36"])
 def test_a_rank_that_is_killed_ends_the_group_with_one_error_that_names_it(wrapped: Any, world_size: int) -> None:
-    assert wrapped.died.startswith(f"WorkerDied: actor rank {world_size - 1}: its process died")
-    assert "\n" not in wrapped.died
-    assert wrapped.then.startswith("WorkerDied: ")
+    last = f"WorkerDied: actor rank {world_size - 1}: its process died during train"
+    require_error("the group whose last rank was killed", wrapped.died, last)
+    require("\n" not in wrapped.died, f"the error of a killed rank has several lines, expected one: {wrapped.died!r}")
+    require_error("the next call of that group", wrapped.then, "WorkerDied: ")
 
 
 @check("C39", level=4, builds_on=["C36"])
@@ -83,10 +92,11 @@ def test_the_environment_is_set_before_torch_is_imported(
     asked = loaded.spec.environment(own, ClusterInfo(device="cpu", ranks=world_size))
     for process in wrapped.processes:
         for name, value in {**groups.ENVIRONMENT, **asked}.items():
-            assert process["env"].get(name) == value
+            require_equal(f"{name} in the process of a rank", process["env"].get(name), value)
         wanted = int({**groups.ENVIRONMENT, **asked}["OMP_NUM_THREADS"])
         # torch reads it on import, and only then; it uses no more threads than there are cores.
-        assert process["threads"] == min(wanted, os.cpu_count() or 1)
+        threads = min(wanted, os.cpu_count() or 1)
+        require_equal("the number of torch's threads, set before torch was imported,", process["threads"], threads)
 
 
 @check("C40", level=4, builds_on=["C36"])
@@ -95,14 +105,18 @@ def test_three_wrappers_see_every_call_in_the_configs_order_and_change_nothing(
 ) -> None:
     order = [[name, "in"] for name in NAMES] + [[name, "out"] for name in reversed(NAMES)]
     pids = [process["pid"] for process in wrapped.processes]
-    assert sorted({call[0] for call in wrapped.calls}) == sorted(pids)
+    require_equal("the list of processes with calls", sorted({call[0] for call in wrapped.calls}), sorted(pids))
     for pid in pids:
         own = [call[1:] for call in wrapped.calls if call[0] == pid]
         hooks = ["init", *["forward_backward", "optimizer_step"] * 3, "forward", "save"]
-        assert own == [(name, hook, where) for hook in hooks for name, where in order]
+        wanted = [(name, hook, where) for hook in hooks for name, where in order]
+        require_equal("the list of calls that wrappers saw", own, wanted)
     undisturbed = subject.trained("qwen3")
     for result, wanted in zip(wrapped.results, undisturbed.results[:3], strict=True):
-        assert {name: metric.value for name, metric in result.metrics.items()} == pytest.approx(
-            metrics_of(wanted), rel=LOSS.relative, abs=LOSS.absolute
-        )
-        assert result.grad_norm == pytest.approx(wanted[0].grad_norm, rel=GRAD_NORM.relative)
+        metrics = metrics_of(wanted)
+        names = (dict.fromkeys(sorted(each)) for each in (result.metrics, metrics))
+        require_equal("the set of metrics with wrappers", *names)
+        for name, metric in result.metrics.items():
+            require_near(f"the metric {name!r} with wrappers, against none,", metric.value, metrics[name], LOSS)
+        norms = (result.grad_norm, wanted[0].grad_norm)
+        require_near("the gradient norm with wrappers, against none,", *norms, GRAD_NORM)

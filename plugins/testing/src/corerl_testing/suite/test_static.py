@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from corerl.config.load import structure, to_plain
 from corerl.config.schema import ClusterInfo
 from corerl.errors import Unsupported
+from corerl.messages import one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.check import check_capabilities
 from corerl.plugin.contract import build_manager, check_backend
@@ -26,6 +27,7 @@ from corerl.plugin.host import BackendBase
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import BackendSpec, Problem, Resources
 from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal
 from corerl_testing.spec_checks import (
     assert_frozen_and_explained,
     assert_imports_nothing_heavy,
@@ -73,9 +75,10 @@ def test_an_option_that_is_unknown_or_of_another_type_is_refused(loaded: Loaded)
 @check("C06", level=0, builds_on=["C02"])
 def test_every_hook_is_implemented_once_with_arguments_that_are_the_hooks(loaded: Loaded) -> None:
     cls = load_implementation(Kind.BACKENDS, loaded)
-    assert isinstance(cls, type) and issubclass(cls, BackendBase)
-    unwritten = sorted(getattr(cls, "__abstractmethods__", ()))
-    assert unwritten == [], "these methods have no default; implement them"
+    require(
+        isinstance(cls, type) and issubclass(cls, BackendBase),
+        f"{loaded.spec.implementation} is {cls!r}, expected a class that extends corerl.backend.Backend",
+    )
     check_backend(build_manager([(f"backend:{loaded.name}", cls())]), f"backend:{loaded.name}")
 
 
@@ -94,18 +97,40 @@ def test_what_the_spec_computes_is_the_same_twice_and_changes_nothing(loaded: Lo
         return [spec.environment(config, cluster), spec.resources(config, cluster), problems, parts]
 
     before = state()
-    environment, resources, problems, parts = asked()
-    assert asked() == [environment, resources, problems, parts]
-    assert state() == before
-    assert all(type(name) is str and type(value) is str for name, value in environment.items())
-    assert isinstance(resources, Resources) and resources.cpus >= 0 and resources.gpus >= 0
-    assert 1 <= parts <= cluster.ranks and cluster.ranks % parts == 0
-    assert all(isinstance(problem, Problem) and problem.text.strip() for problem in problems)
+    environment, resources, problems, parts = before_it = asked()
+    names = ("environment", "resources", "check", "data_parallel")
+    again = dict(zip(names, asked(), strict=True))
+    require_equal("the spec's answer, asked twice,", again, dict(zip(names, before_it, strict=True)))
+    places = ("os.environ", "sys.path", "the directory", "random's state", "the config")
+    after = dict(zip(places, state(), strict=True))
+    changed = [place for place, was in zip(places, before, strict=True) if after[place] != was]
+    require(not changed, f"the spec's functions changed {', '.join(changed)}; compute, and change nothing")
+    for name, value in environment.items():
+        require(
+            type(name) is str and type(value) is str, f"environment returned {name!r}: {value!r}, expected two strings"
+        )
+    require(
+        isinstance(resources, Resources) and resources.cpus >= 0 and resources.gpus >= 0,
+        f"resources returned {resources!r}, expected Resources(cpus=..., gpus=...) of 0 or more",
+    )
+    require(
+        1 <= parts <= cluster.ranks and cluster.ranks % parts == 0,
+        f"data_parallel returned {parts} for {cluster.ranks} rank(s), expected a number that divides them",
+    )
+    for problem in problems:
+        require(
+            isinstance(problem, Problem) and problem.text.strip(),
+            f"check yielded {problem!r}, expected Problem(path, text) with a text",
+        )
 
 
 @check("C08", level=0, builds_on=["C02"])
 def test_the_spec_can_be_pickled(loaded: Loaded) -> None:
-    assert pickle.loads(pickle.dumps(loaded.spec)) == loaded.spec
+    try:
+        copied = pickle.loads(pickle.dumps(loaded.spec))
+    except Exception as error:  # whatever the parts of a spec raise
+        raise AssertionError(f"the spec cannot be pickled: {one_line(error)}; give functions of a module") from error
+    require_equal("the spec, pickled and unpickled,", copied, loaded.spec)
 
 
 @check("C09", level=0)
@@ -115,44 +140,61 @@ def test_the_package_asks_for_corerl_with_an_upper_bound(loaded: Loaded) -> None
         pytest.skip("the backend is part of corerl")
     requirements = [Requirement(text) for text in distribution(name).requires or ()]
     found = [each for each in requirements if canonicalize_name(each.name) == "corerl" and not each.marker]
-    assert found, f"{name} does not depend on corerl"
+    require(found, f"{name} requires {', '.join(map(str, requirements)) or 'nothing'}, expected corerl among them")
     operators = {specifier.operator for each in found for specifier in each.specifier}
-    assert operators & UPPER_BOUNDS, (
-        f"{name} requires {found[0]}, but a later corerl may have another API; add an upper bound"
+    require(
+        operators & UPPER_BOUNDS,
+        f"{name} requires {found[0]}, but a later corerl may have another API; add an upper bound",
     )
 
 
 @check("C10", level=0)
 def test_the_package_is_typed_and_says_so_and_the_name_is_one_word(loaded: Loaded) -> None:
     name = of_a_package(loaded)
-    assert re.fullmatch("[a-z][a-z0-9-]*", loaded.name), (
-        f"name {loaded.name!r}: use only lower-case letters, digits and hyphens"
+    require(
+        re.fullmatch("[a-z][a-z0-9-]*", loaded.name),
+        f"name {loaded.name!r}: use only lower-case letters, digits and hyphens",
     )
-    assert "Typing :: Typed" in (distribution(name).metadata.get_all("Classifier") or [])
-    package = find_spec(loaded.value.partition(":")[0].partition(".")[0])
-    assert package is not None and package.submodule_search_locations
-    assert any((Path(directory) / "py.typed").is_file() for directory in package.submodule_search_locations)
+    classifiers = distribution(name).metadata.get_all("Classifier") or []
+    require(
+        "Typing :: Typed" in classifiers,
+        f"the classifiers of {name} are {classifiers}, expected 'Typing :: Typed' among them",
+    )
+    module = loaded.value.partition(":")[0].partition(".")[0]
+    package = find_spec(module)
+    directories = list(package.submodule_search_locations or ()) if package is not None else []
+    require(
+        any((Path(directory) / "py.typed").is_file() for directory in directories),
+        f"there is no py.typed in {', '.join(directories) or f'{module}, which is no package'}; add an empty file",
+    )
 
 
 @check("C44", level=0, builds_on=["C02"])
 def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: Loaded) -> None:
     for capability, support in loaded.spec.capabilities.items():
-        assert isinstance(capability, Capability)
+        require(isinstance(capability, Capability), f"capabilities has {capability!r}, expected members of Capability")
         if support.full:
             continue
-        assert support.reason.strip(), f"{capability} is declared {support.grade} without a reason"
+        require(support.reason.strip(), f"{capability} is declared {support.grade} without a reason")
         with pytest.raises(Unsupported) as caught:
             check_capabilities(loaded.spec, {capability: "the run"}, name=loaded.name)
-        assert support.reason in caught.value.message and repr(capability.value) in caught.value.message
+        message = caught.value.message
+        require(
+            support.reason in message and repr(capability.value) in message,
+            f"a run that needs {capability} is told {message!r}, expected the capability and {support.reason!r}",
+        )
 
 
 @check("C71", level=0, builds_on=["C03"])
 def test_each_variant_has_a_name_of_its_own_and_options_that_its_ranks_may_have(loaded: Loaded) -> None:
     spec: BackendSpec = loaded.spec
     names = [each.name for each in spec.variants]
-    assert sorted(set(names)) == sorted(names)
+    require(
+        len(set(names)) == len(names), f"variants are named {', '.join(names)}, expected a name of its own for each"
+    )
     for each in spec.variants:
         config: object = structure(each.options, spec.config, path="")
-        assert config != spec.config() or each.ranks > 2, f"{each.name!r} has the defaults, as all checks have"
+        require(config != spec.config() or each.ranks > 2, f"{each.name!r} has the default options, as all checks have")
         problems = list(spec.check(config, ClusterInfo(device="cpu", ranks=each.ranks)))
-        assert problems == [], f"{each.name!r} cannot run on {each.ranks} ranks"
+        texts = [f"{problem.path} = {problem.text}" for problem in problems]
+        require(not problems, f"the variant {each.name!r} cannot run on {each.ranks} ranks: {'; '.join(texts)}")

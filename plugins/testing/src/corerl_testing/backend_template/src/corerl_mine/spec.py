@@ -8,7 +8,7 @@ from corerl_mine.config import MineConfig
 SPEC = BackendSpec(
     implementation="corerl_mine.backend:MineBackend",
     config=MineConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="the whole model on every rank, gradients summed over ranks",
     capabilities={  # every capability not listed here, but AUX_LOSS, counts as supported, and is checked
         Capability.AUX_LOSS: FULL,

@@ -19,7 +19,7 @@ def prompts(options: SumsConfig) -> list[dict[str, str]]:
 SPEC = SamplerSpec(
     implementation="my_sums.environment:Sums",
     config=SumsConfig,
-    api=(1, 0),
+    api=(2, 0),
     summary="sums of two numbers, with prompts and rewards",
     prompts=prompts,
     rewards=True,

@@ -1,0 +1,310 @@
+"""Try every set of wheels that an extra of core names, and every wheel's absence, without installing anything again.
+
+    PYTHON .ci/wheels.py DIST
+
+PYTHON has all that the wheels in the directory DIST require of others, and none of the wheels themselves. Each is
+unpacked to a directory of its own, so that a set of them is a list for PYTHONPATH. Of each set:
+
+- every plugin of every kind is usable, and each example's config is valid or names the extra that it lacks;
+- if an extra names it, an example trains for two steps: the one that needs most of these wheels.
+
+Core and one backend train where there is nothing but what these two require, directly or through others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+import venv
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKEND = "corerl-fsdp"  # added to the sets that have none, and cannot train
+QUICK = ["run.steps=2", "eval.every=0", "checkpoint.every=0", "roles.actor.ranks=1"]
+QUICK += ["rollout.replicas=1", "rollout.prompts=4"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+JOBS = 2
+TOOLS = {"test", "docs", "dev", "tutorial"}  # extras of this repository's own
+# Who takes part in a run on a CPU has an entry point in one of these groups.
+PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions", "displays"))
+
+
+def main(dist: str) -> int:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        sites = {name: unpacked(wheel, scratch / "sites") for name, wheel in wheels(Path(dist)).items()}
+        shutil.copytree(ROOT / "examples", scratch / "examples")
+        os.chdir(scratch)
+        sets = {"core alone": {"corerl"}, "core and a backend": {"corerl", BACKEND}}
+        for extra in metadata.PathDistribution(metadata_of(sites["corerl"])).metadata.get_all("Provides-Extra") or ():
+            if extra not in TOOLS:
+                sets[f"corerl[{extra}]"] = ours(f"corerl[{extra}]", sites)
+        named, whole = list(sets.values()), set(sites)
+        sets |= {f"all but {name}": whole - {name} - above(name, sites) for name in sorted(whole - {"corerl"})}
+        unequal = {frozenset(names): title for title, names in reversed(sets.items())}  # of equal ones the first
+
+        import torch  # noqa: F401  -- once for all forks, as all that they import and that is not ours
+        import transformers  # noqa: F401
+
+        found = looked_at_each([whole, *unequal], sites)
+        known = found[0]["examples"]
+        needed: dict[str, set[str]] = {
+            name: {canonicalize_name(each) for each in told["needs"]} for name, told in known.items()
+        }
+        wrong = [
+            line
+            for (names, title), each in zip([(whole, "all"), *unequal.items()], found, strict=True)
+            for line in problems(title, names, each, needed)
+        ]
+        print(f"{len(found)} sets of {len(sites)} wheels looked at in {time.monotonic() - began:.0f} s")
+        if any(needed.values()):
+            trained = {frozenset(in_a_run(each, sites)) for each in named} - {frozenset({"corerl", BACKEND})}
+            with ThreadPoolExecutor(JOBS) as pool:
+                jobs = [pool.submit(train_bare, {"corerl", BACKEND}, sites, needed)]
+                jobs += [pool.submit(train, names, sites, needed) for names in sorted(trained, key=sorted)]
+                wrong += [line for job in jobs for line in job.result()]
+            print(f"{len(jobs)} runs trained; {time.monotonic() - began:.0f} s in all")
+        else:
+            wrong.append("no example's config is valid with all wheels")
+    print("\n".join(wrong), file=sys.stderr)
+    return int(bool(wrong))
+
+
+# ---- what the wheels say ---------------------------------------------------------------------------------------------
+
+
+def wheels(dist: Path) -> dict[str, Path]:
+    return {canonicalize_name(path.name.partition("-")[0]): path for path in dist.glob("*.whl")}
+
+
+def unpacked(wheel: Path, where: Path) -> Path:
+    """The directory that a wheel of Python files alone is installed in by being unpacked."""
+    site = where / wheel.name.partition("-")[0]
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    return site
+
+
+def metadata_of(site: Path) -> Path:
+    (found,) = site.glob("*.dist-info")
+    return found
+
+
+def requires(site: Path) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.PathDistribution(metadata_of(site)).requires or ()]
+
+
+def asked(requirement: Requirement, extras: Iterable[str]) -> bool:
+    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+
+
+def ours(wanted: str, sites: Mapping[str, Path]) -> set[str]:
+    """The wheels that `pip install WANTED` would install, of ours."""
+    found: set[str] = set()
+    rest, seen = [Requirement(wanted)], set[str]()
+    while rest:
+        each = rest.pop()
+        name = canonicalize_name(each.name)
+        if name not in sites or str(each) in seen:
+            continue
+        seen.add(str(each))
+        found.add(name)
+        rest += [other for other in requires(sites[name]) if asked(other, each.extras)]
+    return found
+
+
+def above(name: str, sites: Mapping[str, Path]) -> set[str]:
+    """The wheels that require this one."""
+    return {other for other in sites if other != name and name in ours(other, sites)}
+
+
+def points(names: Iterable[str], sites: Mapping[str, Path], *groups: str) -> list[str]:
+    """The names of the entry points that these wheels have in these groups."""
+    return [
+        point.name
+        for name in sorted(names)
+        for point in metadata.PathDistribution(metadata_of(sites[name])).entry_points
+        if point.group in groups
+    ]
+
+
+def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
+    """Core, those of the wheels that take part in a run, and a backend if there is none among them."""
+    parts = {"corerl", *(name for name in names if points([name], sites, *PARTS))}
+    return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
+
+
+# ---- looking, in a fork that has imported what is not ours -----------------------------------------------------------
+
+
+def looked_at_each(sets: Sequence[Iterable[str]], sites: Mapping[str, Path]) -> list[Any]:
+    """Of each set what `looked_at` returns, or nothing if its process has ended before."""
+    found: list[Any] = []
+    for first in range(0, len(sets), JOBS):
+        children = []
+        for names in sets[first : first + JOBS]:
+            reader, writer = os.pipe()
+            if not (child := os.fork()):
+                try:
+                    with os.fdopen(writer, "w") as pipe:
+                        pipe.write(json.dumps(looked_at(names, sites)))
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            os.close(writer)
+            children.append((child, reader))
+        for child, reader in children:
+            with os.fdopen(reader) as pipe:
+                found.append(json.loads(pipe.read() or "{}"))
+            os.waitpid(child, 0)
+    return found
+
+
+def looked_at(names: Iterable[str], sites: Mapping[str, Path]) -> dict[str, Any]:
+    """What the commands say where these wheels are."""
+    os.environ |= ENVIRONMENT
+    sys.path[:0] = [str(sites[name]) for name in sorted(names)]
+    sys.path.append(os.getcwd())  # where examples' functions are
+
+    def said(*words: str) -> tuple[int, str]:
+        from corerl.cli.main import main
+
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main(list(words))
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return status, out.getvalue() + err.getvalue()
+
+    examples = {}
+    for path in sorted(Path("examples").glob("*.toml")):
+        status, text = said("config", "check", str(path))
+        examples[path.name] = {"ok": status == 0, "text": text, "needs": needs(path) if status == 0 else []}
+    return {"help": said("--help")[0], "plugins": json.loads(said("plugins", "--json")[1]), "examples": examples}
+
+
+def needs(path: Path) -> list[str]:
+    from corerl.config.load import load_config
+    from corerl.plan.resolve import distributions_of
+
+    return distributions_of(load_config(path))
+
+
+def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, set[str]]) -> list[str]:
+    if not found:
+        return [f"{title}: the process that looked has ended"]
+    wrong = [f"{title}: corerl --help fails"] if found["help"] else []
+    listed = [each for kind in found["plugins"].values() for each in kind]
+    wrong += [
+        f"{title}: {each['name']} is {each['status']}: {each['reason']}"
+        for each in listed
+        if each["status"] not in ("ok", "not installed")
+    ]
+    for example, told in found["examples"].items():
+        lacks = needed[example] - set(names)
+        if needed[example] and told["ok"] != (not lacks):
+            wrong.append(f"{title}: {example} lacks {lacks or 'nothing'}, but config check says {told['text']}")
+        elif lacks and "pip install 'corerl[" not in told["text"]:
+            wrong.append(f"{title}: {example} lacks {lacks}, but no extra is named: {told['text']}")
+    return wrong
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(names: Iterable[str], sites: Mapping[str, Path], needed: Mapping[str, set[str]]) -> list[str]:
+    """Train with these wheels on PYTHONPATH."""
+    path = os.pathsep.join([str(sites[name]) for name in sorted(names)] + [os.getcwd()])
+    return run(sys.executable, {"PYTHONPATH": path}, set(names), sites, needed)
+
+
+def train_bare(names: set[str], sites: Mapping[str, Path], needed: Mapping[str, set[str]]) -> list[str]:
+    """Train in an environment that has these wheels and, by links, what they require, and nothing else."""
+    bare = Path("bare")
+    venv.create(bare, symlinks=True)
+    (site,) = bare.glob("lib/python*/site-packages")
+    for name in names:
+        for entry in sites[name].iterdir():
+            (site / entry.name).symlink_to(entry)
+    rest, seen = [each for name in sorted(names) for each in requires(sites[name])], set[str]()
+    while rest:
+        each = rest.pop()
+        name = canonicalize_name(each.name)
+        if name in seen or name in sites or not asked(each, ()):
+            continue
+        seen.add(name)
+        found = metadata.distribution(name)
+        rest += [Requirement(line) for line in found.requires or ()]
+        link(found, site)
+    print(f"an environment of {len(seen)} distributions and {len(names)} wheels")
+    return run(str(bare.absolute() / "bin" / "python"), {"PYTHONPATH": os.getcwd()}, names, sites, needed)
+
+
+def link(distribution: metadata.Distribution, site: Path) -> None:
+    """Link a distribution's modules and metadata, second-level ones where several distributions share a directory."""
+    for top in {Path(str(file)).parts[0] for file in distribution.files or () if ".." not in Path(str(file)).parts}:
+        source = Path(str(distribution.locate_file(top)))
+        if not source.exists() or top == "__pycache__":
+            continue
+        if source.is_dir() and not (source / "__init__.py").exists() and not top.endswith("-info"):
+            (site / top).mkdir(exist_ok=True)
+            for entry in source.iterdir():
+                if not (site / top / entry.name).exists():
+                    (site / top / entry.name).symlink_to(entry)
+        elif not (site / top).exists():
+            (site / top).symlink_to(source)
+
+
+def run(
+    python: str,
+    own: Mapping[str, str],
+    names: set[str],
+    sites: Mapping[str, Path],
+    needed: Mapping[str, set[str]],
+) -> list[str]:
+    """Two steps of the example that needs most of these wheels, with a backend and a transport of theirs."""
+    others = names - {"corerl"}
+    fitting = [each for each in needed if needed[each] and needed[each] <= {*names, BACKEND}]
+    example = max(fitting, key=lambda each: (len(needed[each] & names), each))
+    backend = points({BACKEND} & others or others, sites, "corerl.backends")[0]
+    directory = Path("runs") / uuid.uuid4().hex
+    words = [*QUICK, f"backend.name={backend}", f"run.dir={directory}"]
+    words += [f"weights.transport={name}" for name in points(others, sites, "corerl.transports")]
+    began = time.monotonic()
+    ended = subprocess.run(
+        [python, "-m", "corerl", "train", f"examples/{example}", *words],
+        env={**os.environ, **ENVIRONMENT, **own, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
+    rows = (directory / "metrics.jsonl").read_text().splitlines() if (directory / "metrics.jsonl").exists() else []
+    title = f"{', '.join(sorted(others))}: {example} on {backend}"
+    print(f"{title}: {time.monotonic() - began:.0f} s", flush=True)
+    if ended.returncode or len(rows) != 2:
+        said = f"{ended.stdout[-2000:]}{ended.stderr[-4000:]}"
+        return [f"{title}: exit status {ended.returncode}, {len(rows)} steps\n{said}"]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

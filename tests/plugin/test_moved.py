@@ -1,0 +1,136 @@
+"""A plugin of an earlier API is told where what it uses is now: here the backend that `corerl new-backend` wrote at API
+1.0, kept as text."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from corerl.backend import Backend
+from corerl.errors import ContractError, PluginBroken, PluginIncompatible
+from corerl.plugin.api import API, hookimpl
+from corerl.plugin.contract import build_manager
+from corerl.plugin.moved import MOVED, Moved
+from corerl.plugin.registry import Kind, load, load_implementation
+
+OLD = Path(__file__).parent / "api_1_0"  # its files, unchanged
+ROWS = [row for rows in MOVED.values() for row in rows if row.old.startswith(("corerl", "Backend."))]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The old backend's package on sys.path, under a name of its own in each test."""
+    package = tmp_path / re.sub(r"\W", "_", f"mine_{tmp_path.name}")
+    package.mkdir()
+    for file in OLD.glob("*.txt"):
+        text = file.read_text().replace("corerl_mine", package.name)
+        (package / f"{file.stem}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+def edit(file: Path, *changes: tuple[str, str]) -> None:
+    text = file.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def test_an_old_backend_is_told_where_each_thing_is_now(mine: Path) -> None:
+    with pytest.raises(PluginIncompatible) as caught:
+        load(Kind.BACKENDS, f"{mine.name}:SPEC")
+    message = caught.value.message
+    assert message.startswith(
+        f"backend '{mine.name}:SPEC' was written for API 1.0, but this corerl supports 2.0; what changed: "
+        "docs/versioning.md, the table of API 2.0; of that it uses "
+    )
+    listed = re.findall(r"([\w.]+) \(now ([\w.]+)", message)
+    assert listed == [
+        ("corerl.backend.adamw", "corerl.backend"),
+        ("corerl.backend.passes.StepLosses", "corerl.backend"),
+        ("corerl.models.policy.CausalPolicy", "corerl.models"),
+        ("Backend.train", "Backend.forward_backward"),
+    ]
+    assert "\n" not in message
+
+
+ADAMW = ("from corerl.backend.adamw import", "from corerl.backend import")
+POLICY = ("from corerl.models.policy import CausalPolicy\n", "")
+NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere import")
+
+
+@pytest.mark.parametrize(
+    ("mended", "said"),
+    [
+        (
+            [],
+            (
+                "cannot be loaded from {}: ModuleNotFoundError: No module named 'corerl.backend.adamw'; "
+                "corerl.backend.adamw is corerl.backend: adamw, moments, set_adam_step, set_lr since API 2.0; the "
+                "others that moved: docs/versioning.md"
+            ),
+        ),
+        ([ADAMW], "; corerl.models.policy.CausalPolicy is corerl.models: make_policy(config, ...), which builds its"),
+        (
+            [ADAMW, POLICY, NOWHERE],
+            (
+                "No module named 'corerl.models.nowhere'; this corerl has no corerl.models.nowhere: it is of another "
+                "version, see docs/versioning.md"
+            ),
+        ),
+        (
+            [ADAMW, POLICY],
+            (
+                "{} lacks forward_backward, optimizer_step, which have no default; implement them; train is "
+                "Backend.forward_backward(batch, loss, outputs, last), which adds gradients, and "
+                "Backend.optimizer_step(step, scale), which scales and clips them and takes the step since API 2.0, "
+                "see docs/versioning.md"
+            ),
+        ),
+    ],
+    ids=["module", "name", "never there", "method"],
+)
+def test_what_is_missing_is_told_with_its_place(mine: Path, mended: list[tuple[str, str]], said: str) -> None:
+    edit(mine / "spec.py", ("api=(1, 0)", f"api={API}"))
+    edit(mine / "backend.py", *mended)
+    loaded = load(Kind.BACKENDS, f"{mine.name}:SPEC")
+    with pytest.raises(PluginBroken) as caught:
+        load_implementation(Kind.BACKENDS, loaded)
+    assert said.format(f"{mine.name}.backend:MineBackend") in caught.value.message
+
+
+def test_a_wrapper_of_a_hook_that_went_is_told_what_replaces_it() -> None:
+    class Timed:
+        @hookimpl(wrapper=True)
+        def train(self):
+            return (yield)
+
+    with pytest.raises(ContractError, match=r"^timed implements 'train', which is no hook .*Backend\.forward_backward"):
+        build_manager([("timed", Timed())])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.old)
+def test_what_a_row_names_was_there_and_is_elsewhere_now(row: Moved) -> None:
+    module, colon, name = row.old.partition(":")
+    if row.old.startswith("corerl"):
+        there = find_spec(module) is not None if colon or _is_below(module) else False
+        assert not there or (colon and not hasattr(importlib.import_module(module), name)) or name == "StepLosses"
+    for method, arguments in re.findall(r"Backend\.(\w+)\(([^)]*)\)", row.new):
+        parameters = list(inspect.signature(getattr(Backend, method)).parameters)[1:]
+        assert parameters == [argument.partition("=")[0] for argument in arguments.split(", ")]
+    if now := re.match(r"(corerl(?:_testing)?(?:\.\w+)?): ((?:\w+, )*\w+)", row.new):
+        face = importlib.import_module(now[1])
+        assert [each for each in now[2].split(", ") if not hasattr(face, each)] == []
+    elif not row.new.startswith("Backend"):  # a wheel
+        assert find_spec(row.new.partition(",")[0]) is not None
+
+
+def _is_below(module: str) -> bool:
+    """Whether the package that the module was in is still there, so that it can be looked for."""
+    return find_spec(module.rpartition(".")[0]) is not None
