@@ -4,6 +4,7 @@ plugin of an older version gets, and for the table in docs/versioning.md."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -99,8 +100,12 @@ def method_now(name: str) -> str:
 
 
 def used(value: str, api: tuple[int, int]) -> list[Moved]:
-    """What the package behind 'package.module:SPEC', of this API, uses that has moved since, by its source files."""
-    spec = find_spec(value.partition(":")[0].partition(".")[0])
+    """What the package behind 'package.module:SPEC', of this API, uses that has moved since, by its source files. Files
+    that cannot be read or parsed, such as templates, are left out."""
+    try:
+        spec = find_spec(value.partition(":")[0].partition(".")[0])
+    except ValueError:  # the module is loaded but has no __spec__
+        return []
     if spec is None or spec.origin is None:
         return []
     whole = Path(spec.origin).name == "__init__.py"
@@ -108,9 +113,10 @@ def used(value: str, api: tuple[int, int]) -> list[Moved]:
     since = {row.old: row for at, rows in MOVED.items() if at > api for row in rows}
     found: dict[str, Moved] = {}
     for file in files:
-        for name in _names_in(ast.parse(file.read_text(encoding="utf-8"))):
-            if (row := _row(name)) is not None and row[1].old in since:
-                found.setdefault(row[1].old, row[1])
+        with contextlib.suppress(OSError, ValueError, SyntaxError):
+            for name in _names_in(ast.parse(file.read_text(encoding="utf-8"))):
+                if (row := _row(name)) is not None and row[1].old in since:
+                    found.setdefault(row[1].old, row[1])
     return list(found.values())
 
 

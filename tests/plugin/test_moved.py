@@ -134,3 +134,10 @@ def test_what_a_row_names_was_there_and_is_elsewhere_now(row: Moved) -> None:
 def _is_below(module: str) -> bool:
     """Whether the package that the module was in is still there, so that it can be looked for."""
     return find_spec(module.rpartition(".")[0]) is not None
+
+
+def test_a_file_that_is_no_python_does_not_hide_the_others(mine: Path) -> None:
+    (mine / "template.py").write_text("print {{ name }}\n")
+    (mine / "latin.py").write_bytes(b"# \xe9\n")
+    with pytest.raises(PluginIncompatible, match="of that it uses corerl.backend.adamw "):
+        load(Kind.BACKENDS, f"{mine.name}:SPEC")
