@@ -16,7 +16,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
 from corerl.errors import ConfigError, PluginBroken, PluginError
 from corerl.messages import nearest
-from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, is_named, load, locate, usable
+from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, load, locate, usable
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
@@ -137,7 +137,9 @@ def _joining(how: str, besides: Sequence[str] = ()) -> tuple[ExtensionChoice, ..
     """The installed extensions that join in this way, without those already listed. Whoever loads them raises an error
     if two have one name."""
     found = [each for each in usable(Kind.EXTENSIONS) if each.spec.joins == how]
-    new = [each for each in found if not any(is_named(each, name) or each.value == name for name in besides)]
+    # A list that chooses one of several of a name, as 'distribution:name', leaves the others out.
+    chosen = {name.rpartition(":")[2] for name in besides}
+    new = [each for each in found if each.name not in chosen and each.value not in besides]
     names = dict.fromkeys(each.name for each in sorted(new, key=lambda each: (each.spec.place, each.name)))
     return tuple(ExtensionChoice(name=name) for name in names)
 

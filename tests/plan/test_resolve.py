@@ -295,6 +295,14 @@ def test_two_defaults_of_one_name_are_a_conflict(install: Install, extension_spe
         resolve_tables(evolve(settled, backend=BackendChoice(name="plain"), rollout=RolloutConfig(engine="fake")))
 
 
+def test_one_of_two_that_always_join_can_be_chosen(install: Install, extension_spec: str) -> None:
+    for name in ("one", "two"):
+        module = joining(extension_spec, "always", 0)
+        install(f"corerl-{name}", {"extensions": {"twin": f"twin_{name}:SPEC"}}, **{f"twin_{name}": module})
+    found = with_extensions(config(extensions=(ExtensionChoice(name="corerl-two:twin"),))).chosen_extensions
+    assert [each.name for each in found if each.name.endswith("twin")] == ["corerl-two:twin"]
+
+
 def test_an_extension_that_may_join_and_is_broken_is_a_notice(install: Install) -> None:
     before = absent_extensions(config(extensions=()))
     install("corerl-torn", {"extensions": {"torn": "torn_j:SPEC"}}, torn_j="import a_library_that_is_not_there")
