@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if error.details:
                 print(error.details, file=sys.stderr)
         said = "corerl: error:" if error.exit_status else "corerl:"
-        for line in error.message.split("\n"):
+        for line in (*error.message.split("\n"), *getattr(error, "__notes__", ())):
             print(f"{said} {shorten_inside(line, LONGEST_LINE)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:

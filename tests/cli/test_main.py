@@ -81,6 +81,18 @@ def test_each_problem_of_several_has_its_line(
     assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: error: c: d\n"
 
 
+def test_what_is_noted_of_an_error_follows_it(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ConfigError("a: b")
+    error.add_note("raised in between_steps of extension:c")
+    assert run_failing(error) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "corerl: error: a: b",
+        "corerl: error: raised in between_steps of extension:c",
+    ]
+
+
 def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
     run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
