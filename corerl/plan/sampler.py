@@ -10,7 +10,7 @@ from attrs import fields
 from corerl.config.load import structure
 from corerl.config.schema import Config, DataConfig
 from corerl.data.rows import GivenRows, Rows
-from corerl.errors import PluginBroken, PluginError
+from corerl.errors import CorerlError, PluginBroken, PluginError
 from corerl.messages import one_line
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, load, load_implementation
@@ -50,7 +50,7 @@ def brings_prompts(config: Config) -> bool:
 
 def rows_of_sampler(config: Config) -> Rows | None:
     """The rows that the sampler brings, if prompts are its own. Raises ConfigError for wrong options, PluginBroken if
-    the sampler cannot tell them."""
+    the sampler fails with an error that is none of CoreRL's."""
     if not brings_prompts(config):
         return None
     loaded = load(Kind.SAMPLERS, config.rollout.sampler)
@@ -59,6 +59,8 @@ def rows_of_sampler(config: Config) -> Rows | None:
         options = structure(options, loaded.spec.config, path=f"samplers.{loaded.name}")
     try:
         return GivenRows(loaded.spec.prompts(options), name=f"sampler {loaded.name!r}")
+    except CorerlError:
+        raise
     except Exception as error:
         raise PluginBroken(f"sampler {loaded} has no prompts: {one_line(error)}") from error
 

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from corerl.config.load import config_of
 from corerl.config.options import option
 from corerl.config.schema import Config
-from corerl.errors import ConfigError, PluginBroken, UserError
+from corerl.errors import ConfigError, DataError, PluginBroken, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.sampler import brings_prompts, brings_rewards, plays_episodes, rows_of_sampler
 from corerl.plugin import registry
@@ -43,6 +43,13 @@ SPEC = SamplerSpec(
     rewards=True,
 )
 WITHOUT_CLASS = evolve(SPEC, implementation="corerl.rollout.sampler:sampling_params", prompts=None)
+
+
+def refused(options: Options) -> Any:
+    raise DataError(f"no rows for count={options.count}")
+
+
+REFUSES = evolve(SPEC, prompts=refused)
 SILENT = evolve(SPEC, prompts=lambda options: [][options.count])
 OWN = f"{__name__}:SPEC"
 
@@ -112,3 +119,8 @@ def test_prompts_of_a_sampler_give_way_to_those_that_data_names() -> None:
 def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
     with pytest.raises(PluginBroken, match=r"SILENT' has no prompts: IndexError: list index out of range"):
         rows_of_sampler(config(rollout={"sampler": f"{__name__}:SILENT"}))
+
+
+def test_what_a_sampler_refuses_is_said_in_its_own_words() -> None:
+    with pytest.raises(DataError, match="^no rows for count=3$"):
+        rows_of_sampler(config(rollout={"sampler": f"{__name__}:REFUSES"}))
