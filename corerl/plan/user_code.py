@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from attrs import frozen
@@ -17,6 +18,7 @@ from corerl.plugin.requirements import require_met
 
 CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
 SHOWN = 3  # files in one line
+FUNCTION = re.compile(r"([\w.]+):\w+")
 
 
 @frozen(kw_only=True)
@@ -38,7 +40,11 @@ def code_of(config: Config) -> UserCode:
     # And the spec of an extension says whether it joins without being listed.
     plugins += [(Kind.EXTENSIONS, f"{each.distribution}:{each.name}") for each in scan(Kind.EXTENSIONS)]
     return UserCode(
-        modules=tuple(name.partition(":")[0] for name in functions_of(config).values()),
+        modules=tuple(
+            dict.fromkeys(
+                [*(name.partition(":")[0] for name in functions_of(config).values()), *_modules_of_extensions(config)]
+            )
+        ),
         plugins=tuple(dict.fromkeys(plugins)),
     )
 
@@ -65,6 +71,14 @@ def _function_of_sampler(config: Config) -> dict[str, str]:
     options = config.samplers.get(name, {})
     given = options.get("function") if isinstance(options, Mapping) else getattr(options, "function", None)
     return {f"samplers.{name}.function": given} if isinstance(given, str) else {}
+
+
+def _modules_of_extensions(config: Config) -> Iterator[str]:
+    """The modules of what may be functions among the options of extensions, whose checks may import them."""
+    for each in config.chosen_extensions:
+        for value in each.options.values() if isinstance(each.options, Mapping) else ():
+            if isinstance(value, str) and (found := FUNCTION.fullmatch(value)):
+                yield found[1]
 
 
 def rewards_of(config: Config) -> dict[str, str]:

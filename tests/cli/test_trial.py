@@ -55,6 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             ["train", "FILE", "rollout.sampler=episodes", "samplers.episodes.function=MODULE:f"],
             "importing MODULE ",
         ),
+        (["train", "FILE", "extensions=[{name='elastic', options={scaler='MODULE:f'}}]"], "importing MODULE "),
         (["options", "MODULE:SPEC"], "importing MODULE:SPEC, the spec of backend 'MODULE:SPEC', "),
     ],
 )
