@@ -17,7 +17,7 @@ from corerl.plugin.spec import Finding, Level
 from corerl_doctor import installation
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
-from corerl_doctor.plugins import finding_of, look_named
+from corerl_doctor.plugins import finding_of, look_deep, look_named
 from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
@@ -74,6 +74,15 @@ def test_without_a_name_no_process_imports_torch(site: Path) -> None:
     loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
     distribution(site, "corerl-light", "light = light_spec:SPEC", light_spec=loud)
     assert amiss(list(examine())) == []
+
+
+def test_both_ends_of_a_transport_are_imported() -> None:
+    findings = [each for each in look_deep([("transports", "disk")]) if isinstance(each, Finding)]
+    assert amiss(findings) == []
+    assert [each.what.rpartition(": ")[2] for each in findings[1:]] == [
+        "corerl.weights.transports.disk:DiskSender can be imported",
+        "corerl.weights.transports.disk:DiskReceiver can be imported",
+    ]
 
 
 @forked

@@ -78,14 +78,14 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     yield ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
     if not deep:
         return
-    code = loaded.spec.implementation
-    yield Begins(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
-    try:
-        implementation = load_implementation(kind, loaded)
-    except PluginError as error:
-        yield finding_of(error, kind, name, entry)
-        return
-    yield ok(f"{kind.noun} {loaded}: {code} can be imported")
+    for code in [loaded.spec.sender, loaded.spec.receiver] if kind is Kind.TRANSPORTS else [loaded.spec.implementation]:
+        yield Begins(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
+        try:
+            implementation = load_implementation(kind, loaded, code)
+        except PluginError as error:
+            yield finding_of(error, kind, name, entry)
+            return
+        yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
         yield from _shares(loaded)
         yield Begins(f"making an instance of {code}", f"fix {code}")
