@@ -13,10 +13,6 @@ REPLICAS = "rollout.replicas"
 OF_RANKS = re.compile(r"roles\.\w+\.(ranks|backend|options(\..+)?)|backend\.name|backends\..+")
 
 
-def of_engines(override: str) -> bool:
-    return override.partition("=")[0].strip() == REPLICAS
-
-
 def with_other_sizes(config: Config, overrides: Sequence[str]) -> Config:
     """The config with overrides, such as "roles.actor.ranks=4". Raises ConfigError for other settings, and as
     `load_config` does."""

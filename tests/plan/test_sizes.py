@@ -11,7 +11,7 @@ from corerl.config.load import to_plain
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.sizes import of_engines, with_other_sizes
+from corerl.plan.sizes import with_other_sizes
 from tests.driver.saved import CRITIC, config_in, make_config
 
 FSDP = {"backend": {"name": "fsdp"}}
@@ -69,14 +69,6 @@ def test_keys_that_do_not_exist_are_refused_with_the_nearest_that_does_before_an
     assert refused("backend.nam=fsdp") == ["backend.nam: unknown key; did you mean 'name'? (override backend.nam=...)"]
     assert refused("rollout.replicas=0") == [
         "rollout.replicas: must be between 1 and 16384, got 0 (override rollout.replicas=0)"
-    ]
-
-
-def test_engines_are_told_from_ranks() -> None:
-    assert [of_engines(each) for each in ("rollout.replicas=2", " rollout.replicas = 2", "roles.actor.ranks=2")] == [
-        True,
-        True,
-        False,
     ]
 
 

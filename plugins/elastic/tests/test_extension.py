@@ -12,6 +12,7 @@ from attrs import asdict
 
 from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Gpu, Slot
+from corerl.config.load import config_of
 from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, WorkerDied
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
@@ -19,6 +20,7 @@ from corerl.plugin import RunStarted, StepFinished
 from corerl_elastic import Devices, scaling
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
+from corerl_elastic.places import Places
 from corerl_elastic.resizing import resize
 from tests.cluster.test_placement import Rooms as RealRooms
 from tests.cluster.test_placement import rooms_of
@@ -64,7 +66,7 @@ def test_engines_that_end_go_first_and_engines_that_come_are_last(
     replicas: int, lines: list[str], order: list[str], tmp_path: Path
 ) -> None:
     case = make(tmp_path, disaggregated=True)
-    assert case.change(f"rollout.replicas={replicas}", "roles.actor.ranks=2") == lines
+    assert case.change(f" rollout.replicas = {replicas}", "roles.actor.ranks=2") == lines
     assert [line.split()[1] for line in case.log if line.startswith("take ")] == order
     assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": replicas}
     assert case.groups.plan.record["rollout"]["replicas"] == replicas
@@ -184,6 +186,25 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
     with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
         case.refit(ranks=False)
     assert ends == ["actor"]
+
+
+def test_ranks_whose_machine_goes_while_a_spare_is_awaited_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of_engines(tmp_path, 2, 4)
+    room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
+    ends: list[str] = []
+    for ranks in case.ranks.values():
+        ranks.processes.kill = lambda name=ranks.role: ends.append(name)  # type: ignore[attr-defined]
+
+    def settle(self: Places, *, within: float) -> None:
+        self.room.moves |= {("reservation 0", index): "" for index in (0, 1)}  # type: ignore[attr-defined]
+        self.room.look_again()
+
+    monkeypatch.setattr(Places, "settle", settle)
+    with pytest.raises(WorkerDied, match="^actor rank 0: its machine is gone$"):
+        case.refit(ranks=False)
+    assert ends == ["actor"] and indices(room["engines"]) == [2, 3, 4, 5]
 
 
 def in_room(
@@ -469,6 +490,17 @@ def test_devices_are_balanced_only_between_ranks_and_engines_that_have_their_own
     assert planned(tmp_path / "apart", scaler, "disaggregated").extensions[0].options.scaler == scaler
     with pytest.raises(ConfigError, match="^extensions.elastic.scaler: 'corerl_elastic:balance' moves devices between"):
         planned(tmp_path / "together", scaler, "colocated")
+
+
+def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:
+    trained = planned(tmp_path / "run", "corerl_elastic:balance", "disaggregated")
+    own = [f"run.dir={tmp_path}/scores", "run.mode=eval", "data.held_out=4"]
+    assert make_plan(config_of(trained.record, own)).run.mode == "eval"
+
+
+def test_the_wait_for_spare_machines_ends() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        ElasticOptions(spare_timeout=float("inf"))
 
 
 def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from corerl.config import at_least, option
+from corerl.config import at_least, finite, option
 
 
 @frozen(kw_only=True)
@@ -18,5 +18,5 @@ class ElasticOptions:
         "seconds to wait for other devices of the cluster in the place of those of a machine that is gone; after that, "
         "the groups that were on it go on smaller, on the devices that are left",
         default=60.0,
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )

@@ -38,7 +38,7 @@ class Elastic:
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         config, scaling = plan.config, self._scaling
         divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
-        if scaling is None or scaling.scaler is not balance or divided:
+        if scaling is None or scaling.scaler is not balance or divided or config.run.mode == "eval":  # of such a run
             return None
         problem = (
             f"extensions.elastic.scaler: {scaling.name!r} moves devices between ranks and engines that have their own; "
@@ -50,7 +50,7 @@ class Elastic:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             begin(self._run_dir)
-        elif isinstance(event, StepFinished):
+        elif isinstance(event, StepFinished) and self._scaling is not None:
             self._metrics.append(event.metrics)
 
     # ---- between steps ----------------------------------------------------------------------------------------------
@@ -97,10 +97,9 @@ class Elastic:
 
     def _count_steps(self, run: Control) -> None:
         """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
-        metrics, self._metrics = self._metrics, []
-        if self._scaling is not None:
-            for each in metrics:
-                self._scaling.step_done(each, run.sizes)
+        for each in self._metrics if self._scaling is not None else ():
+            self._scaling.step_done(each, run.sizes)
+        self._metrics.clear()
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
@@ -116,6 +115,7 @@ class Elastic:
         places = self._places
         places.settle(within=self._spare_timeout)
         if not failure.ranks:
+            groups.require_ranks()  # a machine of theirs may be gone by now
             placement = run.plan.processes.placement
             if places.left(placement, ENGINES) + places.unused < placement.widths.get(ENGINES, 1):
                 groups.roles[ACTOR].group.processes.kill()

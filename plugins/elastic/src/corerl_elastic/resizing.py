@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from corerl.driver.groups import require_same_surroundings
 from corerl.plan.plan import Plan
-from corerl.plan.sizes import REPLICAS, of_engines
+from corerl.plan.sizes import REPLICAS
 from corerl.plugin import RunControl
 
 OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")
@@ -21,8 +21,8 @@ def resize(run: RunControl, overrides: Sequence[str], changed: list[str]) -> Non
     if ranks die."""
     before = run.plan.processes
     wanted = run.replan(overrides).processes  # raises for all that is wrong with it
-    engines = [each for each in overrides if of_engines(each)]
-    parts = _by_role([each for each in overrides if not of_engines(each)])
+    engines = [each for each in overrides if each.partition("=")[0].strip() == REPLICAS]
+    parts = _by_role([each for each in overrides if each not in engines])
     ending = wanted.engine is not None and len(wanted.engine.assignments) < run.sizes[REPLICAS]
     plans: list[Plan] = []  # one after the other, so that the last one made is always of the groups as they are
     for part in [engines, *parts] if ending else [*parts, engines]:
