@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field
 
@@ -43,14 +43,14 @@ class Control:
         return self.plan.resized(overrides)
 
     def apply(self, plan: Plan) -> list[str]:
-        lines: list[str] = []
+        changes: Iterable[str]
         if self._failure is not None:
-            lines += self.groups.start_by(plan, staying=[] if self._failure.ranks else [*self.groups.roles])
-            for line in lines:
-                self.notice(line)
-            return lines
-        self.changed = True
-        for line in self.groups.change(plan):
+            changes = self.groups.start_by(plan, staying=[] if self._failure.ranks else [*self.groups.roles])
+        else:
+            self.changed = True
+            changes = self.groups.change(plan)
+        lines: list[str] = []
+        for line in changes:
             self.notice(line)
             lines.append(line)
         return lines
