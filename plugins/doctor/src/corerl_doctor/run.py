@@ -129,7 +129,8 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 def named_by(processes: ProcessPlan, chosen: Sequence[Selection]) -> list[tuple[Kind, str]]:
     """Those of the chosen plugins that run in ranks and engines, as the config names them."""
     in_ranks = [each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions]
-    there = [(each.kind, each.name) for each in chosen if each.used and each.kind is not Kind.EXTENSIONS]
+    elsewhere = (Kind.EXTENSIONS, Kind.SAMPLERS)  # a sampler is in the driver alone
+    there = [(each.kind, each.name) for each in chosen if each.used and each.kind not in elsewhere]
     return list(dict.fromkeys([*there, *((Kind.EXTENSIONS, name) for name in in_ranks)]))
 
 
