@@ -17,7 +17,7 @@ from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 @define(kw_only=True, eq=False)
 class Control:
-    """Asks extensions between steps and where processes have ended, and is what they ask and tell."""
+    """What extensions get in `between_steps` and `ranks_failed`, and what calls these."""
 
     groups: Groups  # for the wheels that are released with this core
     progress: Progress

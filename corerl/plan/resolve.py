@@ -289,16 +289,16 @@ def check_spec(
 
 
 def place_of(
-    told: Problem | SlowPath, loaded: Loaded, *, config: Config | None = None, role: str = "actor", table: str = ""
+    said: Problem | SlowPath, loaded: Loaded, *, config: Config | None = None, role: str = "actor", table: str = ""
 ) -> str:
-    """The path, in the user's config, of the setting that a spec tells something of. `table` as in `check_spec`."""
-    if not told.path.startswith("."):
+    """The path, in the user's config, of the setting that a spec says something about. `table` as in `check_spec`."""
+    if not said.path.startswith("."):
         kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
         if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
             table = f"roles.{role}.options"
         own = table or _table(kind, loaded.name)
-        return f"{own}.{told.path}" if told.path else own
-    table, _, setting = told.path[1:].partition(".")
+        return f"{own}.{said.path}" if said.path else own
+    table, _, setting = said.path[1:].partition(".")
     if table in ("weights", "algorithm", "rollout"):
         place = table
     elif table == "train":
@@ -336,7 +336,7 @@ def _meant(config: Config, kind: Kind, name: str) -> str:
 
 
 def _found(kind: Kind, name: str) -> Loaded | None:
-    """The plugin; None if it cannot be loaded, which is told where that is asked for."""
+    """The plugin; None if it cannot be loaded, which is reported where that is asked for."""
     with contextlib.suppress(PluginError):
         return load(kind, name)
     return None

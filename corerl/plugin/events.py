@@ -138,7 +138,7 @@ class Span:
 @frozen(kw_only=True)
 class RunRewound:
     """The run goes on from an earlier step, as a resumed one does: what was recorded of the steps from there on is
-    replaced. A notice has told why."""
+    replaced. A notice has said why."""
 
     step: int  # rollout steps that stay done
 

@@ -99,7 +99,7 @@ class Hooks:
     def shutdown(self, reason: str) -> None:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
         `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run starts anew
-        from an older checkpoint, with new instances, and no RunFinished was told."""
+        from an older checkpoint, with new instances, and no RunFinished was emitted."""
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
 

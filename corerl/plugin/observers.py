@@ -31,12 +31,12 @@ class Observers:
         self._silenced: set[str] = set()  # extensions that have raised
         self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
-        self._telling = threading.RLock()
+        self._emitting = threading.RLock()
 
     def emit(self, event: Event) -> None:
         """Send `event` to every observer, in the config's order; one event at a time, from any thread. Events after
         `shutdown` are dropped."""
-        with self._telling:
+        with self._emitting:
             if self._closed:
                 return
             for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
@@ -56,7 +56,7 @@ class Observers:
 
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""
-        with self._telling:
+        with self._emitting:
             if self._closed:
                 return
             self._closed = True
