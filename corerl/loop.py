@@ -17,13 +17,13 @@ from corerl.plan.names import wrong_apart
 
 
 def training(run: Run) -> None:
-    with run.healing():
+    with run.recovery():
         with run.training():
             run.push_weights()
         run.check_logprobs()
         run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
-        with run.healing():  # if ranks die, the steps since the last checkpoint come again
+        with run.recovery():  # if ranks die, the steps since the last checkpoint come again
             with run.training():
                 batch = run.with_advantages(scored)
                 results = run.optimize(batch)

@@ -62,7 +62,7 @@ class FakeRun:
         self.log.append(f"evaluate {self.progress.step}")
 
     @contextlib.contextmanager
-    def healing(self) -> Iterator[None]:
+    def recovery(self) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager

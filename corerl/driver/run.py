@@ -143,7 +143,7 @@ class Run:
         rollout = self.plan.rollout
         while True:
             scored = None
-            with self.healing() as fine:
+            with self.recovery() as fine:
                 scored = self._next()
             if not fine():
                 continue
@@ -328,9 +328,9 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    def healing(self) -> AbstractContextManager[Callable[[], bool]]:
-        """A context in which ranks may die: then others begin with the newest checkpoint, and the steps since are to be
-        done again. Yields whether the block has ended otherwise."""
+    def recovery(self) -> AbstractContextManager[Callable[[], bool]]:
+        """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
+        repeated. Yields whether the block has ended otherwise."""
         return self.restarts.around(self._rewind)
 
     def _rewind(self, point: Point) -> None:
