@@ -36,7 +36,7 @@ class Begins:
     """What is about to be checked, for the report if the process dies."""
 
     what: str
-    mend: str
+    fix: str
 
 
 Told: TypeAlias = Begins | Finding
@@ -85,7 +85,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
         else:
             finished = True
     if not finished:
-        findings.append(Finding(level=Level.ERROR, what=f"{begun.what} {how}", why=why, mend=begun.mend))
+        findings.append(Finding(level=Level.ERROR, what=f"{begun.what} {how}", why=why, fix=begun.fix))
     return findings, finished
 
 
@@ -115,7 +115,7 @@ def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:
             yield each
     except (Exception, SystemExit) as error:
         yield Finding(
-            level=Level.ERROR, what=f"{begun.what} raised {one_line(error)}", why="a run does the same", mend=begun.mend
+            level=Level.ERROR, what=f"{begun.what} raised {one_line(error)}", why="a run does the same", fix=begun.fix
         )
 
 

@@ -83,7 +83,7 @@ def beside(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Calla
     def result() -> None:
         thread.join()
         for finding in found:
-            raise UserError(f"{finding.what}; {finding.mend}")
+            raise UserError(f"{finding.what}; {finding.fix}")
 
     return result
 

@@ -50,6 +50,7 @@ MOVED: Mapping[tuple[int, int], Sequence[Moved]] = {  # the API that brought it 
         Moved("corerl.plugin.probing:version", "corerl.plugin: version_numbers"),
         Moved("corerl.plugin.events:Worked", "corerl.plugin: CallFinished"),
         Moved("corerl.plugin.events:Shown", "corerl.plugin: SampleShown"),
+        Moved("the field `mend` of `corerl.plugin.Finding`", "`fix`"),
         Moved("corerl.rollout.engine", "corerl.engines"),
         Moved("corerl.rollout.episodes", "corerl_agents, which pip install 'corerl[agents]' brings"),
         Moved("corerl.rollout.offered:misfit", "corerl.engines: shape_mismatch"),

@@ -13,23 +13,21 @@ REINSTALL_TORCH = "python -m pip install --force-reinstall torch"
 
 
 def check_library(
-    name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str, plugin: str = "backend"
+    name: str, distribution: str, *, oldest: Version, end: Version, why: str, fix: str, plugin: str = "backend"
 ) -> Finding:
     """Whether the library underneath a plugin is installed in a version v with `oldest` <= v < `end`; `why` says why
     other versions will not do. `plugin` is backend or engine."""
     try:
         installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return Finding(
-            level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is built on it", mend=mend
-        )
+        return Finding(level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is built on it", fix=fix)
     if oldest <= version_numbers(installed)[: len(oldest)] and version_numbers(installed)[: len(end)] < end:
         return ok(f"{name} {installed} is supported by this {plugin}")
     return Finding(
         level=Level.ERROR,
         what=f"{name} {installed} is not supported by this {plugin}",
         why=why,
-        mend=mend,
+        fix=fix,
     )
 
 
@@ -50,5 +48,5 @@ def check_nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
             level=Level.ERROR,
             what="torch sees CUDA devices, but torch.distributed has no NCCL",
             why="ranks on GPUs communicate through it",
-            mend=REINSTALL_TORCH,
+            fix=REINSTALL_TORCH,
         )

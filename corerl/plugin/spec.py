@@ -64,12 +64,12 @@ class Level(StrEnum):
 
 @frozen(kw_only=True)
 class Finding:
-    """The result of one check by `corerl doctor`. An ok finding needs neither `why` nor `mend`."""
+    """The result of one check by `corerl doctor`. An ok finding needs neither `why` nor `fix`."""
 
     level: Level
     what: str  # a sentence
     why: str = ""  # why it matters
-    mend: str = ""  # the command that fixes it, or what to do if no command does
+    fix: str = ""  # the command that fixes it, or what to do if no command does
 
 
 def ok(what: str) -> Finding:

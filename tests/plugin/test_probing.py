@@ -11,12 +11,12 @@ from corerl.plugin.spec import Finding, Level
 
 
 def found(distribution: str = "numpy") -> Finding:
-    return check_library("Wood", distribution, oldest=(0, 19, 8), end=(0, 20), why="it splinters", mend="plant a tree")
+    return check_library("Wood", distribution, oldest=(0, 19, 8), end=(0, 20), why="it splinters", fix="plant a tree")
 
 
 def test_a_library_that_is_not_installed_is_an_error() -> None:
     assert found("corerl-is-not-made-of-this") == Finding(
-        level=Level.ERROR, what="Wood is not installed", why="this backend is built on it", mend="plant a tree"
+        level=Level.ERROR, what="Wood is not installed", why="this backend is built on it", fix="plant a tree"
     )
 
 
@@ -33,7 +33,7 @@ def test_an_older_or_later_version_is_an_error_that_says_why(installed: str, mon
         level=Level.ERROR,
         what=f"Wood {installed} is not supported by this backend",
         why="it splinters",
-        mend="plant a tree",
+        fix="plant a tree",
     )
 
 

@@ -35,7 +35,7 @@ def test_the_versions_are_those_that_the_package_asks_for() -> None:
 def test_another_version_comes_with_what_mends_it(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     (finding,) = amiss()
-    assert (finding.level, finding.mend) == (Level.ERROR, "python -m pip install 'deepspeed>=0.19.8,<0.20'")
+    assert (finding.level, finding.fix) == (Level.ERROR, "python -m pip install 'deepspeed>=0.19.8,<0.20'")
     assert finding.what.startswith(f"DeepSpeed {version} is not supported by this backend")
 
 

@@ -141,11 +141,11 @@ def test_a_setting_that_the_chosen_stage_does_not_read_is_refused_with_the_stage
     value = next(value for path, value in VALUES.items() if path.startswith(f"{ZERO}.{name}"))
     raw = nested(f"{ZERO}.{name}", {"classes": ["Block"]} if name == "leaf_module" else value)
     readers = (3,) if name in STAGE_3 else (1, 2)
-    mend = "set stage=3" if name in STAGE_3 else "set stage=1 or 2"
+    fix = "set stage=3" if name in STAGE_3 else "set stage=1 or 2"
     for stage in (1, 2, 3):
         found = check(DeepSpeedConfig(stage=stage, raw=raw), ClusterInfo(device="cuda", ranks=4))  # type: ignore[arg-type]
         told = [(problem.path, problem.text.partition(" with ")[2]) for problem in found]
-        text = f"stage={stage}, which ignores it; {mend}, or remove it"
+        text = f"stage={stage}, which ignores it; {fix}, or remove it"
         assert told == ([] if stage in readers else [(f"raw.{ZERO}.{name}", text)])
 
 

@@ -14,8 +14,8 @@ from corerl.plugin.spec import Finding, Level
 from corerl_doctor import examine as examination
 
 OK = Finding(level=Level.OK, what="Python 3")
-OLD = Finding(level=Level.WARNING, what="torch is old", why="it is slow", mend="pip install torch")
-GONE = Finding(level=Level.ERROR, what="no library", why="nothing runs", mend="pip install library")
+OLD = Finding(level=Level.WARNING, what="torch is old", why="it is slow", fix="pip install torch")
+GONE = Finding(level=Level.ERROR, what="no library", why="nothing runs", fix="pip install library")
 
 
 def finding(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -54,7 +54,7 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
 
 
 def test_a_finding_moves_no_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    finding(monkeypatch, evolve(GONE, what="\x1b[2J\rgone\u202e", mend=""))
+    finding(monkeypatch, evolve(GONE, what="\x1b[2J\rgone\u202e", fix=""))
     assert main(["doctor"]) == 1
     said = capsys.readouterr()
     assert said.out.splitlines()[0] == "error    \\x1b[2J\\rgone\\u202e"
@@ -75,8 +75,8 @@ def test_json_holds_the_same_for_programs(monkeypatch: pytest.MonkeyPatch, capsy
     finding(monkeypatch, OK, GONE)
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == [
-        {"level": "ok", "what": "Python 3", "why": "", "mend": ""},
-        {"level": "error", "what": "no library", "why": "nothing runs", "mend": "pip install library"},
+        {"level": "ok", "what": "Python 3", "why": "", "fix": ""},
+        {"level": "error", "what": "no library", "why": "nothing runs", "fix": "pip install library"},
     ]
 
 

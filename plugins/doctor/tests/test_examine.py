@@ -39,7 +39,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def amiss(findings: list[Finding]) -> list[Finding]:
     for finding in findings:
         if finding.level is not Level.OK:
-            assert finding.why and finding.mend, finding
+            assert finding.why and finding.fix, finding
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
@@ -55,7 +55,7 @@ def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_ar
         f"SIGABRT at {site}/aborts_spec.py:2"
     )
     assert aborts.why.endswith(DYING)
-    assert aborts.mend == "python -m pip install --force-reinstall corerl-aborts"
+    assert aborts.fix == "python -m pip install --force-reinstall corerl-aborts"
     assert leaves.what.endswith("backend 'leaves' (corerl-leaves 0.1), ended its process with status 3")
     told = [finding.what for finding in findings]
     assert any(
@@ -103,10 +103,10 @@ def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
 
 @forked
 def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
-    probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")'
+    probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", fix="apt upgrade")'
     distribution(site, "corerl-tried", "tried = tried_spec:SPEC", tried_spec=spec(probe=probe))
     findings = list(examine("tried"))
-    assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")]
+    assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", fix="apt upgrade")]
     told = [finding.what for finding in findings]
     tried = "backend 'tried' (corerl-tried 0.1): "
     assert [text.removeprefix(tried) for text in told if text.startswith(tried)] == [
@@ -151,7 +151,7 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
     for name in ("one", "two"):
         distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
 
-    mended = [(finding.what.split("'")[1], finding.level.value, finding.mend) for finding in amiss(list(examine()))]
+    mended = [(finding.what.split("'")[1], finding.level.value, finding.fix) for finding in amiss(list(examine()))]
     assert mended == [
         ("both", "warning", "python -m pip uninstall two; or write 'one:both' in the config"),
         ("bad", "error", "python -m pip install --force-reinstall corerl-bad"),
@@ -173,15 +173,15 @@ def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_
     hint = "; for a run's file: corerl doctor --config FILE"
     for name in (str(tmp_path), "tried.toml"):
         (unknown,) = amiss(list(examine(name)))
-        assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.mend.endswith(hint)
+        assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.fix.endswith(hint)
     (unknown,) = amiss(list(examine("min")))
-    assert hint not in unknown.mend
+    assert hint not in unknown.fix
 
 
 def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load(Kind.BACKENDS, absent_backend)
-    assert finding_of(caught.value, Kind.BACKENDS, absent_backend).mend == "pip install 'corerl[absent]'"
+    assert finding_of(caught.value, Kind.BACKENDS, absent_backend).fix == "pip install 'corerl[absent]'"
 
 
 @forked
@@ -198,7 +198,7 @@ def test_a_distribution_that_is_found_twice_is_told_with_both_places(
         f"corerl-tried is found twice: 0.2 in {site}/corerl_tried-0.2.dist-info (used), "
         f"0.1 in {stale}/corerl_tried-0.1.dist-info"
     )
-    assert finding.mend.startswith("python -m pip uninstall -y corerl-tried")
+    assert finding.fix.startswith("python -m pip uninstall -y corerl-tried")
 
 
 @forked
@@ -215,7 +215,7 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
         f"{where} its pyproject.toml"
         for attribute, where in (("NEW", "only in"), ("SPEC", "no longer in"))
     ]
-    assert {finding.mend for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
+    assert {finding.fix for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
 
 
 @forked
@@ -232,7 +232,7 @@ def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     assert finding.what == (
         "importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
     )
-    assert finding.mend.endswith(" -c 'import corerl_doctor.run'")
+    assert finding.fix.endswith(" -c 'import corerl_doctor.run'")
     (site / "torch.py").write_text("import os\nos.abort()\n")
     (finding,) = look("corerl_doctor.run:devices")
     assert finding.what == f"importing corerl_doctor.run killed its process with SIGABRT at {site}/torch.py:2"
@@ -270,7 +270,7 @@ def test_what_the_driver_says_is_counted(
     monkeypatch.setattr(installation, "lacking", lambda: "there is no C compiler")
     counted, slow = driver()
     assert (counted.what, slow.what) == (what, "there is no C compiler")
-    assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.mend
+    assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.fix
 
 
 @forked
@@ -290,19 +290,19 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but tried ")
     (unknown,) = amiss(look("corerl_doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
     assert unknown.what.startswith("backends.tried.shards: unknown key")
-    assert unknown.mend == f"edit {file}, then: corerl config check {file}"
+    assert unknown.fix == f"edit {file}, then: corerl config check {file}"
 
 
 def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) -> None:
     file = write_small(tmp_path)
     findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
     assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
-    assert all(finding.mend == f"edit {file}" for finding in findings)
+    assert all(finding.fix == f"edit {file}" for finding in findings)
 
 
 def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:
     (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
-    assert f"{finding.what}; {finding.mend}" == old_pluggy
+    assert f"{finding.what}; {finding.fix}" == old_pluggy
     assert finding.level is Level.ERROR
 
 
@@ -310,7 +310,7 @@ def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
     (tmp_path / "notices.jsonl").write_text('{"text": "2 samples failed", "step": 4}\n')
     found = next(finding for finding in examine(run_dir=str(tmp_path)) if finding.what == "2 samples failed")
     assert (found.level, found.why) == (Level.WARNING, "noted by the run after step 4")
-    assert found.mend == f"see {tmp_path}/notices.jsonl"
+    assert found.fix == f"see {tmp_path}/notices.jsonl"
 
 
 def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:

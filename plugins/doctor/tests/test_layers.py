@@ -132,7 +132,7 @@ def test_the_finding_says_how_well_they_agree_or_where_they_part_or_that_memory_
         r"size, after 31 modules that agree",
         parts.what,
     )
-    assert (parts.why, parts.mend) == (
+    assert (parts.why, parts.fix) == (
         "the trainer scores tokens with another model than the engine samples from",
         "set train.layout='whole', and report this line",
     )

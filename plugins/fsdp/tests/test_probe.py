@@ -30,18 +30,18 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level", "mend"),
+    ("version", "level", "fix"),
     [
         ("2.8.1+cu128", Level.ERROR, "python -m pip install 'torch>=2.9'"),
         ("3.0.0a0+git", Level.WARNING, "python -m pip install --upgrade corerl-fsdp"),
     ],
 )
 def test_a_torch_that_is_too_old_or_untried_comes_with_what_mends_it(
-    version: str, level: Level, mend: str, monkeypatch: pytest.MonkeyPatch
+    version: str, level: Level, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     (finding,) = amiss()
-    assert (finding.level, finding.mend) == (level, mend)
+    assert (finding.level, finding.fix) == (level, fix)
     assert finding.what.startswith(f"torch {version} is ")
 
 

@@ -259,7 +259,7 @@ def test_the_probe_says_what_is_missing_and_what_is_of_another_version(monkeypat
 
     monkeypatch.setattr(metadata, "version", version)
     (finding,) = amiss()
-    assert (finding.what, finding.mend) == ("SGLang is not installed", "python -m pip install 'corerl[sglang]'")
+    assert (finding.what, finding.fix) == ("SGLang is not installed", "python -m pip install 'corerl[sglang]'")
     versions["sglang"] = "0.5.17.post1"
     (finding,) = amiss()
     assert finding.level is Level.WARNING

@@ -24,7 +24,7 @@ def probe() -> Iterator[Finding]:
         oldest=OLDEST,
         end=END,
         why="it relies on where these versions store weights, masters and moments",
-        mend=MEND,
+        fix=MEND,
     )
     yield found
     yield from check_nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
@@ -48,7 +48,7 @@ def _operations() -> Iterator[Finding]:
             level=Level.ERROR,
             what=f"DeepSpeed is installed but does not load: {' '.join(str(error).split())}",
             why="this backend is built on it",
-            mend=f"{MEND} --force-reinstall --no-deps",
+            fix=f"{MEND} --force-reinstall --no-deps",
         )
         return
     yield ok(

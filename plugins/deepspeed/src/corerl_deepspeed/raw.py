@@ -251,12 +251,12 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def unread(raw: Mapping[str, Any], stage: int) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong with it) for each setting that `stage` does not read, of a table without refusals."""
     others: tuple[str, ...] = STAGE_3
-    mend = "set stage=3, or remove it"
+    fix = "set stage=3, or remove it"
     if stage == 3:
-        others, mend = STAGES_1_AND_2, "set stage=1 or 2, or remove it"
+        others, fix = STAGES_1_AND_2, "set stage=1 or 2, or remove it"
     for name, value in raw.get(ZERO, {}).items():
         if name in others:
-            yield f"{ZERO}.{name}", f"{spell_value(value)} with stage={stage}, which ignores it; {mend}"
+            yield f"{ZERO}.{name}", f"{spell_value(value)} with stage={stage}, which ignores it; {fix}"
 
 
 def _names(paths: set[str], table: str) -> list[str]:

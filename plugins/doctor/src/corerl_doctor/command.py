@@ -81,8 +81,8 @@ def _lines(finding: Finding) -> list[str]:
     lines = [f"{finding.level:<8} {finding.what}"]
     if finding.why:
         lines.append(f"{'':<8}   why: {finding.why}")
-    if finding.mend:
-        lines.append(f"{'':<8}   fix: {finding.mend}")
+    if finding.fix:
+        lines.append(f"{'':<8}   fix: {finding.fix}")
     return [printable(line) for line in lines]
 
 

@@ -39,7 +39,7 @@ def examine(
             level=Level.WARNING,
             what=notice.text,
             why=f"noted by the run after step {notice.step}",
-            mend=f"see {Path(run_dir) / NOTICES_FILE}",
+            fix=f"see {Path(run_dir) / NOTICES_FILE}",
         )
     config: Config | None = None
     if file:
@@ -47,7 +47,7 @@ def examine(
             config = load_config(file, overrides, more=wrong_names)
         except ConfigError as error:
             for line in error.message.splitlines():
-                yield Finding(level=Level.ERROR, what=line, why="the run would not start", mend=f"edit {file}")
+                yield Finding(level=Level.ERROR, what=line, why="the run would not start", fix=f"edit {file}")
     if name:
         entries = [(kind, entry) for kind, entry in installation.all_entries() if is_named(entry, name)]
         yield from _installed(entries)

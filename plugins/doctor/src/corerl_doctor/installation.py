@@ -34,7 +34,7 @@ def interpreter() -> Iterator[Finding]:
                 level=Level.ERROR,
                 what=f"{name} is not installed in this environment",
                 why="no run can start without it",
-                mend=f"{PIP} install {name}",
+                fix=f"{PIP} install {name}",
             )
 
 
@@ -49,7 +49,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
             level=Level.WARNING,
             what=text,
             why="version and entry points come from the first, but code may come from another",
-            mend=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete "
+            fix=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete "
             f"{copies(entry)[-1].path} where pip does not); then install it once",
         )
     offers: dict[tuple[Kind, str], dict[str, Entry]] = {}
@@ -62,7 +62,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
                 what=f"{kind.noun} {name!r} is provided by "
                 + " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals.values()),
                 why=f"a config that names only {name!r} is rejected",
-                mend=f"{PIP} uninstall {sorted(rivals)[-1]}; or write '{sorted(rivals)[0]}:{name}' in the config",
+                fix=f"{PIP} uninstall {sorted(rivals)[-1]}; or write '{sorted(rivals)[0]}:{name}' in the config",
             )
 
 
@@ -84,7 +84,7 @@ def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
                 what=f"{name} is installed in place from {project}, and {point} = {value} of corerl.{kind} is {where} "
                 "its pyproject.toml",
                 why="entry points are copied when a package is installed; editing them changes nothing until then",
-                mend=f"{PIP} install --no-deps -e {project}",
+                fix=f"{PIP} install --no-deps -e {project}",
             )
 
 
@@ -95,7 +95,7 @@ def requirements(distributions: Iterable[str]) -> Iterator[Finding]:
             level=Level.ERROR,
             what=str(each),
             why="a run that needs it does not start",
-            mend=installing([each]),
+            fix=installing([each]),
         )
 
 
@@ -124,14 +124,14 @@ def driver() -> Iterator[Finding]:
                     "log-probs on GPUs fall back to torch operators, with 1.4 to 2.7 times the kernels' time and more "
                     "memory"
                 ),
-                mend=f"{PIP} install triton" if "installed" in reason else "the system's gcc package",
+                fix=f"{PIP} install triton" if "installed" in reason else "the system's gcc package",
             )
     else:
         yield Finding(
             level=Level.WARNING,
             what=f"nvidia-smi shows no GPU: {reason}",
             why="runs use the CPU here, unless this machine only drives a cluster",
-            mend="run nvidia-smi and follow its output (often a reboot after a driver update)",
+            fix="run nvidia-smi and follow its output (often a reboot after a driver update)",
         )
 
 

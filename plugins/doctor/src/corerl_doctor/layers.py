@@ -79,7 +79,7 @@ def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Told]:
             what=f"the layers were not compared: the model takes {needs / GIB:.3g} GiB in float32, and this machine "
             f"has {free / GIB:.3g} GiB free",
             why="where trainer and engine part is only looked for on the CPU, on a copy of the model",
-            mend="try it on a machine with more memory, or with [model.config] of the same type and fewer layers",
+            fix="try it on a machine with more memory, or with [model.config] of the same type and fewer layers",
         )
         return
     yield Begins("comparing the layers", "leave out --layers")
@@ -100,7 +100,7 @@ def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Told]:
         what=f"{ways} part at the {parting.kind}: {parting.where} differs by {parting.difference:.2g} of its size, "
         f"after {found.modules} modules that agree",
         why="the trainer scores tokens with another model than the engine samples from",
-        mend="set train.layout='whole', and report this line" if way == "packed" else "report this line",
+        fix="set train.layout='whole', and report this line" if way == "packed" else "report this line",
     )
 
 

@@ -55,7 +55,7 @@ def look_named(name: str) -> Iterator[Told]:
     except PluginError as error:
         finding = finding_of(error, Kind.BACKENDS, name)
         if Path(name).is_dir() or name.endswith(".toml"):
-            finding = evolve(finding, mend=f"{finding.mend}; for a run's file: corerl doctor --config FILE")
+            finding = evolve(finding, fix=f"{finding.fix}; for a run's file: corerl doctor --config FILE")
         yield finding
         return
     for kind in kinds:
@@ -108,7 +108,7 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
         what=f"backend {loaded}: its data_parallel is not always the number of ranks, and no variant has ranks=4",
         why="on two ranks either all share samples or none does: gradients that are summed over the wrong ranks, or "
         "not at all, such as a norm's, then pass corerl verify",
-        mend="add Variant(name=..., options=..., ranks=4) to the spec, with options for which two ranks share samples, "
+        fix="add Variant(name=..., options=..., ranks=4) to the spec, with options for which two ranks share samples, "
         f"then: corerl verify {loaded.name}",
     )
 
@@ -126,7 +126,7 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
             level=Level.ERROR,
             what=error.message,
             why="workers reject a plugin that does not meet the hook contract",
-            mend=f"fix {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
+            fix=f"fix {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
         )
     else:
         yield ok(f"backend {loaded}: its hooks meet the contract")
@@ -149,16 +149,16 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
     """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
     useless = "it cannot be called" if kind is Kind.COMMANDS else "a run that selects it does not start"
     why = f"{useless}: {name!r} is not there"
-    mend = f"corerl plugins {kind.value}, which lists the names that are installed"
+    fix = f"corerl plugins {kind.value}, which lists the names that are installed"
     if isinstance(error, PluginNotFound):
-        mend = error.install or mend
+        fix = error.install or fix
     elif isinstance(error, PluginConflict):
         why = "CoreRL does not choose between them, since the choice would depend on sys.path"
-        mend = f"{PIP} uninstall the one you do not want, or use the longer name in the config"
+        fix = f"{PIP} uninstall the one you do not want, or use the longer name in the config"
     elif isinstance(error, PluginIncompatible):
         why = "it would get arguments, or be asked for results, that it was not written for"
-        mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
+        fix = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
         why = useless
-        mend = reinstall(entry) if entry is not None else f"fix {name}"
-    return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)
+        fix = reinstall(entry) if entry is not None else f"fix {name}"
+    return Finding(level=Level.ERROR, what=error.message, why=why, fix=fix)

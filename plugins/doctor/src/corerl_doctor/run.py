@@ -44,7 +44,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
             level=Level.WARNING,
             what=note,
             why="its settings have no effect",
-            mend=f"remove the table from {file}, or install its plugin",
+            fix=f"remove the table from {file}, or install its plugin",
         )
     yield Begins(f"checking {file}", f"corerl config check {file}")
     try:
@@ -57,7 +57,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
                 level=Level.WARNING,
                 what="the nodes were not checked",
                 why="what a run starts there depends on a valid config",
-                mend=f"fix {file} first",
+                fix=f"fix {file} first",
             )
         return
     roles, cluster = plan.processes.roles, plan.cluster
@@ -99,7 +99,7 @@ def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], ad
             level=Level.ERROR,
             what=error.message,
             why="a run joins this cluster",
-            mend=f"ray status --address {address}",
+            fix=f"ray status --address {address}",
         )
         return
     for answer in answers:
@@ -108,7 +108,7 @@ def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], ad
                 level=Level.ERROR,
                 what=f"node {answer.node} cannot report what is installed: {answer.error}",
                 why="a rank or an engine there could not start",
-                mend=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
+                fix=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
             )
             continue
         yield _compared(answer.node, wanted, [Origin(**each) for each in answer.value])
@@ -122,7 +122,7 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
         level=Level.ERROR,
         what=f"node {node} does not have what the driver has: {'; '.join(amiss.values())}",
         why="a rank or an engine there would be rejected, or run different code than its neighbors",
-        mend=f"there: python -m pip install {' '.join(dict.fromkeys(each.requirement for each in amiss))}",
+        fix=f"there: python -m pip install {' '.join(dict.fromkeys(each.requirement for each in amiss))}",
     )
 
 
@@ -139,5 +139,5 @@ def _problem(line: str, file: str) -> Finding:
         level=Level.ERROR,
         what=line,
         why="the run would not start",
-        mend=f"edit {file}, then: corerl config check {file}",
+        fix=f"edit {file}, then: corerl config check {file}",
     )

@@ -21,14 +21,14 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what=f"torch {torch.__version__} is older than {_dotted(OLDEST)}",
             why="its fully_shard lacks features that this backend needs",
-            mend=f"python -m pip install 'torch>={_dotted(OLDEST)}'",
+            fix=f"python -m pip install 'torch>={_dotted(OLDEST)}'",
         )
     elif installed > TESTED:
         yield Finding(
             level=Level.WARNING,
             what=f"torch {torch.__version__} is newer than {_dotted(TESTED)}, the newest tested version",
             why="features of fully_shard that this backend needs may have changed",
-            mend="python -m pip install --upgrade corerl-fsdp",
+            fix="python -m pip install --upgrade corerl-fsdp",
         )
     else:
         yield ok(f"torch {torch.__version__} works with FSDP")
@@ -37,7 +37,7 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what=f"torch {torch.__version__} was built without torch.distributed",
             why="ranks, even a single one, cannot start without it",
-            mend=REINSTALL_TORCH,
+            fix=REINSTALL_TORCH,
         )
         return
     if not dist.is_gloo_available():
@@ -45,7 +45,7 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what="torch.distributed has no gloo",
             why="ranks on CPUs, and the CPU side of ranks on GPUs, communicate through it",
-            mend=REINSTALL_TORCH,
+            fix=REINSTALL_TORCH,
         )
     yield from check_nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}

@@ -25,7 +25,7 @@ def probe() -> Iterator[Finding]:
         oldest=OLDEST,
         end=END,
         why="its arguments and its checkpoints change from version to version",
-        mend=MEND,
+        fix=MEND,
     )
     yield from _bridge()
     if not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def probe() -> Iterator[Finding]:
             level=Level.WARNING,
             what="TransformerEngine is not installed",
             why="layers are plain torch: slower, without FP8, and context-parallel ranks gather all keys and values",
-            mend="python -m pip install --no-build-isolation 'transformer_engine[pytorch,core_cu13]', or core_cu12",
+            fix="python -m pip install --no-build-isolation 'transformer_engine[pytorch,core_cu13]', or core_cu12",
         )
         return
     try:
@@ -47,7 +47,7 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what=f"TransformerEngine is installed but does not load: {' '.join(str(error).split())}",
             why="its compiled part works with only one version of torch",
-            mend="python -m pip install --no-build-isolation --force-reinstall 'transformer_engine[pytorch]'",
+            fix="python -m pip install --no-build-isolation --force-reinstall 'transformer_engine[pytorch]'",
         )
     else:
         engine = metadata.version("transformer_engine")
@@ -64,6 +64,6 @@ def _bridge() -> Iterator[Finding]:
         oldest=(0, 6),
         end=(0, 7),
         why="backends.megatron.bridge reads its mappings, whose code changes from version to version",
-        mend="python -m pip install --no-deps 'megatron-bridge>=0.6,<0.7'",
+        fix="python -m pip install --no-deps 'megatron-bridge>=0.6,<0.7'",
     )
     yield found if found.level is Level.OK else evolve(found, level=Level.WARNING)

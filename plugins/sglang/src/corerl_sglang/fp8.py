@@ -155,11 +155,11 @@ def _cut_blocks(config: SglangConfig, model: Mapping[str, Any], quantized: Set[s
         if not kinds & quantized or not part % BLOCK:
             continue
         if whole % BLOCK:
-            path, mend = f".model.{setting}", "set weights.quantize='none', or leave these layers out"
+            path, fix = f".model.{setting}", "set weights.quantize='none', or leave these layers out"
         else:
-            path, mend = "tensor_parallel", "split the model over fewer devices"
+            path, fix = "tensor_parallel", "split the model over fewer devices"
         yield Problem(
             path,
             f"matrices with {part} rows or columns per device, from {setting}, do not divide into FP8 blocks of "
-            f"{BLOCK}; {mend}",
+            f"{BLOCK}; {fix}",
         )

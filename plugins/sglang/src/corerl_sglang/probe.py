@@ -20,7 +20,7 @@ def probe() -> Iterator[Finding]:
         oldest=OLDEST,
         end=END,
         why="it relies on how those versions answer requests and load weights",
-        mend=INSTALL,
+        fix=INSTALL,
         plugin="engine",
     )
     yield found
@@ -37,14 +37,14 @@ def probe() -> Iterator[Finding]:
                 level=Level.WARNING,
                 what=f"SGLang {installed} requires {package} {wanted}, but {there} is installed",
                 why="its server may not start",
-                mend=f"python -m pip install '{package}=={wanted}'",
+                fix=f"python -m pip install '{package}=={wanted}'",
             )
     if not torch.cuda.is_available():
         yield Finding(
             level=Level.WARNING,
             what="torch sees no CUDA device",
             why="without a GPU a server is slow, if it runs at all",
-            mend="run it on a machine with a GPU, or choose rollout.engine='transformers'",
+            fix="run it on a machine with a GPU, or choose rollout.engine='transformers'",
         )
 
 
