@@ -14,8 +14,8 @@ from corerl.algorithms.base import REFERENCE
 from corerl.config.load import structure
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
-from corerl.errors import ConfigError, PluginBroken, PluginError
-from corerl.messages import nearest
+from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
+from corerl.messages import nearest, one_line
 from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, load, locate, usable
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
@@ -275,15 +275,20 @@ def check_spec(
     role: str = "actor",
     table: str = "",
 ) -> None:
-    """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem.
+    """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem, and
+    PluginBroken if the spec fails itself.
 
     Messages name settings by their path in the config: `config` and `role` locate the model and the [train] table that
     `run` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
     """
-    lines = [
-        f"{place_of(each, loaded, config=config, role=role, table=table)}: {each.text}"
-        for each in loaded.spec.check(options, run)
-    ]
+    try:
+        problems = list(loaded.spec.check(options, run))
+    except CorerlError:
+        raise
+    except Exception as error:
+        noun = _kind_of(loaded).noun
+        raise PluginBroken(f"{noun} {loaded} cannot check its options: {one_line(error)}") from error
+    lines = [f"{place_of(each, loaded, config=config, role=role, table=table)}: {each.text}" for each in problems]
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -293,7 +298,7 @@ def place_of(
 ) -> str:
     """The path, in the user's config, of the setting that a spec says something about. `table` as in `check_spec`."""
     if not said.path.startswith("."):
-        kind = next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
+        kind = _kind_of(loaded)
         if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
             table = f"roles.{role}.options"
         own = table or _table(kind, loaded.name)
@@ -309,6 +314,10 @@ def place_of(
             return f"{place}.path: {setting} in its config.json" if setting else f"{place}.path"
         place += ".config"
     return f"{place}.{setting}" if setting else place
+
+
+def _kind_of(loaded: Loaded) -> Kind:
+    return next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
 
 
 def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:

@@ -22,7 +22,7 @@ from corerl.config.schema import (
     SideRoleChoice,
     TrainConfig,
 )
-from corerl.errors import ConfigError, PluginConflict, PluginNotFound
+from corerl.errors import ConfigError, PluginBroken, PluginConflict, PluginNotFound
 from corerl.plan.resolve import (
     absent_extensions,
     backend_name,
@@ -209,6 +209,14 @@ def test_problems_that_a_spec_finds_carry_the_dotted_path() -> None:
     with pytest.raises(ConfigError) as caught:
         check_spec(loaded, options, ClusterInfo(device="cpu", ranks=2))
     assert caught.value.message == "backends.mine.shards: 4 is more than 2 ranks"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_spec_whose_check_fails_is_broken_by_name() -> None:
+    loaded = load(Kind.BACKENDS, "mine")
+    broken = evolve(loaded, spec=evolve(loaded.spec, check=lambda options, cluster: {}["missing"]))
+    with pytest.raises(PluginBroken, match=r"^backend 'mine' \(.*\) cannot check its options: KeyError: "):
+        check_spec(broken, loaded.spec.config(), ClusterInfo(device="cpu", ranks=1))
 
 
 @pytest.mark.usefixtures("plugins")
