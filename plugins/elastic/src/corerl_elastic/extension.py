@@ -97,9 +97,10 @@ class Elastic:
 
     def _count_steps(self, run: Control) -> None:
         """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
-        for each in self._metrics if self._scaling is not None else ():
-            self._scaling.step_done(each, run.sizes)
-        self._metrics.clear()
+        metrics, self._metrics = self._metrics, []
+        if self._scaling is not None:
+            for each in metrics:
+                self._scaling.step_done(each, run.sizes)
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
