@@ -97,7 +97,7 @@ class Rollout:
 
 
 class Generate(Protocol):
-    """As `corerl.engines.fleet.EngineFleet.generate`."""
+    """Have the run's engines complete the rows of a request."""
 
     def __call__(
         self,
