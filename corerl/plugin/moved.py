@@ -132,7 +132,7 @@ def _names_in(module: ast.Module) -> Iterator[str]:
 def _row(name: str) -> tuple[tuple[int, int], Moved] | None:
     """The newest row about a name, "module:name" or "module", or about a module that it is in."""
     module = name.partition(":")[0]
-    for api, rows in reversed(MOVED.items()):
+    for api, rows in reversed(list(MOVED.items())):
         for row in rows:
             if row.old == name or (":" not in row.old and f"{module}.".startswith(f"{row.old}.")):
                 return api, row

@@ -77,9 +77,9 @@ def _is_frozen(config: Any, name: str) -> bool:
 def assert_survives_json(cls: type) -> None:
     config = cls()
     plain = to_plain(config)
-    again = structure(json.loads(json.dumps(plain)), cls, path="options")
+    again: object = structure(json.loads(json.dumps(plain)), cls, path="options")
     require(again == config, f"through JSON the config is {again}, expected {config}: use types that JSON has")
-    empty = structure({}, cls, path="options")
+    empty: object = structure({}, cls, path="options")
     require(empty == config, f"the config of an empty table is {empty}, expected the defaults, {config}")
 
 

@@ -109,8 +109,8 @@ def test_three_wrappers_see_every_call_in_the_configs_order_and_change_nothing(
     for pid in pids:
         own = [call[1:] for call in wrapped.calls if call[0] == pid]
         hooks = ["init", *["forward_backward", "optimizer_step"] * 3, "forward", "save"]
-        wanted = [(name, hook, where) for hook in hooks for name, where in order]
-        require_equal("the list of calls that wrappers saw", own, wanted)
+        expected = [(name, hook, where) for hook in hooks for name, where in order]
+        require_equal("the list of calls that wrappers saw", own, expected)
     undisturbed = subject.trained("qwen3")
     for result, wanted in zip(wrapped.results, undisturbed.results[:3], strict=True):
         metrics = metrics_of(wanted)
