@@ -11,7 +11,7 @@ from corerl_testing import algorithm_suite, suite
 from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
-from corerl_testing.suite import CHECKS, test_halves, test_memory, test_routing, test_training
+from corerl_testing.suite import CHECKS, test_forward, test_halves, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:

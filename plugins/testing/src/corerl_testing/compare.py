@@ -310,8 +310,8 @@ def require_same_state(
 
 # No gradient or optimizer has a part in the loss of the first step.
 BEFORE_A_STEP = (
-    "; no step was taken yet: look at the pass in training (temperature, attention, dropout, the weights and buffers that "
-    "it reads) and at the loss (the tokens' weights, samples that are left out)"
+    "; no step was taken yet: look at the pass in training (temperature, attention, dropout, the weights and buffers "
+    "that it reads) and at the loss (the tokens' weights, samples that are left out)"
 )
 
 

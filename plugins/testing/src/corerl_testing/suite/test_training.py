@@ -140,8 +140,8 @@ def test_long_sequences_in_bfloat16_do_not_see_each_other(subject: Subject) -> N
     apart = float(np.abs(logprobs(WHOLE) - logprobs((1, 1))).mean())
     require(
         apart < BFLOAT16_PACKED,
-        f"log-probs in bfloat16 of samples of {min(LONG)} to {max(LONG)} tokens, each alone against all packed, differ by "
-        f"{apart:.2g} on average, at most {BFLOAT16_PACKED:g} is allowed: samples see what they are packed with",
+        f"log-probs in bfloat16 of samples of {min(LONG)} to {max(LONG)} tokens, each alone against all packed, differ "
+        f"by {apart:.2g} on average, at most {BFLOAT16_PACKED:g} is allowed: samples see what they are packed with",
     )
 
 
