@@ -311,8 +311,9 @@ def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
     if lacks := sorted(getattr(found, "__abstractmethods__", ())):
         moved = "".join(method_now(name) for name in dir(found) if kind is Kind.BACKENDS)
         raise PluginBroken(
-            f"{kind.noun} {loaded}: {code} lacks {', '.join(lacks)}, which have no default; "
-            f"implement {'them' if len(lacks) > 1 else 'it'}{moved}"
+            f"{kind.noun} {loaded}: {code} lacks {', '.join(lacks)}, which "
+            + ("have no default; implement them" if len(lacks) > 1 else "has no default; implement it")
+            + moved
         )
     return found
 

@@ -17,6 +17,7 @@ from corerl.plugin.api import API, hookimpl
 from corerl.plugin.contract import build_manager
 from corerl.plugin.moved import MOVED, Moved
 from corerl.plugin.registry import Kind, load, load_implementation
+from corerl_testing.plain.backend import PlainBackend
 
 OLD = Path(__file__).parent / "api_1_0"  # its files, unchanged
 ROWS = [row for rows in MOVED.values() for row in rows if row.old.startswith(("corerl", "Backend."))]
@@ -103,6 +104,16 @@ def test_what_is_missing_is_told_with_its_place(mine: Path, mended: list[tuple[s
     with pytest.raises(PluginBroken) as caught:
         load_implementation(Kind.BACKENDS, loaded)
     assert said.format(f"{mine.name}.backend:MineBackend") in caught.value.message
+
+
+def test_one_method_that_is_missing_is_told_as_one() -> None:
+    loaded = load(Kind.BACKENDS, "corerl_testing.plain:SPEC")
+    with pytest.raises(PluginBroken, match="lacks optimizer_step, which has no default; implement it$"):
+        load_implementation(Kind.BACKENDS, loaded, f"{__name__}:WithoutAStep")
+
+
+class WithoutAStep(PlainBackend):
+    optimizer_step = Backend.optimizer_step  # abstract
 
 
 def test_a_wrapper_of_a_hook_that_went_is_told_what_replaces_it() -> None:

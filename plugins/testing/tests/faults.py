@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from attrs import evolve, frozen
 
 from corerl.backend import StateKey
 from corerl.config.options import option
 from corerl.config.schema import ClusterInfo, RoleConfig
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.spec import BackendSpec, Problem
-from corerl.types import ParallelLayout
+from corerl.types import MicroBatch, Output, ParallelLayout
 from corerl.weights.chunks import Chunk
+from corerl_testing.broken.backends import LeaksBetweenLongSequences
 from corerl_testing.plain.backend import PlainBackend
 from corerl_testing.plain.spec import SPEC as PLAIN
 
@@ -34,6 +38,11 @@ def whole_models(config: Split, cluster: ClusterInfo) -> Iterable[Problem]:
 SPLIT = evolve(PLAIN, config=Split, check=whole_models)  # without a fault
 KEEPS_A_GRADIENT = faulty("KeepsAGradient")
 HIDES_MOMENTS = faulty("HidesMoments")
+LEAKS_IN_BFLOAT16 = evolve(
+    faulty("LeaksInBfloat16"),
+    capabilities={each: how for each, how in PLAIN.capabilities.items() if each is not Capability.BFLOAT16},
+)
+ADDS_TO_ENTROPY = faulty("AddsToEntropy")
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")
 
 
@@ -59,6 +68,19 @@ class HidesMoments(PlainBackend):
         return [
             evolve(chunk, replica=hidden and chunk.name.endswith(".gate.weight")) for chunk in super().local_state(key)
         ]
+
+
+class LeaksInBfloat16(LeaksBetweenLongSequences):
+    def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
+        if self.config.train.precision == "bfloat16":
+            return super().outputs(micro, temperature, **asked)
+        return PlainBackend.outputs(self, micro, temperature, **asked)
+
+
+class AddsToEntropy(PlainBackend):
+    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature)
+        return {**found, Output.ENTROPY: found[Output.ENTROPY] + 0.01}
 
 
 class ForgetsMomentsToCome(PlainBackend):

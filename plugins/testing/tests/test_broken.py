@@ -37,6 +37,7 @@ SAYS = {
     "SAMPLES_BACKWARDS": r"logprobs of token 0 of sample 0 is -.*, expected 0\.0.*not in the samples' order",
     "LEAKS_BETWEEN_LONG_SEQUENCES": r"the first 28 tokens of each sample are right.*saw what they are packed with",
     "LEAKS_IN_TRAINING": r"of samples of 34 to 131 tokens, each alone against all packed.*leaks between packed",
+    "LEAKS_IN_A_CRITIC": r"values of token 28 .*the first 28 tokens of each sample are right.*saw what they are packed",
     "LOSES_WEIGHTS_IN_SWAP": r"differ by 0\.0 from the first ones: the snapshot stays in the model's place",
     "KEEPS_SNAPSHOT": r"current weights after snapshots were used, and before, differ.*a snapshot stays in the model's",
     "WRONG_TOKEN_WEIGHTS": r"each alone against all packed, is .*divided by the micro-batch's tokens",

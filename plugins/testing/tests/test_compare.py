@@ -11,9 +11,11 @@ from attrs import evolve
 
 from corerl.types import ForwardResult, Output, TrainResult
 from corerl_testing.compare import (
+    BEFORE_A_STEP,
     Trajectory,
     assert_follows,
     assert_outputs,
+    assert_resumes,
     different,
     grad_norm_of,
     in_order,
@@ -50,7 +52,11 @@ def test_norms_that_are_no_number_on_any_rank_are_equal() -> None:
 def test_what_differs_first_is_told() -> None:
     assert_follows(RUN, RUN)
     for losses, grad_norms, said in (
-        ([1.5, 2.0, 3.0], RUN.grad_norms, "the loss of step 0 is 1.5, expected 1.0"),
+        (
+            [1.5, 2.0, 3.0],
+            RUN.grad_norms,
+            f"the loss of step 0 is 1.5, expected 1.0{BEFORE_A_STEP}",
+        ),
         ([1.0, 2.5, 3.0], [0.5, 0.5, 0.5], "the loss of step 1 is 2.5, expected 2.0"),
         (RUN.losses, [0.5, 0.5, 0.125], "the gradient norm of step 1 is 0.5, expected 0.25"),
     ):
@@ -63,6 +69,7 @@ def test_what_differs_first_is_told() -> None:
 
 SAMPLES = make_samples(3, samples=4)  # two of a length, twice
 RIGHT = np.random.default_rng(1).normal(-3.0, 1.0, len(SAMPLES.tokens)).astype(np.float32)
+FIRST_TOKENS = np.isin(np.arange(len(RIGHT)), SAMPLES.offsets[:-1])
 FIRST, SECOND = (slice(*SAMPLES.offsets[at : at + 2]) for at in (0, 1))
 
 
@@ -82,9 +89,13 @@ def exchanged() -> np.ndarray:
         (moved(-1), "; each token has that of the next one; "),
         (moved(1), "; each token has that of the one before; "),
         (exchanged(), "; sample 0 has those of sample 1; "),
+        (
+            np.where(FIRST_TOKENS, 0.5, RIGHT),
+            "; only first tokens differ, which nothing predicts: outputs are exactly 0",
+        ),
         (2 * RIGHT, f"logprobs of token 0 of sample 0 is {2 * RIGHT[0]}, expected {RIGHT[0]}; {len(RIGHT)} of"),
     ],
-    ids=["shifted to the left", "shifted to the right", "exchanged samples", "a factor"],
+    ids=["shifted to the left", "shifted to the right", "exchanged samples", "first tokens", "a factor"],
 )
 def test_outputs_that_are_another_tokens_or_samples_are_told_as_that(found: np.ndarray, said: str) -> None:
     assert_outputs(RIGHT.copy(), RIGHT, SAMPLES, Output.LOGPROBS)
@@ -137,6 +148,10 @@ def trained(
             "the gradients of the first step are 2 times what they must be in 4 of 4 tensors, such as embed",
         ),
         (
+            trained({**GRADIENTS, "up": 0 * GRADIENTS["up"]}),
+            "the gradients of the first step are 0 times what they must be in 1 of 4 tensors, such as up: none gets",
+        ),
+        (
             trained({**GRADIENTS, "up": GRADIENTS["down"], "down": 1.01 * GRADIENTS["up"]}),
             "in the first step up has the gradient of down: names are swapped",
         ),
@@ -175,6 +190,7 @@ def trained(
     ],
     ids=[
         "a factor",
+        "none",
         "swapped names",
         "shifted rows",
         "weight decay",
@@ -188,6 +204,17 @@ def test_a_difference_points_to_its_cause(found: Trajectory, said: str) -> None:
     with pytest.raises(AssertionError) as caught:
         assert_follows(found, trained())
     assert f"; {said}" in str(caught.value).partition("\n")[0]
+
+
+def test_moments_that_were_not_restored_are_named() -> None:
+    zero = {"model.norm.weight": np.zeros(2, np.float32)}
+    start = {"master": ONE, "exp_avg": ONE, "exp_avg_sq": zero}
+    resumed = evolve(RUN, losses=[2.0, 3.5], grad_norms=RUN.grad_norms[1:], at_start=start, optimizer_step=1)
+    with pytest.raises(
+        AssertionError,
+        match=r"^the loss of step 2 is 3\.5 .*; right after the resume local_state gives exp_avg_sq as z",
+    ):
+        assert_resumes(resumed, RUN, saved=1)
 
 
 def test_tensors_that_only_one_side_has_are_named() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from corerl.plugin.capabilities import Capability
+from corerl_testing.plugin import undeclared
+
 SUITE = """
 import pytest
 from corerl.plugin.capabilities import Capability
@@ -147,6 +150,13 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
     assert "C03 failed: root: as C15\n" in out  # a cause is told once
     assert "C03 blocks: C04, C05" in out and "1 passed, and" not in out
     assert "test_above" not in out
+
+
+def test_a_failure_tells_what_may_be_declared_as_lacking() -> None:
+    assert undeclared([Capability.LORA, Capability.CPU, Capability.SLEEP]) == (
+        "; if it lacks lora, declare that in the spec's capabilities"
+    )
+    assert undeclared([Capability.SNAPSHOTS]) == ""
 
 
 @pytest.mark.usefixtures("forked_python")

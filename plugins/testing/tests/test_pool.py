@@ -39,6 +39,12 @@ def refuse_on_one() -> None:
         raise Unsupported("experts")
 
 
+def exit_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
 def die_on_one() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,7 +96,8 @@ def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_start
     try:
         for function, reason in [
             (raise_on_one, r"^raise_on_one: rank 1 raised ValueError: no such thing\nTraceback (.*\n)*ValueError: "),
-            (die_on_one, "die_on_one: rank 1 died"),
+            (exit_on_one, "exit_on_one: rank 1 died with exit code 3, without an exception"),
+            (die_on_one, "die_on_one: rank 1 died of SIGKILL, without an exception: "),
         ]:
             pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
             with pytest.raises(RankFailed, match=reason):
@@ -109,7 +116,7 @@ def test_a_rank_that_died_is_named_though_another_was_heard_first_that_lost_it(m
     monkeypatch.setattr("corerl_testing.pool.wait", late)
     pool = RankPool(2)
     try:
-        with pytest.raises(RankFailed, match="^die_on_one: rank 1 died$"):
+        with pytest.raises(RankFailed, match="^die_on_one: rank 1 died of SIGKILL, "):
             pool.run(die_on_one)
     finally:
         pool.close()

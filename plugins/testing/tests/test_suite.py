@@ -11,7 +11,7 @@ from corerl_testing import algorithm_suite, suite
 from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
-from corerl_testing.suite import CHECKS, test_halves, test_memory, test_routing, test_training
+from corerl_testing.suite import CHECKS, test_forward, test_halves, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:
@@ -102,6 +102,22 @@ def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_its_gradients_and
     subject = subject_of("corerl_testing.broken:STEPS_IN_EVERY_CALL", runs, tmp_path)
     with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others"):
         test_halves.test_the_gradients_of_several_calls_are_those_of_one(subject, "qwen3-tied", False)
+
+
+def test_a_leak_in_bfloat16_alone_is_seen(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:LEAKS_IN_BFLOAT16", runs, tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"^log-probs in bfloat16 .* differ by 0\.0\d+ on average, at most 0\.01 is"
+    ):
+        test_training.test_long_sequences_in_bfloat16_do_not_see_each_other(subject)
+
+
+def test_entropy_that_is_wrong_alone_is_told_as_that(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:ADDS_TO_ENTROPY", runs, tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"^entropy of token 1 of sample 0 is .*; log-probs agree, so look at what"
+    ):
+        test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(subject, "qwen3", "packed")
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     # ---- forward -----------------------------------------------------------------------------------------------------
     "C51": (
         "log-probs are off by one token, or not in the samples' order",
-        "logits are not divided by the temperature",
+        "logits are not divided by the temperature, or dropout is active",
         "attention leaks between packed sequences: positions or cu_seqlens are ignored, or only up to a block's length",
     ),
     "C48": (
@@ -45,7 +45,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "it shares memory with the weights",
         "it is rounded to the parameters' precision",
     ),
-    "C52": ("the head is drawn by place, not by name", "values are of the token after", "the language head is kept"),
+    "C52": (
+        "the head is drawn by place, not by name, or the language head is kept",
+        "values are of the token after",
+        "attention leaks between packed sequences, if only the long ones differ",
+    ),
     "C60": (
         "the column routed_experts is ignored in training or in forward",
         "layers or tokens are in another order than the samples'",
@@ -57,7 +61,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "local_state('master') gives copies, or parameters that the optimizer does not update",
         "a metric is only there in some steps",
     ),
-    "C13": ("the loss is looked up by name, not by resolve_loss", "gradients have the wrong sign"),
+    "C13": (
+        "the passes in training have another temperature than those of forward, or dropout",
+        "the loss is looked up by name, not by resolve_loss",
+        "gradients have the wrong sign",
+    ),
     "C14": ("a random number without the seed, such as dropout", "the order of a sum depends on threads or on memory"),
     "C15": (
         "the loss is divided by the micro-batch's tokens, not by the weights it is given",
@@ -67,7 +75,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "C16": ("an array is changed in place", "a tensor that shares the array's memory is: torch.from_numpy"),
     "C17": ("padding counts in the loss or in attention", "loss_mask or weights are ignored", "0 * NaN is NaN"),
     "C26": (
-        "gradients are not summed, but averaged, over data-parallel ranks",
+        "gradients are not summed, but averaged, over data-parallel ranks, or clipped before they are summed",
         "squares of the gradient norm are summed over ranks that hold the same part",
         "sums of gradients leave out the last micro-batch",
     ),
@@ -79,8 +87,8 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "the optimizer: step.lr, weight decay (only of matrices), eps, or the count of steps",
     ),
     "C50": (
-        "adam_step counts the skipped step",
-        "the skipped step's gradients are not cleared",
+        "the step is taken whatever the norm is",
+        "adam_step counts the skipped step, or its gradients are not cleared",
         "ranks decide by their own gradients, not by the norm of all",
     ),
     "C55": ("masters are in bfloat16", "precision is taken from the model's files", "logits stay in bfloat16"),
@@ -101,7 +109,10 @@ CAUSES: Mapping[str, Sequence[str]] = {
     ),
     "C68": ("optimizer_step ignores scale", "gradients are scaled after they are clipped", "scale is applied twice"),
     "C69": ("forward or update_weights clears gradients", "sleep frees gradients whatever kinds it is given"),
-    "C70": ("outputs are of the last micro-batch alone", "they are of passes with dropout, or in another order"),
+    "C70": (
+        "outputs are of the last micro-batch alone, or in another order",
+        "passes in training have another temperature than those of forward, or dropout",
+    ),
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     "C18": (
         "moments or their count (adam_step, set_adam_step) are not restored",

@@ -178,7 +178,9 @@ def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, 
     token = int(wrong[0] - samples.offsets[at])
     told = f"{output} of token {token} of sample {at} is {found[wrong[0]]}, expected {wanted[wrong[0]]}"
     mine = found[bounds[at]]
-    if all(_near(found[each][1:-1], wanted[each][2:]).all() for each in bounds):
+    if np.isin(wrong, samples.offsets[:-1]).all():
+        told += "; only first tokens differ, which nothing predicts: outputs are exactly 0 there"
+    elif all(_near(found[each][1:-1], wanted[each][2:]).all() for each in bounds):
         told += "; each token has that of the next one"
     elif all(_near(found[each][2:], wanted[each][1:-1]).all() for each in bounds):
         told += "; each token has that of the one before"
@@ -206,7 +208,7 @@ def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
     for step, (loss, norm) in enumerate(zip(wanted.losses, wanted.grad_norms, strict=True)):
         near = pytest.approx(loss, rel=LOSS.relative, abs=LOSS.absolute)
         if found.losses[step] != near:
-            hint = _after_the_first(found, wanted) if step else ""
+            hint = _after_the_first(found, wanted) if step else BEFORE_A_STEP
             raise AssertionError(_told("loss", step, found.losses, loss) + hint)
         near = pytest.approx(norm, rel=GRAD_NORM.relative)
         if found.grad_norms[step] != near:
@@ -270,7 +272,7 @@ def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int
                 "in the uninterrupted one: "
                 + (
                     "the first step after the resume was equal, so the weights were restored, but not the moments, "
-                    "their count of steps (set_adam_step) or the learning rate"
+                    f"their count of steps (set_adam_step) or the learning rate{_all_zero(resumed.at_start)}"
                     if at
                     else "weights, or what forward_backward reads of them, are not those that were saved"
                 ),
@@ -278,6 +280,12 @@ def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int
     require_same_state(
         "the state at the end of the resumed run and of the uninterrupted one", resumed.state, uninterrupted.state
     )
+
+
+def _all_zero(state: Mapping[str, Tensors]) -> str:
+    """Which moments are nothing but zeros where some steps have been taken."""
+    empty = [key for key in SAVED[1:] if key in state and not any(values.any() for values in state[key].values())]
+    return f"; right after the resume local_state gives {' and '.join(empty)} as zeros" if empty else ""
 
 
 def require_same_state(
@@ -298,6 +306,13 @@ def require_same_state(
         told += "; all of it is 0" if not mine.any() else ""
     number = sum(len(wanted[each]) for each in keys)
     raise AssertionError(f"{what} differ: {key} of {name} {told}; {len(wrong)} of {number} tensors differ")
+
+
+# No gradient or optimizer has a part in the loss of the first step.
+BEFORE_A_STEP = (
+    "; no step was taken yet: look at the pass in training (temperature, attention, dropout, the weights and buffers "
+    "that it reads) and at the loss (the tokens' weights, samples that are left out)"
+)
 
 
 def _told(what: str, step: int, found: Sequence[float], wanted: float) -> str:
@@ -356,15 +371,17 @@ def _of_gradients(found: Tensors, wanted: Tensors, *, same_norm: bool = False) -
             if one
             else f"{min(known):.4g} to {max(known):.4g} times, each by a factor of its own,"
         )
-        if same_norm or not one:
+        if (same_norm or not one) and any(known):
             return (
                 f"; the gradients of the first step, once clipped, are {by} what they must be in {such}: look at the "
                 "clip, which divides all gradients by one norm, that of the whole model, and only above the limit"
             )
-        return f"; the gradients of the first step are {by} what they must be in {such}"
+        told = f"; the gradients of the first step are {by} what they must be in {such}"
+        only_some = len(wrong) < len(wanted) and not any(known)
+        return told + (": none gets there; look at requires_grad and detach" if only_some else "")
     return (
         f"; the gradients of the first step differ in {such}: samples or calls may be left out or count more than "
-        "once, or sums over ranks be missing in these tensors"
+        "once, sums over ranks be missing in these tensors, or ranks clip their own gradients before they are summed"
     )
 
 

@@ -44,6 +44,15 @@ from corerl_testing.pool import RankFailed
 pytest.register_assert_rewrite("corerl_testing.compare", "corerl_testing.routing", "corerl_testing.spec_checks")
 pytest_plugins = ["corerl_testing.fixtures"]
 
+# What the base class brings, and where a check runs: a failure says nothing of these.
+INHERITED = {
+    Capability.SNAPSHOTS,
+    Capability.SAVE_BACKGROUND,
+    Capability.RESHARD,
+    Capability.SLEEP,
+    Capability.CPU,
+    Capability.MULTI_RANK,
+}
 SUITES = ("corerl_testing.suite", "corerl_testing.algorithm_suite")
 DEFAULT_LEVEL = 2
 
@@ -307,8 +316,9 @@ def pytest_runtest_makereport(
     elif failed:
         outcome, reason = "failed", one_line(call.excinfo.value) if call.excinfo else ""
         if compared(call.excinfo) and item.function.__module__.startswith(SUITES):  # type: ignore[attr-defined]
-            reason += usual(found.check.id)
-            report.sections.append(("what usually causes this", usual(found.check.id).removeprefix("; ")))
+            causes = usual(found.check.id) + undeclared(found.needs)
+            reason += causes
+            report.sections.append(("what usually causes this", causes.removeprefix("; ")))
     elif report.when == "call":
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
@@ -335,6 +345,12 @@ def pytest_runtest_makereport(
         )
         session.outcomes.append(((found.check.of, found.plugin), line))
     return report
+
+
+def undeclared(needs: Sequence[Capability]) -> str:
+    """The clause for a check of what the spec does not declare as lacking, though the backend may lack it."""
+    asked = ", ".join(str(each) for each in needs if each not in INHERITED)
+    return f"; if it lacks {asked}, declare that in the spec's capabilities" if asked else ""
 
 
 def compared(failure: pytest.ExceptionInfo[BaseException] | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -30,6 +31,9 @@ PRELOAD = ["corerl_testing.scenarios.states", "corerl_testing.scenarios.training
 # Errors that a backend raises before its ranks communicate, as tracebacks end.
 REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
 REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too
+
+
+SIGNALS = {signal.SIGKILL: "from outside, or for want of memory", signal.SIGTERM: "from outside"}
 
 
 class RankFailed(Exception):
@@ -135,14 +139,16 @@ class RankPool:
         try:
             ok, value = self._pipes[rank].recv()
         except (EOFError, OSError):
+            ended = self._end_of(rank)
             self.close()
-            raise RankFailed(f"{function}: rank {rank} died") from None
+            raise RankFailed(f"{function}: rank {rank} died{ended}") from None
         if not ok:
             if not self._all_refuse(rank, value):
                 dead = next((other for other in range(self.world_size) if other != rank and self._ended(other)), None)
+                ended = "" if dead is None else self._end_of(dead)
                 self.close()
                 if dead is not None:  # what the others raise is that they have lost it
-                    raise RankFailed(f"{function}: rank {dead} died")
+                    raise RankFailed(f"{function}: rank {dead} died{ended}")
             told = (value.strip().splitlines() or ["an error"])[-1]  # first, where a summary shows it
             raise RankFailed(f"{function}: rank {rank} raised {told}\n{value}")
         return value
@@ -155,6 +161,17 @@ class RankPool:
         except (EOFError, OSError):
             return True
         return False
+
+    def _end_of(self, rank: int) -> str:
+        """How a process that has closed its pipe ended, if that is known soon."""
+        process = self._processes[rank]
+        process.join(REFUSAL_SECONDS)
+        code = process.exitcode
+        if code is None:
+            return ""
+        if code >= 0:
+            return f" with exit code {code}, without an exception; something calls os._exit or sys.exit"
+        return f" of {signal.Signals(-code).name}, without an exception: {SIGNALS.get(-code, 'a crash in a library')}"
 
     def _all_refuse(self, first: int, text: str) -> bool:
         """Whether every rank refuses, so that none waits for another; rank `first` has answered with `text`."""

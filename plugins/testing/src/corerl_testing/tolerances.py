@@ -38,6 +38,7 @@ GPU_WEIGHTS_L2 = 1e-4
 
 # bfloat16, the mean over tokens: a frozen role's weights are rounded once, a trained one's for each pass
 BFLOAT16_LOGPROBS = 2e-2
+BFLOAT16_PACKED = 1e-2  # of the same sequences alone
 
 # bfloat16, the mean over eight steps
 BFLOAT16_LOSS = 2e-2

@@ -72,6 +72,9 @@ LEAKS_BETWEEN_LONG_SEQUENCES = broken(
 LEAKS_IN_TRAINING = broken(
     "LeaksInTraining", "in training, from its 29th token on, a sequence sees the one packed before it", seen_by="C15"
 )
+LEAKS_IN_A_CRITIC = broken(
+    "LeaksInACritic", "a critic's sequence sees, from its 29th token on, the one packed before it", seen_by="C52"
+)
 FORGETS_TEMPERATURE = broken("ForgetsTemperature", "logits are not divided by the temperature", seen_by="C51")
 SAMPLES_BACKWARDS = broken("SamplesBackwards", "forward returns its values in the wrong order", seen_by="C51")
 LOSES_WEIGHTS_IN_SWAP = broken("LosesWeightsInSwap", "a snapshot stays where a pass fails", seen_by="C48")

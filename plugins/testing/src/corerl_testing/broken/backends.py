@@ -130,6 +130,13 @@ class LeaksInTraining(LeaksBetweenLongSequences):
         return PlainBackend.outputs(self, micro, temperature, **asked)
 
 
+class LeaksInACritic(LeaksBetweenLongSequences):
+    def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
+        if self.config.value_head:
+            return super().outputs(micro, temperature, **asked)
+        return PlainBackend.outputs(self, micro, temperature, **asked)
+
+
 class ForgetsTemperature(PlainBackend):
     def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
         return super().outputs(micro, 1.0, **asked)

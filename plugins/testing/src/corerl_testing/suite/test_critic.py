@@ -24,7 +24,7 @@ from corerl_testing.compare import (
     require_same_state,
     whole,
 )
-from corerl_testing.harness import Setup, make_samples
+from corerl_testing.harness import LONG, Setup, make_samples
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.references import reference
@@ -65,7 +65,16 @@ def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, pack
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied"])
 def test_values_are_the_head_times_what_transformers_gives(subject: Subject, kind: str) -> None:
-    samples, setup = make_samples(7, samples=13), critic(subject, kind)
+    assert_values_as_transformers(subject, kind, critic(subject, kind), make_samples(7, samples=13))
+
+
+@check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
+def test_long_sequences_of_a_critic_do_not_see_each_other(subject: Subject) -> None:
+    setup = evolve(subject.setup("qwen3", WHOLE), value_head=True)
+    assert_values_as_transformers(subject, "qwen3", setup, make_samples(7, lengths=LONG))
+
+
+def assert_values_as_transformers(subject: Subject, kind: str, setup: Setup, samples: SampleBatch) -> None:
     found = in_order(subject.run(training.forward_only, setup, samples), samples, Output.VALUES)
     head = subject.train(setup, []).at_start["master"][VALUE_HEAD_WEIGHT]
     wanted = transformers_values(subject.model(kind), head, samples)

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.plugin.capabilities import Capability
-from corerl.types import Output, SampleBatch
+from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     assert_follows,
     assert_near_float32,
@@ -28,7 +28,7 @@ from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import training
 from corerl_testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject, steps_of
-from corerl_testing.tolerances import GRAD_NORM, LOSS, Tolerance
+from corerl_testing.tolerances import BFLOAT16_PACKED, GRAD_NORM, LOSS, Tolerance
 
 DECAYED = Tolerance(1e-6, 1e-7)  # one multiplication
 RECOMPUTED = Tolerance(1e-6)
@@ -50,12 +50,12 @@ def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing
     require_equal("Backend.adam_step at the end", found.adam_step, steps_of(packing))
 
 
-@check("C15", level=1, builds_on=["C12"])
+@check("C15", level=1, builds_on=["C14"])
 def test_many_micro_batches_train_like_one(subject: Subject) -> None:
     assert_trains_alone_as_together(subject, make_samples(3, samples=12))
 
 
-@check("C15", level=1, builds_on=["C12", "C51"])
+@check("C15", level=1, builds_on=["C14", "C51"])
 def test_long_sequences_train_alone_as_packed_together(subject: Subject) -> None:
     assert_trains_alone_as_together(subject, make_samples(3, lengths=LONG))
 
@@ -126,6 +126,23 @@ def test_bfloat16_stays_near_float32(subject: Subject) -> None:
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     found, wanted = subject.train(half, range(STEPS)), subject.trained("qwen3")
     assert_near_float32(found, wanted)
+
+
+@check("C55", level=1, needs=[Capability.BFLOAT16], builds_on=["C41"])
+def test_long_sequences_in_bfloat16_do_not_see_each_other(subject: Subject) -> None:
+    samples = make_samples(7, lengths=LONG)
+
+    def logprobs(packing: tuple[int, int]) -> FloatArray:
+        setup = subject.setup("qwen3", packing)
+        half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+        return in_order(subject.run(training.forward_only, half, samples), samples, Output.LOGPROBS)
+
+    apart = float(np.abs(logprobs(WHOLE) - logprobs((1, 1))).mean())
+    require(
+        apart < BFLOAT16_PACKED,
+        f"log-probs in bfloat16 of samples of {min(LONG)} to {max(LONG)} tokens, each alone against all packed, differ "
+        f"by {apart:.2g} on average, at most {BFLOAT16_PACKED:g} is allowed: samples see what they are packed with",
+    )
 
 
 @check("C55", level=1, needs=[Capability.BFLOAT16], builds_on=["C41"])
@@ -202,7 +219,7 @@ def test_a_step_moves_every_weight_and_tells_finite_metrics_of_the_same_names(su
     require_equal("the number of different losses", len(set(found.losses)), STEPS)
 
 
-@check("C13", level=1, builds_on=["C12", "C51"], ranks=[1])
+@check("C13", level=1, builds_on=["C14", "C51"], ranks=[1])
 def test_twenty_steps_on_one_batch_learn_it_by_heart_with_a_loss_of_the_users(subject: Subject) -> None:
     samples = make_samples(21, samples=4)
     ranks = subject.run(training.overfit, subject.setup("qwen3", WHOLE), samples, 20, 2e-2)
