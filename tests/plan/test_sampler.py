@@ -44,6 +44,8 @@ SPEC = SamplerSpec(
 )
 WITHOUT_CLASS = evolve(SPEC, implementation="corerl.rollout.sampler:sampling_params", prompts=None)
 SILENT = evolve(SPEC, prompts=lambda options: [][options.count])
+EMPTY = evolve(SPEC, prompts=lambda options: [])
+STREAM = evolve(SPEC, prompts=lambda options: iter([{"prompt": "0>", "answer": "0"}]))
 OWN = f"{__name__}:SPEC"
 
 
@@ -112,3 +114,19 @@ def test_prompts_of_a_sampler_give_way_to_those_that_data_names() -> None:
 def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
     with pytest.raises(PluginBroken, match=r"SILENT' has no prompts: IndexError: list index out of range"):
         rows_of_sampler(config(rollout={"sampler": f"{__name__}:SILENT"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("EMPTY", "with these options it returned no row"), ("STREAM", "TypeError: object of type")]
+)
+def test_prompts_of_a_sampler_must_be_a_sequence_with_rows(name: str, why: str) -> None:
+    with pytest.raises(PluginBroken, match=f"{name}' has no prompts: {why}"):
+        rows_of_sampler(config(rollout={"sampler": f"{__name__}:{name}"}))
+
+
+def test_an_unknown_sampler_is_told_without_complaints_about_prompts(tmp_path: Path) -> None:
+    given = config_in(tmp_path / "run")
+    model = evolve(given.model, tokenizer="characters:ab")
+    with pytest.raises(UserError) as caught:
+        make_plan(evolve_rollout(evolve(given, model=model), sampler="guesss"))
+    assert "unknown sampler 'guesss'" in caught.value.message and "data.source" not in caught.value.message
