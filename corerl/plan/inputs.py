@@ -21,7 +21,7 @@ from corerl.models.config import code_not_run, context_length, experts, hf_confi
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
-from corerl.plan.sampler import brings_rewards, rows_of_sampler
+from corerl.plan.sampler import brings_rewards, prompts_unknown, rows_of_sampler
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.rewards.base import Reward
@@ -76,12 +76,13 @@ def load_sampled(
             ends = end_tokens(tokenizer, config.model)
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
-    with problems.stage("data", path="data.source"):
-        given = rows_of_sampler(config)
-        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note), given=given)
-        if tokenizer is not None:
-            characters = config.data.refused == "fail"  # else all prompts are looked at, and such ones left out
-            require_encodable(prompts, tokenizer, config.data.chat_template_options, characters=characters)
+    if not prompts_unknown(config):
+        with problems.stage("data", path="data.source"):
+            given = rows_of_sampler(config)
+            prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note), given=given)
+            if tokenizer is not None:
+                characters = config.data.refused == "fail"  # else all prompts are looked at, and such ones left out
+                require_encodable(prompts, tokenizer, config.data.chat_template_options, characters=characters)
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)

@@ -41,11 +41,20 @@ def plays_episodes(config: Config) -> bool:
     return spec is None or spec.episodes
 
 
+def names_prompts(data: DataConfig) -> bool:
+    """Whether `[data]` names a source, other than the default one."""
+    return bool(data.sources) or data.source not in ("", fields(DataConfig).source.default)
+
+
 def brings_prompts(config: Config) -> bool:
     """Whether prompts are the sampler's own: it has some, and `[data]` names no others."""
-    spec, data = sampler_spec(config), config.data
-    unnamed = not data.sources and data.source in ("", fields(DataConfig).source.default)
-    return spec is not None and spec.prompts is not None and unnamed
+    spec = sampler_spec(config)
+    return spec is not None and spec.prompts is not None and not names_prompts(config.data)
+
+
+def prompts_unknown(config: Config) -> bool:
+    """Whether the run's sampler cannot be loaded, which is reported elsewhere, and might have brought the prompts."""
+    return config.run.samples and sampler_spec(config) is None and not names_prompts(config.data)
 
 
 def rows_of_sampler(config: Config) -> Rows | None:
@@ -58,11 +67,15 @@ def rows_of_sampler(config: Config) -> Rows | None:
     if not isinstance(options, loaded.spec.config):
         options = structure(options, loaded.spec.config, path=f"samplers.{loaded.name}")
     try:
-        return GivenRows(loaded.spec.prompts(options), name=f"sampler {loaded.name!r}")
+        rows = loaded.spec.prompts(options)
+        count = len(rows)
     except CorerlError:
         raise
     except Exception as error:
         raise PluginBroken(f"sampler {loaded} has no prompts: {one_line(error)}") from error
+    if not count:
+        raise PluginBroken(f"sampler {loaded} has no prompts: with these options it returned no row")
+    return GivenRows(rows, name=f"sampler {loaded.name!r}")
 
 
 def plan_sampler(config: Config) -> MakeSampler:

@@ -51,6 +51,8 @@ def refused(options: Options) -> Any:
 
 REFUSES = evolve(SPEC, prompts=refused)
 SILENT = evolve(SPEC, prompts=lambda options: [][options.count])
+EMPTY = evolve(SPEC, prompts=lambda options: [])
+STREAM = evolve(SPEC, prompts=lambda options: iter([{"prompt": "0>", "answer": "0"}]))
 OWN = f"{__name__}:SPEC"
 
 
@@ -124,3 +126,19 @@ def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
 def test_what_a_sampler_refuses_is_said_in_its_own_words() -> None:
     with pytest.raises(DataError, match="^no rows for count=3$"):
         rows_of_sampler(config(rollout={"sampler": f"{__name__}:REFUSES"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("EMPTY", "with these options it returned no row"), ("STREAM", "TypeError: object of type")]
+)
+def test_prompts_of_a_sampler_must_be_a_sequence_with_rows(name: str, why: str) -> None:
+    with pytest.raises(PluginBroken, match=f"{name}' has no prompts: {why}"):
+        rows_of_sampler(config(rollout={"sampler": f"{__name__}:{name}"}))
+
+
+def test_an_unknown_sampler_is_told_without_complaints_about_prompts(tmp_path: Path) -> None:
+    given = config_in(tmp_path / "run")
+    model = evolve(given.model, tokenizer="characters:ab")
+    with pytest.raises(UserError) as caught:
+        make_plan(evolve_rollout(evolve(given, model=model), sampler="guesss"))
+    assert "unknown sampler 'guesss'" in caught.value.message and "data.source" not in caught.value.message
