@@ -16,7 +16,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
-from corerl.plugin.registry import Kind, Loaded, Status, installed, installed_names, load, locate, usable
+from corerl.plugin.registry import INSTALL_HINTS, Kind, Loaded, Status, installed, installed_names, load, locate, usable
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
@@ -262,7 +262,9 @@ def ignored_tables(config: Config) -> list[str]:
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded) or (not plugin and _meant(config, kind, name)):
             continue
-        found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}")
+        hint = INSTALL_HINTS[kind].get(name, "")
+        absent = f"no {kind.noun} {name!r} is installed" + f"; {hint}" * bool(hint)
+        found.append(f"{_table(kind, name)} is ignored: {plugin or absent}")
     return found
 
 

@@ -17,7 +17,7 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, PluginBroken
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
@@ -167,7 +167,21 @@ class Sampler(ABC):
         raises.
         """
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        return await self.draw(prompts, request, ahead=ahead)
+        return await self.answer(prompts, request, ahead=ahead)
+
+    async def answer(
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerateRequest,
+        *,
+        ahead: bool = False,
+        drew: Callable[[Generation], None] | None = None,
+    ) -> Rollout:
+        """What `draw` returns, checked. Raises PluginBroken if that is no rollout of these prompts and this request."""
+        rollout = await self.draw(prompts, request, ahead=ahead, drew=drew)
+        if fault := _fault(rollout, len(prompts), request):
+            raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.draw returned {fault}")
+        return rollout
 
     def request(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
@@ -190,6 +204,32 @@ class Sampler(ABC):
             ),
             params=params,
         )
+
+
+COLUMNS = ("loss_mask", "rollout_logprobs", "versions")
+ROWS = ("group", "sample", "prompt_length", "response_length", "truncated")
+
+
+def _fault(rollout: object, prompts: int, request: GenerateRequest) -> str:
+    """What is wrong with a sampler's rollout; empty if nothing is."""
+    if not isinstance(rollout, Rollout):
+        return f"{type(rollout).__name__}, wanted a corerl.rollout.Rollout"
+    batch = rollout.batch
+    if absent := [name for name in COLUMNS if name not in batch.columns]:
+        return f"a batch without the columns {', '.join(absent)}"
+    if absent := [name for name in ROWS if name not in batch.rows]:
+        return f"a batch without the rows {', '.join(absent)}"
+    for name, count in (("texts", len(rollout.texts)), ("outcomes", len(rollout.outcomes))):
+        if count != len(batch) and (count or name == "texts"):
+            return f"{count} {name} for {len(batch)} rows, wanted one for each"
+    found = len(set(zip(batch.rows["group"].tolist(), batch.rows["sample"].tolist(), strict=True)))
+    if len(rollout.prompts) != prompts or found != len(request):
+        return f"{found} samples of {len(rollout.prompts)} prompts, wanted {len(request)} of {prompts}"
+    if batch.temperature != request.params.temperature:
+        return (
+            f"a batch of temperature {batch.temperature:g}, wanted that of the request, {request.params.temperature:g}"
+        )
+    return ""
 
 
 class PromptSampler(Sampler):

@@ -35,7 +35,7 @@ from corerl.plan.resolve import (
     settle_extensions,
     with_extensions,
 )
-from corerl.plugin.registry import Kind, load
+from corerl.plugin.registry import INSTALL_HINTS, Kind, load
 from corerl.plugin.spec import Problem
 
 Install = Callable[..., Path]
@@ -189,7 +189,7 @@ def test_tables_that_nobody_can_check_are_noted() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
+def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip(monkeypatch: pytest.MonkeyPatch) -> None:
     given = config(backends={"mien": {"shards": 2}, "othr": {}, "elsewhere": {}}, engines={"quik": {}})
     with pytest.raises(ConfigError) as caught:
         resolve_tables(given)
@@ -198,7 +198,10 @@ def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
         "backends.othr: no backend 'othr' is installed; did you mean 'other'? Otherwise install it or remove the table",
         "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Otherwise install it or remove the table",
     ]
-    assert ignored_tables(given) == ["backends.elsewhere is ignored: no backend 'elsewhere' is installed"]
+    line = "backends.elsewhere is ignored: no backend 'elsewhere' is installed"
+    assert ignored_tables(given) == [line]
+    monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "elsewhere", "pip install it")
+    assert ignored_tables(given) == [f"{line}; pip install it"]
 
 
 @pytest.mark.usefixtures("plugins")

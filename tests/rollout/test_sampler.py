@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ from attrs import evolve
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, PluginBroken
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import samples_of
-from corerl.rollout.sampler import Rollout, Sampler, sampling_params
+from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
 from tests.rollout.samplers import prompt_sampler
 from tests.rollout.scored import scored
 
@@ -169,6 +170,38 @@ def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_i
     assert engine.asked == [(False, None), (True, told)]
     assert len(drawn) == 1 and drawn[0] is FOUR
     assert ahead.texts == awaited.texts and np.array_equal(ahead.batch.tokens, awaited.batch.tokens)
+
+
+class Faulty(PromptSampler):
+    """Changes what the sampler of prompts returns as its option says."""
+
+    async def draw(self, *args: Any, **how: Any) -> Rollout:
+        changed: Rollout = self.options(await super().draw(*args, **how))
+        return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rollout: None, "NoneType, wanted a corerl.rollout.Rollout"),
+        (
+            lambda rollout: evolve(rollout, batch=evolve(rollout.batch, columns={})),
+            "a batch without the columns loss_mask, rollout_logprobs, versions",
+        ),
+        (lambda rollout: evolve(rollout, batch=evolve(rollout.batch, rows={})), "a batch without the rows group, sam"),
+        (lambda rollout: evolve(rollout, texts=rollout.texts[1:]), "3 texts for 4 rows, wanted one for each"),
+        (lambda rollout: evolve(rollout, outcomes=[1.0]), "1 outcomes for 4 rows, wanted one for each"),
+        (lambda rollout: rollout.at(np.arange(3)), "3 samples of 2 prompts, wanted 4 of 2"),
+        (
+            lambda rollout: evolve(rollout, batch=evolve(rollout.batch, temperature=1.0)),
+            "a batch of temperature 1, wanted that of the request, 0.5",
+        ),
+    ],
+)
+def test_what_a_sampler_returns_is_checked(change: Callable[[Rollout], Rollout], said: str) -> None:
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
+    with pytest.raises(PluginBroken, match=rf"Faulty\.draw returned {re.escape(said)}"):
+        sample(Faulty(change, sampler.context))
 
 
 def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:

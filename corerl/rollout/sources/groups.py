@@ -98,7 +98,7 @@ class Groups:
             task.cancel()
 
     async def _sample(self, group: PromptGroup, drew: Callable[[Generation], None] | None) -> None:
-        group.rollout = await self._draws.sampler.draw([group.prompt], group.request, ahead=True, drew=drew)
+        group.rollout = await self._draws.sampler.answer([group.prompt], group.request, ahead=True, drew=drew)
         del self._tasks[group.number]
         self._unscored.append(group)
         if self._scoring is None or self._scoring.done():
