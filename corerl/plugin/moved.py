@@ -61,6 +61,10 @@ MOVED: Mapping[tuple[int, int], Sequence[Moved]] = {  # the API that brought it 
         Moved("corerl.rollout.sources:Scored", "corerl.rollout: Scored"),
         Moved("corerl.testing", "corerl_testing, which pip install 'corerl[testing]' brings"),
         Moved("the commands `corerl backends`, `engines`, `extensions` and `algorithms`", "`corerl plugins KIND`"),
+        Moved(
+            "the settings `cluster.scaler` and `cluster.spare_timeout`",
+            "options of the extension `elastic`, which pip install 'corerl[elastic]' brings",
+        ),
         Moved("the settings `rollout.function` and `[rollout.episodes]`", "`[samplers.episodes]`"),
     ),
 }

@@ -17,7 +17,7 @@ from corerl.plugin.spec import Finding, Level
 from corerl_doctor import installation
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
-from corerl_doctor.plugins import finding_of, look_deep, look_named
+from corerl_doctor.plugins import finding_of, look_deep, look_joining, look_named
 from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
@@ -298,6 +298,18 @@ def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) 
     findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
     assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
     assert all(finding.fix == f"edit {file}" for finding in findings)
+
+
+def test_extensions_that_always_join_are_examined_whatever_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[str]] = []
+
+    def looked(chosen: list[tuple[str, str]]) -> list[Finding]:
+        asked.append({name for _, name in chosen})
+        return []
+
+    monkeypatch.setattr("corerl_doctor.plugins.look_deep", looked)
+    assert [*look_joining(None), *look_joining(["jsonl", "elastic"])] == []
+    assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", "forecast"}, {"forecast"}]
 
 
 def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:

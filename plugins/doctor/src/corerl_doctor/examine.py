@@ -60,8 +60,8 @@ def examine(
         for finding in _selected(list(chosen)):
             told.append(finding.what)
             yield finding
-        if config.extensions is None:
-            yield from look("corerl_doctor.plugins:look_joining")
+        listed = None if config.extensions is None else [each.name for each in config.extensions]
+        yield from look("corerl_doctor.plugins:look_joining", listed)
         for finding in look("corerl_doctor.run:run", file, list(overrides), nodes, layers):
             if not any(what in finding.what for what in told):  # a plugin's own finding has a better cure
                 yield finding

@@ -39,9 +39,11 @@ def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
         yield from _look_at(Kind(kind), name, deep=True)
 
 
-def look_joining() -> Iterator[Told]:
-    """`look_deep` at the extensions that join runs which list none."""
-    joining = [each.name for each in usable(Kind.EXTENSIONS) if each.spec.joins != "listed"]
+def look_joining(listed: Sequence[str] | None) -> Iterator[Told]:
+    """`look_deep` at the extensions that join by themselves a run that lists these, or (None) none at all."""
+    joins = ("always",) if listed is not None else ("default", "always")
+    joining = [each.name for each in usable(Kind.EXTENSIONS) if each.spec.joins in joins]
+    joining = [name for name in joining if name not in (listed or ())]
     yield from look_deep([(Kind.EXTENSIONS.value, name) for name in joining])
 
 
