@@ -32,13 +32,21 @@ PLAIN: Mapping[str, Sequence[Any]] = {
     "target_parameters": ([], None),
     "trainable_token_indices": ([], {}, None),
     "alora_invocation_tokens": ([], None),
+    "ensure_weight_tying": (False, None),
     # The others begin with a part of the weights, which they take from these as the directory is loaded.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
     "use_bdlora": (None, False),
 }
 BEGINNING = ("eva_config",)  # tables of how adapters began, with init_lora_weights="eva"
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
+# What changes nothing that adapters compute, or nothing without another field that is refused.
+HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size"),
+)
 OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
 EMPTY: Sequence[Any] = (None, {})
+UNSET: Sequence[Any] = (None, False, [], {}, "")  # of a field that a later PEFT has added
 SAME: Mapping[str, str] = {}
 
 
@@ -89,9 +97,9 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         kind = told.get("peft_type") if isinstance(told, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
     for name, value in told.items():
-        if name in BEGINNING:
+        if name in (*READ, *HARMLESS, *BEGINNING):
             continue
-        plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else (value,))
+        plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else UNSET)
         if value not in plain:
             raise ModelError(
                 f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"

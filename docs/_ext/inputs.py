@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
-from corerl.models.peft_files import PLAIN
+from corerl.models.peft_files import BEGINNING, HARMLESS, PLAIN, READ
 from corerl.models.tokenizer import SHAPING
 from corerl.plan.experts import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED
@@ -134,10 +134,11 @@ CHECKPOINT = (
     Rule("^before$", "used", "samples of the first evaluation, for the comparison at the end"),
 )
 ADAPTERS = (
-    Rule("^(peft_type|r|lora_alpha|target_modules|use_rslora)$", "used", "as `[lora]`"),
+    Rule(f"^({'|'.join(READ)})$", "used", "as `[lora]`"),
     Rule(f"^({'|'.join(PLAIN)})$", "refused", "unless its value changes nothing"),
+    Rule(f"^({'|'.join(BEGINNING)})$", "ignored", "how adapters began, which the directory's have"),
     Rule("_config$", "refused", "other kinds of adapters"),
-    Rule("", "ignored", "`lora_dropout`, `task_type` and others change nothing that adapters compute"),
+    Rule(f"^({'|'.join(HARMLESS)})$", "ignored", "they change nothing that adapters compute"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from pathlib import Path
 from types import ModuleType
 
 import attrs
@@ -25,6 +26,7 @@ from corerl.driver.run import Run
 from corerl.models.peft_files import PLAIN
 from corerl.plan.experts import FURTHER, TERMS
 from tests.docs.test_reference import DOCS, module_at
+from tests.with_peft import needs_peft, run_with_peft
 
 SEVERAL = "musicgen"  # has several text configs
 
@@ -102,6 +104,17 @@ def test_every_field_of_a_checkpoint_has_its_place(inputs: ModuleType) -> None:
     assert inputs.rule_of("a_new_field", inputs.CHECKPOINT) is None
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
+@needs_peft
+def test_every_field_of_an_adapter_config_has_its_place(inputs: ModuleType, tmp_path: Path) -> None:
+    code = "from peft import LoraConfig\nfound = list(LoraConfig(target_modules=['a']).to_dict())"
+    fields = run_with_peft(code, None, tmp_path)
+    assert len(fields) > 30
+    assert {name for name in fields if inputs.rule_of(name, inputs.ADAPTERS) is None} == set()
+    assert inputs.rule_of("a_new_field", inputs.ADAPTERS) is None
+
+
 @pytest.mark.parametrize(
     ("rules", "name", "becomes"),
     [
@@ -113,6 +126,7 @@ def test_every_field_of_a_checkpoint_has_its_place(inputs: ModuleType) -> None:
         ("GENERATION", "repetition_penalty", "noted"),
         ("REQUEST", "reasoning_effort", "refused"),
         ("ADAPTERS", "lora_dropout", "ignored"),
+        ("ADAPTERS", "eva_config", "ignored"),
         *(("ADAPTERS", name, "refused") for name in PLAIN),
     ],
 )
