@@ -147,8 +147,7 @@ def points(names: Iterable[str], sites: Mapping[str, Path], *groups: str) -> lis
 
 
 def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
-    """Core, those of the wheels that take part in a run with all that they require, and a backend if there is none among
-    them."""
+    """Core, those of the wheels that take part in a run with all that they require, and a backend if none is one."""
     parts = {"corerl", *(name for name in names if points([name], sites, *PARTS))}
     parts = parts.union(*(ours(name, sites) for name in parts))
     return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
