@@ -378,7 +378,8 @@ def _first(failed: Mapping[int, Outcome], pending: Pending) -> CorerlError:
     assert error is not None
     if len(failed) > 1:
         others = ", ".join(pending.names[index] for index in sorted(failed) if index != member)
-        error.add_note(f"then {len(failed) - 1} of the {len(pending.members) - 1} others failed too: {others}")
+        also = f"then {len(failed) - 1} of the {len(pending.members) - 1} others failed too: {others}"
+        error.details = f"{error.details}\n{also}".strip()  # a consequence, which --debug shows
     return error
 
 

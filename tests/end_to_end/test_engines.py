@@ -63,5 +63,6 @@ def test_an_engine_that_dies_as_it_starts_and_whose_successor_hangs_there_is_rep
 def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_name(tmp_path: Path) -> None:
     command = run(tmp_path, 9, "rollout.restarts=1")
     assert command.process.returncode == 1
-    (line,) = command.errors
+    line, note = command.errors
+    assert note == "corerl: error: the engine had already been restarted 1 time (rollout.restarts)"
     assert line.startswith("corerl: error: engine-1: its process died during receive (")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.config.schema import Precision
 from corerl.plugin.capabilities import Capability
 from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
@@ -132,12 +133,14 @@ def test_bfloat16_stays_near_float32(subject: Subject) -> None:
 def test_long_sequences_in_bfloat16_do_not_see_each_other(subject: Subject) -> None:
     samples = make_samples(7, lengths=LONG)
 
-    def logprobs(packing: tuple[int, int]) -> FloatArray:
+    def logprobs(packing: tuple[int, int], precision: Precision = "bfloat16") -> FloatArray:
         setup = subject.setup("qwen3", packing)
-        half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
-        return in_order(subject.run(training.forward_only, half, samples), samples, Output.LOGPROBS)
+        chosen = evolve(setup, train=evolve(setup.train, precision=precision))
+        return in_order(subject.run(training.forward_only, chosen, samples), samples, Output.LOGPROBS)
 
-    apart = float(np.abs(logprobs(WHOLE) - logprobs((1, 1))).mean())
+    packed = logprobs(WHOLE)
+    require(bool((packed != logprobs(WHOLE, "float32")).any()), "log-probs in bfloat16 are those in float32")
+    apart = float(np.abs(packed - logprobs((1, 1))).mean())
     require(
         apart < BFLOAT16_PACKED,
         f"log-probs in bfloat16 of samples of {min(LONG)} to {max(LONG)} tokens, each alone against all packed, differ "
