@@ -42,8 +42,9 @@ READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
 # What changes nothing that adapters compute, or nothing without another field that is refused.
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size"),
+    *("lora_dropout", "layers_pattern", "qalora_group_size"),
 )
+LIBRARY = "_core"  # how the name of the library for another kind ends, which is harmless without the kind's table
 OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
 EMPTY: Sequence[Any] = (None, {})
 UNSET: Sequence[Any] = (None, False, [], {}, "")  # of a field that a later PEFT has added
@@ -97,7 +98,7 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         kind = told.get("peft_type") if isinstance(told, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
     for name, value in told.items():
-        if name in (*READ, *HARMLESS, *BEGINNING):
+        if name in (*READ, *HARMLESS, *BEGINNING) or name.endswith(LIBRARY):
             continue
         plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else UNSET)
         if value not in plain:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
-from corerl.models.peft_files import BEGINNING, HARMLESS, PLAIN, READ
+from corerl.models.peft_files import BEGINNING, HARMLESS, LIBRARY, PLAIN, READ
 from corerl.models.tokenizer import SHAPING
 from corerl.plan.experts import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED
@@ -138,6 +138,7 @@ ADAPTERS = (
     Rule(f"^({'|'.join(PLAIN)})$", "refused", "unless its value changes nothing"),
     Rule(f"^({'|'.join(BEGINNING)})$", "ignored", "how adapters began, which the directory's have"),
     Rule("_config$", "refused", "other kinds of adapters"),
+    Rule(f"{LIBRARY}$", "ignored", "names a library for another kind, whose table is refused"),
     Rule(f"^({'|'.join(HARMLESS)})$", "ignored", "they change nothing that adapters compute"),
 )
 
