@@ -19,7 +19,6 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     state = read_state(checkpoint)
     where = f"{checkpoint / DRIVER_FILE}: state"
     require_fields(state, {"rollout_step": int, "source": dict, "config": dict}, where=where)
-    _move_settings(state["config"])
     if "kl_coef" in state:
         require_fields(state, {"kl_coef": float}, where=where)
     if "kept" in state:
@@ -45,20 +44,6 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
             require_fields(source, {name: dict}, where=where)
             _require_position(source[name], sources=len(state["data"]["sources"]), where=f"{where}: {name}")
     return state
-
-
-def _move_settings(config: dict[str, Any]) -> None:
-    """Let settings of a config that was recorded before API 2.0 be where they are since; those of `corerl-elastic`,
-    which matter to a run that goes on alone, are left out."""
-    cluster, rollout = config.get("cluster"), config.get("rollout")
-    if isinstance(cluster, dict):
-        for name in ("scaler", "spare_timeout"):
-            cluster.pop(name, None)
-    if isinstance(rollout, dict) and "episodes" in rollout:
-        function, episodes = rollout.pop("function", ""), rollout.pop("episodes")
-        if function:
-            rollout["sampler"] = "episodes"
-            config["samplers"] = {"episodes": {**episodes, "function": function}}
 
 
 def _require_data(state: dict[str, Any], *, where: str) -> None:

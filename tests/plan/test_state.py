@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from corerl.cli.main import main
-from corerl.config.load import config_of
 from corerl.errors import CheckpointError
 from corerl.plan.state import read_run
 from tests.checkpoint.changes import rewrite
@@ -41,21 +40,6 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 
     state = read_run(changed(tmp_path, more))
     assert (state["rollout_step"], state["kl_coef"], state["source"]["prompts"]) == (2, 0.5, POSITION)
-
-
-def test_a_config_of_before_api_2_is_read_with_its_settings_moved(tmp_path: Path) -> None:
-    def older(state: dict[str, Any]) -> None:
-        state["config"]["cluster"] |= {"scaler": "my:scaler", "spare_timeout": 60.0}
-        state["config"]["rollout"] |= {"function": "my:game", "episodes": {"concurrency": 8}}
-        del state["config"]["rollout"]["sampler"], state["config"]["samplers"]
-
-    found = config_of(read_run(changed(tmp_path / "episodes", older))["config"])
-    assert (found.rollout.sampler, found.samplers) == (
-        "episodes",
-        {"episodes": {"concurrency": 8, "function": "my:game"}},
-    )
-    plain = changed(tmp_path / "plain", lambda state: state["config"]["rollout"].update(function="", episodes={}))
-    assert config_of(read_run(plain)["config"]).rollout.sampler == "prompts"
 
 
 @pytest.mark.parametrize(
