@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def update(
 ) -> list[Received]:
     """Send `tensors` in buckets of at most 8 KiB to all engines at once."""
     names = tuple(f"engine-{index}" for index in range(len(engines)))
-    address = Address(transport="disk", engines=names, path=str(path), timeout=timeout)
+    # A token of its own, as each run has: what an earlier update of the same version left there is not this one's.
+    address = Address(transport="disk", engines=names, path=str(path), timeout=timeout, token=uuid.uuid4().hex)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=8192)
