@@ -141,7 +141,7 @@ class Restarts:
         for role in self.roles.values():
             role.group.processes.kill()
         if self.updates is not None:
-            self.updates.given_up()  # before engines are called: they may wait for what these were sending
+            self.updates.ranks_ended()  # before engines are called: they may wait for what these were sending
         self.residency.make_room()
         self.control.failed(error.message, ranks=True)
 

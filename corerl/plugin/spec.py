@@ -416,9 +416,9 @@ class TransportSpec:
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
     one_device: bool = False  # both ends access the same device memory
     joins: bool = False  # both ends join a process group, meeting at the address
-    # "package.module:function", called by the driver with the address of ranks that have ended: ends the receivers'
-    # wait if they do not notice that themselves, and never raises. Empty if they do.
-    give_up: str = ""
+    # "package.module:function", called by the driver with the address of ranks that have failed or ended: ends the
+    # receivers' wait if they do not notice that themselves, and never raises. Empty if they do.
+    abandon: str = ""
 
 
 Spec: TypeAlias = (

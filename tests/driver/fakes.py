@@ -119,9 +119,9 @@ class Group:
     def meeting(self, address: Address) -> Address:
         return evolve(address, token="another")
 
-    def give_up(self, engine: str, version: int, reason: str) -> None:
-        self.log.append(f"give up {engine} in {version}: {reason}")
-        self.answers = True  # which is what it is for
+    def engine_failed(self, address: Address, engine: str, reason: str) -> None:
+        self.log.append(f"report {engine}: {reason}")
+        self.answers = True  # the ranks wait no more
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         for name, error in failed.items():
@@ -256,7 +256,6 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
-        "source": Source(),
         "manifest": None,
         "address": Address(transport="disk", engines=fleet.names),
         "version": 0,

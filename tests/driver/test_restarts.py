@@ -121,7 +121,7 @@ def make(*, ended: bool = True, allowed: int = 2, requested: bool = False, done:
         "residency": SimpleNamespace(make_room=lambda: None, ranks_changed=lambda roles: actor.log.append("changed")),
         "checkpoints": Saves(),
         "copies": None,
-        "updates": SimpleNamespace(given_up=lambda: actor.log.append("given up")),
+        "updates": SimpleNamespace(ranks_ended=lambda: actor.log.append("given up")),
         "control": control(lambda message: None),
         "start": SimpleNamespace(resume=None, state={}),
         "progress": progress(ears, step=done),

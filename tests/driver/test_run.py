@@ -94,7 +94,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
-                "control": SimpleNamespace(plan=plan),
+                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None),
+                "source": Source(),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
@@ -438,7 +439,7 @@ def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
     make_run: Callable[..., Run], engines: Engines
 ) -> None:
     actor, ears, source = Group(), Ears(), Synchronous(drawing(engines), steps=1)
-    updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
+    updates = make_updates(make_config(), actor, engines.fleet, ears)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()

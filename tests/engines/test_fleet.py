@@ -33,6 +33,7 @@ from corerl.plugin.registry import Kind, load
 from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from tests.engines.services import serve
 from tests.machine import paced
 
 REQUEST = GenerateRequest(
@@ -478,7 +479,7 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
         served.append(fleet.serves(0))
         fleet._fared(dict.fromkeys(range(2), Received(version=1, bytes=0)))
 
-    assert fleet.serve(fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
     assert served == [False] and scripted.log == ["replace 0", "replace 1"]
     keys = [key for _, asked, _ in scripted.asked[2:] for key in asked]
     assert sorted(keys) == REQUEST.noise_keys.tolist()
@@ -488,7 +489,7 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
 
     fleet.lost_weights(fleet.names)
     with pytest.raises(KeyboardInterrupt):
-        fleet.serve(fleet.generate(REQUEST), interrupts)
+        serve(fleet, fleet.generate(REQUEST), interrupts)
 
 
 def test_engines_that_are_mended_after_ranks_have_died_in_their_update_serve_again(loop: EventLoop) -> None:
@@ -499,7 +500,7 @@ def test_engines_that_are_mended_after_ranks_have_died_in_their_update_serve_aga
         raise WorkerDied("actor rank 0: its process died")
 
     with pytest.raises(WorkerDied, match="^actor rank 0"):
-        fleet.serve(fleet.generate(REQUEST), ensure)
+        serve(fleet, fleet.generate(REQUEST), ensure)
     fleet.replace(fleet.died)
     updated(fleet)
     drawn = loop.begin(fleet.generate(REQUEST)).result(60.0)
@@ -725,7 +726,7 @@ def test_if_those_that_stay_are_dead_whoever_samples_waits_for_their_replacement
         fleet.replace(fleet.died)
         updated(fleet)
 
-    assert fleet.serve(fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_engines_that_stay_are_not_moved_and_one_stays(loop: EventLoop) -> None:
@@ -749,11 +750,10 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     address = Address(transport="disk", engines=fleet.names, path=str(directory), timeout=60.0)
     receiving = fleet.receive(manifest, version, address)
     sender = open_sender(address)
-    sender.begin(manifest, version)
+    sender.open(manifest, version)
     sender.send(manifest.buckets[0], torch.ones(4))
-    committed = dict(sender.commit())
-    assert {name: received.error for name, received in fleet.received(receiving, 60.0).items()} == committed
-    return committed
+    sender.finish()
+    return {name: received.error for name, received in fleet.received(receiving, 60.0).items()}
 
 
 def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.engines.receiving import Receiving
+from corerl.engines.lifecycle import Receiving
 from corerl.plugin.transports import open_sender
 from corerl.weights import quantize as module
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
+from corerl.weights.sending import Sending
 from corerl.weights.transport import Address
-from corerl.weights.verify import SummingSender, bit_sums
+from corerl.weights.verify import bit_sums
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),
@@ -136,7 +137,7 @@ def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin
 def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
-    sender = SummingSender(open_sender(address), 0)
+    sender = Sending(open_sender(address), address, 0, verify=True)
     loaded: dict[str, torch.Tensor] = {}
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:
@@ -144,13 +145,13 @@ def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(tr
 
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(Receiving(0).transfer, sent, 1, address, load=load)
-        sender.begin(sent, 1)
+        sender.open(sent, 1)
         for bucket, as_sent in zip(MANIFEST.buckets, sent.buckets, strict=True):
             flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
             out = torch.full((as_sent.numel,), 77, dtype=torch.uint8)  # what an earlier bucket left
             quantize(bucket, flat, as_sent, out)
             sender.send(as_sent, out)
-        assert sender.commit() == {"e": ""} and receiving.result()[1] == ""
+        assert sender.finish() == {} and receiving.result() > 0
     for name, weight in WEIGHTS.items():
         if name in FP8:
             bits, scales = by_hand(weight)

@@ -23,27 +23,27 @@ WATCHDOG_MARGIN = 60.0
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SPIN_SECONDS = 2e-3  # of polling a broadcast without pauses
 PAUSE_SECONDS = 5e-4  # between polls after that
-ASK_SECONDS = 0.25  # between two questions whether the group is broken, which may be a round trip to the store
+ASK_SECONDS = 0.25  # between two checks of `closed`, which may be a round trip to the store
 LEAVE_SECONDS = 5.0  # to wait for a group's abort
 
 
 class BroadcastGroup:
-    """The process group of one sender, which is rank 0 in it, and a set of engines."""
+    """The process group of one sender, which is rank 0 in it, and all receivers."""
 
-    def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
-        """Connect with the other members. Raises like `finish`. `broken` tells why to wait no more, or ""; it is asked
-        now and then during each wait."""
-        self._broken = broken
-        self._name = name
+    def __init__(self, address: Address, *, sender: int, rank: int, closed: Callable[[], str]) -> None:
+        """Connect with the other members. Raises like `finish`. `closed` returns why to wait no more, or ""; it is
+        called now and then during each wait."""
+        self._closed = closed
         self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
         self._backend: Any = None
+        size = 1 + len(address.engines)
         failed: list[Exception] = []
         device = torch.cuda.current_device() if address.device == "cuda" else None
 
         def meet() -> None:
             try:
-                self._meet(address, rank, size, device)
+                self._meet(address, sender, rank, size, device)
             except Exception as error:  # raised below, in the waiting thread
                 failed.append(error)
 
@@ -54,10 +54,10 @@ class BroadcastGroup:
         if failed:
             raise failed[0]
 
-    def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
+    def _meet(self, address: Address, sender: int, rank: int, size: int, device: int | None) -> None:
         # Its own connection: while one waits for a key, nobody else can use it.
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
-        prefixed = dist.PrefixStore(f"group/{self._name}", behind_token(store, address))
+        prefixed = dist.PrefixStore(f"group/{sender}", behind_token(store, address))
         if device is None:
             self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
             return
@@ -75,23 +75,23 @@ class BroadcastGroup:
         return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if the group is broken, or
-        the time is up."""
+        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if the address is closed,
+        or the time is up."""
         for work in works:
             self._wait(work.is_completed, "a broadcast")
             work.wait(self._timeout)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
-        began = asked = time.monotonic()
+        started = asked = time.monotonic()
         while not done():
             now = time.monotonic()
             if now - asked > ASK_SECONDS:
                 asked = now
-                if reason := self._broken():
+                if reason := self._closed():
                     raise WeightUpdateError(reason)
-            if now - began > self._seconds:
+            if now - started > self._seconds:
                 raise WeightUpdateError(f"{what} did not finish within {self._seconds:g} s")
-            if now - began > SPIN_SECONDS:
+            if now - started > SPIN_SECONDS:
                 time.sleep(PAUSE_SECONDS)
 
     def abort(self) -> None:
