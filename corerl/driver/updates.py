@@ -107,11 +107,9 @@ class WeightUpdates:
             abandon(self.address)
         received = fleet.received(receiving, ANSWER_SECONDS)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
-        fleet.lost_weights(missed)
         taken = [name for name in fleet.names if name not in missed]
+        fleet.updated(taken, whole=alone is None)
         self._served.update(taken)
-        if alone is None:
-            fleet.hold_all(taken)
         if missed:
             return self._to_replace(missed, causes, sent)
         if incomplete:  # engines have all they need, but their senders do not know

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -384,24 +384,22 @@ class EngineFleet:
             for each, error in zip(self._named(failed), failed.values(), strict=True):
                 each.died_of = error
 
-    def lost_weights(self, names: Iterable[str]) -> None:
-        """Note that an update did not reach these engines: they serve nothing until one does."""
-        with self._changing:
-            for each in self._named(names):
-                each.serves = each.whole = False
-        self._tell()
-
     @property
     def whole(self) -> bool:
         """Whether every replica holds all weights, so that an update of adapters alone is enough."""
         with self._changing:
             return all(each.whole for each in self._there)
 
-    def hold_all(self, names: Iterable[str]) -> None:
-        """Note that these engines have taken an update of all weights."""
+    def updated(self, taken: Collection[str], *, whole: bool) -> None:
+        """Note which engines have taken an update, of all weights or of adapters alone. The others serve nothing until
+        one reaches them."""
         with self._changing:
-            for each in self._named(names):
-                each.whole = True
+            for name, each in zip(self.names, self._there, strict=True):
+                if name not in taken:
+                    each.serves = each.whole = False
+                elif whole:
+                    each.whole = True
+        self._tell()
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""

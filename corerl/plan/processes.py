@@ -101,7 +101,7 @@ def plan_processes(
     if engine is not None:
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
-            require_form(config, engine, engines)
+            require_form(config, engine)
     if fit[Kind.EXTENSIONS]:
         check_extensions(config, clusters[ACTOR], problems)
     chosen = evolve(config, weights=evolve(config.weights, transport=transport))
@@ -213,13 +213,11 @@ def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -
             check_spec(extension, each.options, cluster, config=config, table=f"extensions[{index}].options")
 
 
-def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
+def require_form(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if weights would be sent in another form than the engine, as configured, takes."""
-    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
-    if config.run.samples and sent != taken:
-        raise ConfigError(
-            f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
-        )
+    sent, taken = config.weights.quantize, engine.spec.quantized
+    if config.run.samples and sent not in taken:
+        raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
     if config.run.samples and adapters_apart(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters beside its weights; set it "

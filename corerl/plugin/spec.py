@@ -130,10 +130,6 @@ def one(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
-def not_quantized(config: Any, cluster: ClusterInfo) -> str:
-    return "none"
-
-
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -219,9 +215,8 @@ class EngineSpec:
     bundles: Callable[[Any, ClusterInfo], int] = one
     # Findings about the engine's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
-    # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
-    # `corerl.weights.quantize`.
-    quantized: Callable[[Any, ClusterInfo], str] = not_quantized
+    # The values of `weights.quantize` that it takes. "fp8" means the tensors of `corerl.weights.quantize`.
+    quantized: tuple[str, ...] = ("none",)
     # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
     # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False

@@ -103,8 +103,8 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered = manifest
 
-    def hold_all(self, names: Iterable[str]) -> None:
-        self.whole = set(names) >= set(self.names)
+    def updated(self, taken: Iterable[str], *, whole: bool) -> None:
+        self.whole = set(taken) >= set(self.names) and (whole or self.whole)
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -135,10 +135,6 @@ class Group:
 
     def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
         self.log += [f"leave out {name}" for name in hanging]
-
-    def lost_weights(self, names: Iterable[str]) -> None:
-        self.without_weights = list(names)
-        self.whole &= not self.without_weights
 
     def step_completed(self) -> None:
         self.log.append("completed")

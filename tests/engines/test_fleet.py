@@ -487,7 +487,7 @@ def test_if_all_engines_die_new_ones_draw_the_same_once_they_have_weights(loop: 
     def interrupts() -> None:
         raise KeyboardInterrupt
 
-    fleet.lost_weights(fleet.names)
+    fleet.updated([], whole=True)
     with pytest.raises(KeyboardInterrupt):
         serve(fleet, fleet.generate(REQUEST), interrupts)
 
@@ -708,7 +708,7 @@ def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop)
     died = {"engine-2": WorkerDied("engine-2: its process died")}
     fleet.replace(died)
     fleet.leave_out(died)
-    fleet.lost_weights(died)
+    fleet.updated(["engine-0", "engine-1"], whole=False)
     resize(fleet, 1)
     assert sized.log == ["replace 2", "pause [1]", "close [1]", "shrink 2"] and not fleet.dead
     resize(fleet, 3)
@@ -817,7 +817,7 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
     assert list(fleet.died) == ["engine-1"]
     fleet.replace(fleet.died)
     assert not fleet.dead and not fleet.serves(1)
-    fleet.lost_weights(["engine-0"])
+    fleet.updated(["engine-1"], whole=False)
     assert not fleet.serves(0)
     assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
     assert fleet.serves(0) and fleet.serves(1) and set(draw(fleet, REQUEST).versions) == {5}

@@ -19,12 +19,12 @@ def test_weights_that_the_engine_does_not_take_as_they_travel_are_refused(tmp_pa
     config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
     with pytest.raises(
         ConfigError,
-        match=r"^weights.quantize: 'fp8', but the engine '\w+' is configured for 'none'; make them equal$",
+        match=r"^weights.quantize: 'fp8', but the engine '\w+' takes none$",
     ):
         make_plan(config)
     engine = load(Kind.ENGINES, config.rollout.engine)
-    quantized = evolve(engine, spec=evolve(engine.spec, quantized=lambda options, cluster: "fp8"))
-    require_form(evolve(config, engines={engine.name: None}), quantized, ClusterInfo(device="cpu", ranks=1))
+    quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
+    require_form(evolve(config, engines={engine.name: None}), quantized)
 
 
 def test_an_extension_under_two_names_is_one_twice(tmp_path: Path) -> None:

@@ -144,8 +144,9 @@ class IpcSender(WeightSender):
         self._pending = None
         for index in list(self._peers):
             self._drop(index, "the trainer has ended the update")
-        if self._listener is not None:
-            self._listener.close()
+        for key in list((self._selector.get_map() or {}).values()):  # the listener, and who has not said who it is
+            self._selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
         self._listener = None
         self._selector.close()
         self._free_buffers()
@@ -236,7 +237,7 @@ class IpcSender(WeightSender):
 
     def _drop(self, index: int, reason: str) -> None:
         """Send a receiver nothing more, and close its connection, which it notices."""
-        self._dropped[index] = reason
+        self._dropped.setdefault(index, reason)
         if (peer := self._peers.pop(index, None)) is None:
             return
         for buffer, handle in peer.handles.items():

@@ -178,7 +178,7 @@ def test_an_engine_that_dies_or_stops_in_an_update_is_noticed(transport: str, ac
     started = time.monotonic()
     with peer(address, 1, "large", act):
         if act == "stop":  # the driver says so once its heartbeat is missing
-            threading.Timer(8.0, lost.update, [{"b": "no heartbeat"}]).start()
+            threading.Timer(3.0, lost.update, [{"b": "no heartbeat"}]).start()
         zeros = {entry.name: torch.zeros(entry.shape) for bucket in LARGE.buckets for entry in bucket.entries}
         failed = push(sender, address, zeros, 1, manifest=LARGE)
         assert failed["b"] != "" and time.monotonic() - started < 100
