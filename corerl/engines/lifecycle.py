@@ -178,22 +178,18 @@ class Receiving:
             self.close()
             self._receiver, self._address = open_receiver(address, index=self._index), address
         received, failed = 0, ""
-        try:
-            with closing(self._receiver.buckets(manifest, version)) as arriving:
-                for bucket, flat in arriving:
-                    try:
-                        load(bucket, flat)
-                        received += flat.nbytes
-                    except Exception as failure:  # let go of, as its frames hold the sender's memory
-                        failed = message_of(failure)
-                        break
-                    finally:
-                        del flat
-            if failed:
-                raise WeightUpdateError(failed)
-        except BaseException:
-            self.close()
-            raise
+        with closing(self._receiver.buckets(manifest, version)) as arriving:
+            for bucket, flat in arriving:
+                try:
+                    load(bucket, flat)
+                    received += flat.nbytes
+                except Exception as failure:  # let go of, as its frames hold the sender's memory
+                    failed = message_of(failure)
+                    break
+                finally:
+                    del flat
+        if failed:
+            raise WeightUpdateError(failed)
         return received
 
     def close(self) -> None:

@@ -115,7 +115,8 @@ class Receiver(ABC):
     @abstractmethod
     def receive(self, manifest: Manifest, version: int) -> Arriving:
         """Yield each bucket in order, with the checksum that it was sent with. Its memory may be reused when the next
-        one is asked for. Closed early if this engine has failed: give back what the update took."""
+        one is asked for. Closed early if this engine has failed: give back what the update took, and let the sender and
+        other receivers go on."""
 
     def placed(self, flat: torch.Tensor) -> torch.Tensor:
         """A received bucket on the engine's device."""

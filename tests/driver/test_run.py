@@ -514,6 +514,10 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.with_advantages(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
+    assert run.updates is not None
+    run.updates._again = [4]  # the weights of 3, sent again as an engine had failed
+    metrics = run.with_advantages(scored()).metrics
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
 

@@ -144,7 +144,9 @@ def test_a_buckets_memory_is_free_before_the_sender_knows_the_end(monkeypatch: p
             receiving.transfer(manifest, 1, address, load=load)
     else:
         assert receiving.transfer(manifest, 1, address, load=load) == 16
-    assert (lender.back, lender.closed) == (True, bool(error))
+    assert lender.back
+    receiving.close()
+    assert lender.closed
 
 
 A, B = adapters_of("model.layers.0.self_attn.q_proj.weight")
