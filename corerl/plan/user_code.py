@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from attrs import frozen
 
 from corerl.config.schema import Config
-from corerl.errors import ConfigError
-from corerl.messages import listed
+from corerl.plan.check import require_no_code_of_a_model
 from corerl.plan.resolve import TABLES, distributions_of, selected
 from corerl.plugin.registry import Kind, scan
 from corerl.plugin.requirements import require_met
 
-CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
-SHOWN = 3  # files in one line
 FUNCTION = re.compile(r"([\w.]+):\w+")
 
 
@@ -91,18 +86,3 @@ def rewards_of(config: Config) -> dict[str, str]:
         elif reward is not None:
             names[table] = reward.name
     return names
-
-
-def require_no_code_of_a_model(config: Config) -> None:
-    """Raise ConfigError if the working directory, where modules are looked for, is a model's with Python files."""
-    tables = {config.model_table_of(role): config.model_of(role) for role in config.chosen_roles}
-    for table, model in tables.items():
-        for name, directory in ((f"{table}.path", model.path), (f"{table}.tokenizer", model.tokenizer)):
-            if directory and os.path.isdir(directory) and os.path.samefile(directory, os.curdir):
-                code = sorted(str(file) for pattern in CODE for file in Path().glob(pattern))
-                if code:
-                    raise ConfigError(
-                        f"{name}: {directory!r} is the working directory, where modules are looked for, and has "
-                        f"code that may have come with the model ({listed(code, SHOWN)}); run the command in another "
-                        "directory"
-                    )

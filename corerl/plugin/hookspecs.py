@@ -28,7 +28,7 @@ from corerl.types import (
 
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
-    from corerl.plan.ready import PlanReady
+    from corerl.plan.plan import PlanReady
     from corerl.plugin.context import Context
     from corerl.plugin.control import Failure, RunControl
     from corerl.plugin.events import Event

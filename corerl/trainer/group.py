@@ -105,14 +105,17 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.group import plan_group, with_sizes  # slow to import: takes seconds
+        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
+        from corerl.plan.settle import with_sizes
 
         current = as_config(config)
         plan = plan_group(current, role, resume=resume)
         for line in plan.notices:
             notify(line)
         with (
-            ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
+            ray_session(
+                address=plan.cluster.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()
+            ) as ends,
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
         ):
 
@@ -129,8 +132,8 @@ class TrainGroup:
                 finally:
                     room.take(slots)  # or give back what was reserved for ranks that did not come
 
-            bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
-            watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
+            bounds = Bounds(silence=plan.cluster.health_timeout, start=plan.cluster.start_timeout)
+            watching = Watching(notify=notify, seconds=plan.cluster.watchdog, bounds=bounds)
             group = cls.launch(plan.role, room[role], watching=watching)
             group._planned = planned
             try:

@@ -201,7 +201,7 @@ def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_ch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "12>", "answer": "{n}"}}\n' for n in range(2000)))
     data = [f"data.source={tmp_path}/rows.jsonl", "data.held_out=2"]
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.plan.data.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.cli.config.SECONDS", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 900)
     assert main(["config", "check", sound, *data, "backends.not_installed.x=1"]) == 0

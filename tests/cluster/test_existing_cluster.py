@@ -22,6 +22,7 @@ from corerl.cluster.objects import put
 from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
+from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import plan_role
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
@@ -89,9 +90,7 @@ def test_samples_go_to_the_node_of_the_ranks_that_read_them(address: str, monkey
         rows={"group": np.arange(8)},
     )
     config = config_for(ranks=4, options={"optimizer_steps": [0] * 4})
-    plan = evolve(
-        plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=""), environment={"OMP_NUM_THREADS": "1"}
-    )
+    plan = evolve(plan_role("actor", config, plugins_of(config), device="cpu"), environment={"OMP_NUM_THREADS": "1"})
     with ray_session(address=address, cpus=4.0), reserved(arrange({"actor": 4}), timeout=paced(60.0)) as slots:
         group = TrainGroup.launch(plan, slots["actor"])
         group.init().result()

@@ -181,7 +181,7 @@ def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
     def start(*_: object, beside: Future[Any] | None) -> None:
         wait_all({"ranks": Starts(1_000_000).start()}, beside=beside)
 
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.plan.data.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
     monkeypatch.setattr(driver, "start_scorer", lambda *_, **__: None)
     monkeypatch.setattr(driver, "_start_processes", start)

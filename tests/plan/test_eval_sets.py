@@ -11,10 +11,7 @@ import pytest
 from corerl.data.load import load_prompts
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
-from corerl.plan.names import wrong_names
 from corerl.plan.plan import Plan
-from corerl.plan.settle import with_absolute_paths
-from corerl.plan.user_code import functions_of
 from tests.driver.saved import DATA, config_in, make_config, make_model, recorded, save
 
 MODEL = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
@@ -141,21 +138,3 @@ def test_what_is_wrong_in_a_set_is_told_with_its_place(tmp_path: Path, given: di
     with pytest.raises(UserError) as caught:
         planned(tmp_path, {"source": source, **given})
     assert caught.value.message.startswith(f"eval.sets[0]{told}")
-
-
-def test_a_set_whose_file_is_missing_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    (line,) = wrong_names(make_config(eval={"sets": [{"source": f"{tmp_path}/missing.jsonl"}]}))
-    assert line.startswith(f"eval.sets[0].source: cannot read {tmp_path}/missing.jsonl: No such file")
-
-
-def test_paths_and_functions_of_sets_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "set.jsonl", {"prompt": "7>"})
-    own = {"source": "set.jsonl", "answer": "json:dumps", "reward": {"functions": [{"name": "math:dist"}]}}
-    config = make_config(eval={"answer": "re:sub", "sets": [own]})
-    assert with_absolute_paths(config).eval.sets[0].source == str(tmp_path / "set.jsonl")
-    assert functions_of(config) == {
-        "eval.answer": "re:sub",
-        "eval.sets[0].answer": "json:dumps",
-        "eval.sets[0].reward.functions[0].name": "math:dist",
-    }

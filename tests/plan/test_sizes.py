@@ -11,7 +11,7 @@ from corerl.config.load import to_plain
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.sizes import with_other_sizes
+from corerl.plan.settle import with_other_sizes
 from tests.driver.saved import CRITIC, config_in, make_config
 
 FSDP = {"backend": {"name": "fsdp"}}

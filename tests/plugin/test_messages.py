@@ -16,6 +16,7 @@ from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import ray_session
+from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import plan_role
 from corerl.plugin.registry import Kind, installed, installed_names, load
 from tests.end_to_end.command import write_small
@@ -188,7 +189,7 @@ def refusals(amiss: Path, stale: Path, good: Path, shared_ray: None) -> dict[str
         assignments = {}
         for name in (*CASES, "newer"):
             config = config_for(name, ranks=1)
-            plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
+            plan = plan_role("actor", config, plugins_of(config), device="cpu")
             (assignments[name],) = plan.assignments
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):

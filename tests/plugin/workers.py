@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corerl.errors import PluginError
-from corerl.plan.assignment import Assignment
+from corerl.plan.roles import Assignment
 from corerl.trainer.worker import Worker
 
 

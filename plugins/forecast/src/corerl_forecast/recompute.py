@@ -9,7 +9,7 @@ from attrs import evolve
 
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import role_options
 from corerl.plugin.capabilities import Capability
 

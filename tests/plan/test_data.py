@@ -13,16 +13,15 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import AlgorithmConfig, BackendChoice, ModelConfig
+from corerl.config.schema import ModelConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.sampling import make_sampler, unseen_tokens
-from corerl.errors import ConfigError, DataError, ModelError, PluginNotFound, Unsupported
+from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl_testing.models import tiny_fields
-from tests.driver.saved import CRITIC, DATA, TEACHER, chats_of, config_in, make_config
+from tests.driver.saved import DATA, TEACHER, chats_of, config_in, make_config
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -44,13 +43,6 @@ def test_a_vocabulary_must_have_room_for_the_tokenizer(tmp_path: Path) -> None:
         "model.path: its vocabulary has 15 tokens, but the tokenizer gives 's' the id 15, which needs 16; "
         "set model.tokenizer to the tokenizer of this model"
     )
-
-
-def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None:
-    small = {**make_config().model.config, "vocab_size": 3}
-    tables = {**CRITIC, "roles": {"critic": {"ranks": 1, "model": {"config": small}}}}
-    with pytest.raises(ModelError, match=r"^roles.critic.model.config.vocab_size: the model's vocabulary has 3 tokens"):
-        make_plan(config_in(tmp_path / "run", **tables))
 
 
 def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
@@ -131,20 +123,6 @@ def test_a_config_that_cannot_be_read_is_the_only_line_about_its_model(tmp_path:
     assert "\n" not in caught.value.message
 
 
-def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
-    config = config_in(tmp_path, algorithm={"routing_replay": "engine"})
-    with pytest.raises(ConfigError) as caught:
-        make_plan(evolve(config, run=evolve(config.run, mode="rollout-only")))
-    wanted = "algorithm.routing_replay: 'engine', but the model has no experts; set it to 'none'"
-    assert caught.value.message == wanted
-    experts = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")))
-    assert make_plan(experts).rollout.params.routed_experts
-    with pytest.raises(Unsupported, match="^algorithm.routing_replay = 'engine' requires 'routing-replay'"):
-        make_plan(evolve(experts, backend=BackendChoice(name="tests.trainer.fakes:NO_REPLAY")))
-    assert make_plan(evolve(experts, run=evolve(config.run, mode="rollout-only"))).rollout.params.routed_experts
-    assert not make_plan(evolve(experts, algorithm=AlgorithmConfig())).rollout.params.routed_experts
-
-
 # ---- prompts and the model's context ---------------------------------------------------------------------------------
 
 
@@ -188,12 +166,6 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
         make_plan(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
-def test_prompts_are_looked_at_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
-    rollout = {"engine": "fakee", "prompts": 2, "samples": 4, "max_tokens": 20, "context_length": 29}
-    with pytest.raises(PluginNotFound, match=r"^rollout.engine: unknown engine 'fakee'[^\n]*$"):
-        make_plan(config_in(tmp_path / "run", data=prompts_of(tmp_path, 9, 10), rollout=rollout))
-
-
 def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path: Path) -> None:
     fields = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
     model = {**DATA["model"], "config": fields}
@@ -223,7 +195,7 @@ def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anythin
 
 
 def test_chats_that_take_long_to_check_are_left_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.plan.data.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
     check = make_plan(config_in(tmp_path / "run", **chats_of(tmp_path, bad=13))).rollout.check
     assert check is not None and (check.notices, check.done, check.of) == (None, 4, 20)
