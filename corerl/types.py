@@ -14,7 +14,6 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from corerl.errors import ContractError
-from corerl.fields import explain
 from corerl.kinds import MemoryKind as MemoryKind
 from corerl.kinds import ModelSize as ModelSize
 
@@ -274,6 +273,8 @@ class ParallelLayout:
 
 @frozen(kw_only=True)
 class InitResult:
+    """What a rank reports of `init`."""
+
     layout: ParallelLayout
     optimizer_step: int = 0  # the next step
     weights_version: int = 0  # of the loaded weights
@@ -335,6 +336,8 @@ class TrainResult:
 
 @frozen(kw_only=True)
 class UpdateResult:
+    """What a rank reports of one weight update."""
+
     version: int
     bytes: int  # sent by this rank
     seconds: float
@@ -344,6 +347,8 @@ class UpdateResult:
 
 @frozen(kw_only=True)
 class SaveResult:
+    """What a rank reports of one checkpoint."""
+
     path: str
     bytes: int  # written, or staged, by this rank
     complete: bool  # False while a background save is still writing
@@ -351,6 +356,8 @@ class SaveResult:
 
 @frozen(kw_only=True)
 class SleepResult:
+    """What a rank has released."""
+
     freed_bytes: int  # of the storages of these kinds
     # Still in use according to the GPU driver: by this process if it tells processes apart, else on the whole device.
     residual_bytes: int
@@ -362,7 +369,6 @@ class SleepResult:
 
 @frozen(kw_only=True)
 class WakeResult:
+    """What a rank has restored."""
+
     restored_bytes: int
-
-
-explain(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from attrs import frozen
 
 from corerl.config.schema import ExtensionChoice, RoleConfig
-from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import Origin
+from corerl.plugin.hookspecs import Context
 
 
 @frozen(kw_only=True)

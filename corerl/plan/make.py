@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.config.load import as_config, recorded, to_plain
+from corerl.config.load import as_config, recorded
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError, Unsupported
 from corerl.plan.algorithm import (
     AlgorithmPlan,

@@ -11,9 +11,9 @@ from attrs import evolve, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.cluster.arrangement import Placement, arrange
-from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
+from corerl.config.toml_text import to_plain
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError

@@ -8,9 +8,8 @@ from typing import Any
 from attrs import field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.load import to_plain
 from corerl.config.schema import Config
-from corerl.config.words import toml_value
+from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, ContractError, UserError
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan

@@ -7,8 +7,8 @@ from functools import partial
 
 from attrs import fields
 
-from corerl.config.load import structure
 from corerl.config.schema import Config, DataConfig
+from corerl.config.structuring import structure
 from corerl.data.rows import GivenRows, Rows
 from corerl.errors import CorerlError, PluginBroken, PluginError
 from corerl.messages import one_line

@@ -16,9 +16,10 @@ import pluggy
 from corerl.errors import ContractError, CorerlError, HookFailed, NoPlaces, WorkerDied
 from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
-from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
+from corerl.plugin.hookspecs import REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
 from corerl.plugin.moved import method_now
+from corerl.plugin.spec import PROJECT
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one

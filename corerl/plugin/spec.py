@@ -15,13 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
+import pluggy
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, RewardConfig, RolloutConfig, TrainConfig
-from corerl.fields import explain
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
+
+API = (2, 0)  # of the contract between core and plugins
+PROJECT = "corerl"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 
 Environment: TypeAlias = Mapping[str, str]
 PATH = matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+")
@@ -432,6 +437,3 @@ Spec: TypeAlias = (
     | CommandSpec
     | TransportSpec
 )
-
-
-explain(__name__)

@@ -7,8 +7,9 @@ import tomllib
 
 import pytest
 
-from corerl.config.load import config_of, dump_toml, recorded, structure
+from corerl.config.load import config_of, dump_toml, recorded
 from corerl.config.schema import ClusterConfig
+from corerl.config.structuring import structure
 from corerl.errors import ConfigError
 from corerl.plan.check import contradictions
 from corerl.plan.environment import merge_environments

@@ -14,8 +14,7 @@ from corerl.errors import Unsupported
 from corerl.models.files import look_at
 from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
 from corerl.plan.group import plan_group
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.check import check_capabilities
+from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.spec import BackendSpec
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields

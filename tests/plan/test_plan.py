@@ -9,8 +9,8 @@ import ray
 import torch
 from attrs import evolve
 
-from corerl.config.load import to_plain
 from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, RunConfig, WeightsConfig
+from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError, PluginIncompatible, PluginNotFound
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.devices import resolve_device

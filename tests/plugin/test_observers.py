@@ -11,8 +11,8 @@ import pytest
 from corerl import hookimpl
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken, WorkerDied
-from corerl.plugin.control import RunControl
 from corerl.plugin.events import Event, Notice
+from corerl.plugin.hookspecs import RunControl
 from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Process
