@@ -97,7 +97,7 @@ class RunControl(Protocol):
 # ---- the hooks -------------------------------------------------------------------------------------------------------
 
 
-class Hooks:
+class Hooks(Protocol):
     """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
     the backend's."""
 
@@ -106,7 +106,6 @@ class Hooks:
     @hookspec(firstresult=True)
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
-        raise AssertionError("a specification is never called")
 
     # ---- every step --------------------------------------------------------------------------------------------------
 
@@ -117,41 +116,34 @@ class Hooks:
         """Add the gradients of all micro-batches to those that the step's earlier calls have left. The loss is a plain
         sum over weighted tokens. `outputs` are returned of the same passes. With `last`, no other call comes before
         `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
         alike if the gradient is not finite, and clear them."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
         """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` those of
         a role with `weights.lora = 'adapter'` alone, for engines that hold the rest."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         """Write this rank's part of the portable checkpoint into the directory `path`."""
-        raise AssertionError("a specification is never called")
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         """Give the memory of `kinds` back to the device. The host has already removed kinds that are asleep."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
-        raise AssertionError("a specification is never called")
 
     # ---- the end, and extensions -------------------------------------------------------------------------------------
 

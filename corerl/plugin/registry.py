@@ -33,6 +33,7 @@ from corerl.plugin.spec import (
     EngineSpec,
     ExtensionSpec,
     SamplerSpec,
+    Spec,
     ToolFormatSpec,
     TransportSpec,
 )
@@ -64,12 +65,12 @@ class Kind(Enum):
         return self.value.removesuffix("s").replace("_", " ")
 
     @property
-    def spec(self) -> type:
+    def spec(self) -> type[Spec]:
         """The class of which an entry point in this group must name an instance."""
         return SPECS[self]
 
 
-SPECS: dict[Kind, type] = {
+SPECS: dict[Kind, type[Spec]] = {
     Kind.BACKENDS: BackendSpec,
     Kind.ENGINES: EngineSpec,
     Kind.SAMPLERS: SamplerSpec,
@@ -85,34 +86,24 @@ CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 
 # How to install a first-party plugin that is missing; the only place in core that knows other wheels' plugins by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
-    Kind.BACKENDS: {
-        "deepspeed": "pip install 'corerl[deepspeed]'",
-        "fsdp": "pip install 'corerl[fsdp]'",
-        "megatron": "pip install 'corerl[megatron]'",
-        "plain": "pip install 'corerl[testing]'",
-    },
-    Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
-    Kind.SAMPLERS: {"episodes": "pip install 'corerl[agents]'"},
-    Kind.EXTENSIONS: {
-        **dict.fromkeys(
-            ("curves", "memory", "nan-guard", "profiler", "tensorboard", "trace"), "pip install 'corerl[observe]'"
-        ),
-        "elastic": "pip install 'corerl[elastic]'",
-        "forecast": "pip install 'corerl[forecast]'",
-        "mlflow": "pip install 'corerl[mlflow]'",
-        "wandb": "pip install 'corerl[wandb]'",
-    },
-    Kind.DISPLAYS: {"live": "pip install 'corerl[observe]'"},
-    Kind.ALGORITHMS: {},
-    Kind.COMMANDS: {
-        "doctor": "pip install 'corerl[doctor]'",
-        "models": "pip install 'corerl[doctor]'",
-        "new-backend": "pip install 'corerl[testing]'",
-        "scale": "pip install 'corerl[elastic]'",
-        "verify": "pip install 'corerl[testing]'",
-    },
-    Kind.TOOL_FORMATS: {},
-    Kind.TRANSPORTS: {"delta": "pip install 'corerl[delta]'"},
+    kind: {name: f"pip install 'corerl[{extra}]'" for extra, names in extras.items() for name in names.split()}
+    for kind, extras in {
+        Kind.BACKENDS: {"deepspeed": "deepspeed", "fsdp": "fsdp", "megatron": "megatron", "testing": "plain"},
+        Kind.ENGINES: {"sglang": "sglang"},
+        Kind.SAMPLERS: {"agents": "episodes"},
+        Kind.EXTENSIONS: {
+            "observe": "curves memory nan-guard profiler tensorboard trace",
+            "elastic": "elastic",
+            "forecast": "forecast",
+            "mlflow": "mlflow",
+            "wandb": "wandb",
+        },
+        Kind.DISPLAYS: {"observe": "live"},
+        Kind.ALGORITHMS: {},
+        Kind.COMMANDS: {"doctor": "doctor models", "elastic": "scale", "testing": "new-backend verify"},
+        Kind.TOOL_FORMATS: {},
+        Kind.TRANSPORTS: {"delta": "delta"},
+    }.items()
 }
 
 
@@ -295,7 +286,7 @@ def _loaded(kind: Kind, entry: Entry) -> Loaded:
     spec = _imported(what, entry.value, entry.distribution)
     if not isinstance(spec, kind.spec):
         raise PluginBroken(f"{what}: {entry.value} is a {type(spec).__name__}, expected a {kind.spec.__name__}")
-    api: Any = spec.api  # type: ignore[attr-defined]
+    api: Any = spec.api
     if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
         raise PluginBroken(f"{what}: {entry.value} has api={api!r}, expected (major, minor)")
     if api[0] != API[0] or api[1] > API[1]:
@@ -306,9 +297,8 @@ def _loaded(kind: Kind, entry: Entry) -> Loaded:
         )
         error.api = api
         raise error
-    config = spec.config  # type: ignore[attr-defined]
-    if not (isinstance(config, type) and attrs.has(config)):
-        raise PluginBroken(f"{what}: {entry.value} has config={config!r}, expected a frozen attrs class")
+    if not (isinstance(spec.config, type) and attrs.has(spec.config)):
+        raise PluginBroken(f"{what}: {entry.value} has config={spec.config!r}, expected a frozen attrs class")
     return Loaded(**asdict(entry), spec=spec)
 
 
