@@ -32,7 +32,7 @@ class Output(StrEnum):
     """Per-token outputs that a model can compute; entry t always refers to token t."""
 
     LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 at sequence starts
-    ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 at sequence starts
+    ENTROPY = "entropy"  # of the distribution that token_t was sampled from; 0 at sequence starts
     VALUES = "values"  # value head on the hidden state at t - 1; 0 at sequence starts
     # [n, MoE layers, experts per token] integers: the experts that each of these layers routed token t through.
     ROUTED_EXPERTS = "routed_experts"
@@ -127,7 +127,7 @@ class SampleBatch:
     offsets: IntArray  # [B + 1] sample b is tokens[offsets[b]:offsets[b + 1]]
     columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
     rows: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, reward, truncated, prompt_length, ...
-    temperature: float = 1.0  # at which the samples were drawn
+    temperature: float = 1.0  # at which the samples were generated
 
     def __attrs_post_init__(self) -> None:
         bounds = self.offsets

@@ -20,7 +20,11 @@ from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
-SECRETS = (("cluster", "environment"), ("cluster", "secrets"))  # settings whose values no message shows
+# Settings whose values no message shows, and how they are set.
+SECRETS = {
+    ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
+    ("cluster", "secrets"): """set cluster.secrets='["NAME"]'""",
+}
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 # The tables of what only one plugin knows, by the table of what all plugins of its kind have.
 PLUGINS = {
@@ -166,7 +170,8 @@ def _concealed(problem: Problem) -> Problem:
     if not (keys == ("cluster",) or keys[:2] in SECRETS) or not problem.text.startswith("expected"):
         return problem
     expected = problem.text.partition(", got ")[0]
-    return evolve(problem, text=f"{expected}, got something else, not shown here since it may be a secret", within="")
+    advice = SECRETS.get(keys, "put it in quotes" if len(keys) > 2 else "it is not shown, since it may be a secret")
+    return evolve(problem, text=f"{expected}, got something else; {advice}", within="")
 
 
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:

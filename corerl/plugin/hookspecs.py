@@ -128,8 +128,8 @@ class Hooks(Protocol):
 
     @hookspec(firstresult=True)
     def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
-        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` those of
-        a role with `weights.lora = 'adapter'` alone, for engines that hold the rest."""
+        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` only the
+        adapters (`weights.lora = 'adapter'`), for engines that hold the rest."""
 
     @hookspec(firstresult=True)
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
@@ -150,8 +150,8 @@ class Hooks(Protocol):
     @hookspec
     def shutdown(self, reason: str) -> None:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
-        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run starts anew
-        from an older checkpoint, with new instances, and no RunFinished was emitted."""
+        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run restarts from
+        an older checkpoint, with new instances, and without a RunFinished event."""
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
 

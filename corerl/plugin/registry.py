@@ -66,7 +66,7 @@ class Kind(Enum):
 
     @property
     def spec(self) -> type[Spec]:
-        """The class of which an entry point in this group must name an instance."""
+        """The class of the specs that entry points in this group name."""
         return SPECS[self]
 
 
@@ -195,7 +195,7 @@ def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
     from importlib.metadata import distributions
 
-    # `entry_points()` keeps one distribution per name, which can be a stale egg-info: look at all of them, and drop
+    # `entry_points()` keeps one distribution per name, which can be a stale egg-info: read all of them, and drop
     # plain duplicates (lib64 links, editable installs).
     entries: dict[tuple[str, str, str], Entry] = {}
     for distribution in distributions():

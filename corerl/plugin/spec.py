@@ -128,7 +128,7 @@ class RankMemory:
     gradients_grow: bool = False
     gathered: int = 0  # further in every pass: weights of other ranks, or copies of its own
     reducing: int = 0  # further in a layer's backward pass: gradients on their way
-    # The part of the model's activations on a rank. It divides those of the micro-batch that `train` describes.
+    # The share of a micro-batch's activations that one rank holds.
     activations: float = 1.0
     replicated: int = 0  # activations of a micro-batch, further, that are not divided
     fused: bool = False  # layers keep what compiled layers do, not what transformers' code does
@@ -199,8 +199,8 @@ class BackendSpec(Spec):
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
-    # The slow paths that a role takes; called only on GPUs, and if `check` finds no problem. `slow_attention` tells
-    # those of `corerl.ops.packed_attention`, and `corerl-forecast`, which calls this, what float32 costs.
+    # The slow paths that a role takes; called by `corerl-forecast`, only on GPUs, and if `check` finds no problem.
+    # `slow_attention` yields those of `corerl.ops.packed_attention`.
     slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = nothing
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = nothing

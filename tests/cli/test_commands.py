@@ -130,12 +130,6 @@ def test_a_command_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture
     assert error(capsys, name).startswith(said)
 
 
-def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    for word, meant in (("helo", "hello"), ("trian", "train")):
-        said = error(capsys, word)
-        assert said.endswith(f"; did you mean {meant!r}?") and {"train", "hello"} <= set(re.findall(r"\w+", said))
-
-
 def test_a_command_of_a_missing_wheel_names_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

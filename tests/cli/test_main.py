@@ -157,11 +157,6 @@ def test_python_m_runs_the_command_and_an_import_does_not(
     assert capsys.readouterr().out == ""
 
 
-def test_debug_may_stand_behind_a_nested_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["config", "check", "no.toml", "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
 @pytest.mark.processes
 def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
     program = "import sys\nfrom corerl.cli.main import main\nsys.exit(main(['options', 'console']))"
@@ -239,18 +234,6 @@ def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: P
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))
     assert finished.stdout == "2 []\n"
     assert finished.stderr.startswith("corerl: error: run.stepps: unknown key; did you mean 'steps'?")
-
-
-@pytest.mark.parametrize(
-    ("line", "missing"),
-    [("train", "FILE"), ("eval", "WHAT"), ("config check", "FILE"), ("config show", "FILE")],
-)
-def test_what_a_command_cannot_do_without_is_named_and_no_override(
-    line: str, missing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(line.split())
-    assert capsys.readouterr().err.endswith(f"error: the following arguments are required: {missing}\n")
 
 
 # ---- what the machine and others' code do ----------------------------------------------------------------------------

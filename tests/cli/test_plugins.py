@@ -134,7 +134,8 @@ def test_an_unknown_kind_is_answered_with_all(capsys: pytest.CaptureFixture[str]
 @pytest.mark.processes
 def test_listing_loads_no_library_that_is_slow_to_import() -> None:
     program = (
-        "import sys\nfrom corerl.plugin.registry import Kind, installed\nlist(map(installed, Kind))\n"
+        "import sys\nfrom corerl.plugin.registry import Kind, installed\n"
+        "for kind in (Kind.BACKENDS, Kind.ENGINES, Kind.EXTENSIONS, Kind.COMMANDS):\n    assert installed(kind)\n"
         "assert not {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

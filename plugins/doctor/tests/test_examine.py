@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from corerl_doctor import installation
 from corerl_doctor.child import run_check
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
-from corerl_doctor.plugins import check_joining, check_named, check_plugins, finding_of
+from corerl_doctor.plugins import check_joining, check_named, finding_of
 from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
@@ -76,15 +75,6 @@ def test_without_a_name_no_process_imports_torch(site: Path) -> None:
     assert amiss(list(examine())) == []
 
 
-def test_both_ends_of_a_transport_are_imported() -> None:
-    findings = [each for each in check_plugins([("transports", "disk")]) if isinstance(each, Finding)]
-    assert amiss(findings) == []
-    assert [each.what.rpartition(": ")[2] for each in findings[1:]] == [
-        "corerl.weights.transports.disk:DiskSender can be imported",
-        "corerl.weights.transports.disk:DiskReceiver can be imported",
-    ]
-
-
 @forked
 def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
     distribution(
@@ -133,14 +123,6 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
         "backend:tried implements forward_backward(*batch) for forward_backward(batch, loss, outputs, last): "
     )
     assert probe.what == "the probe of backend 'tried' (corerl-tried 0.1) raised OSError: no libcudart"
-
-
-@forked
-def test_an_environment_that_raises_is_told_as_that(site: Path) -> None:
-    raises = spec().replace("str(cluster.ranks)", "cluster.nothing")
-    distribution(site, "corerl-tried", "tried = tried_spec7:SPEC", tried_spec7=raises)
-    (found,) = amiss(list(examine("tried")))
-    assert found.what.startswith("the environment of backend 'tried' (corerl-tried 0.1) raised AttributeError: ")
 
 
 @forked
@@ -217,14 +199,6 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
     assert {finding.fix for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
 
 
-@forked
-def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
-    for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
-        distribution(site, f"corerl-tried{number}", f"tried{number} = tried_spec6:SPEC", tried_spec6=spec())
-        (site / f"corerl_tried{number}-0.1.dist-info/direct_url.json").write_text(text)
-    assert amiss(list(examine())) == []
-
-
 def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     (finding,) = run_check("corerl_doctor.run:devices")
@@ -235,15 +209,6 @@ def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("import os\nos.abort()\n")
     (finding,) = run_check("corerl_doctor.run:devices")
     assert finding.what == f"importing corerl_doctor.run killed its process with SIGABRT at {site}/torch.py:2"
-
-
-def test_what_a_module_starts_in_the_background_holds_nothing_up(site: Path, tmp_path: Path) -> None:
-    (site / "judge.py").write_text(
-        f"import subprocess\nserver = subprocess.Popen(['sleep', '30'])\nopen({str(tmp_path / 'pid')!r}, 'w')"
-        ".write(str(server.pid))\ndef checks():\n    yield from ()\n"
-    )
-    assert run_check("judge:checks") == []
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it lives still
 
 
 @pytest.mark.parametrize(
