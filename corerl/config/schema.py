@@ -30,7 +30,6 @@ from corerl.config.options import (
     variables,
     zero_or_several,
 )
-from corerl.fields import explain
 from corerl.kinds import MemoryKind
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -46,6 +45,8 @@ MOST = 16_384  # processes of one kind: more are a slip of the hand, and plannin
 
 @frozen(kw_only=True)
 class RunConfig:
+    """Output directory, mode, length and seed of a run."""
+
     dir: str = option("output directory of the run; one per run", default="runs/default", validator=filled)
     mode: Literal["train", "rollout-only", "train-only", "eval"] = option(
         "train; rollout-only: sample and save the batches; train-only: train from saved batches, without engines; "
@@ -69,6 +70,8 @@ class RunConfig:
 
 @frozen(kw_only=True)
 class ClusterConfig:
+    """Machines, devices and time limits."""
+
     address: str = option("address of a running Ray cluster; empty starts one on this machine", default="")
     device: Device = option(
         "device of ranks and engines; auto uses cuda if the driver's machine has it, even when address is set",
@@ -187,6 +190,8 @@ class OptimizerConfig:
 
 @frozen(kw_only=True)
 class ScheduleConfig:
+    """The learning rate over optimizer steps."""
+
     warmup_steps: int = option("optimizer steps of linear warm-up from 0", default=0, validator=at_least(0))
     decay: Literal["constant", "linear", "cosine"] = option("learning-rate schedule after warm-up", default="constant")
     final_ratio: float = option(
@@ -304,11 +309,15 @@ class LoraConfig:
 
 @frozen(kw_only=True)
 class BackendChoice:
+    """The training backend of all roles that name none."""
+
     name: str = option("an installed training backend, 'distribution:name', or 'package.module:SPEC'")
 
 
 @frozen(kw_only=True)
 class RoleChoice:
+    """The worker processes of a role."""
+
     ranks: int = option("worker processes of this role, one per device", default=1, validator=between(1, MOST))
     backend: str = option("backend of this role only; empty uses backend.name", default="")
     options: Mapping[str, Any] | None = option(
@@ -341,6 +350,8 @@ class SideRoleChoice(RoleChoice):
 
 @frozen(kw_only=True)
 class RolesConfig:
+    """The roles of a run: the actor, and those that its algorithm needs."""
+
     actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
     critic: SideRoleChoice | None = option("the value function, for algorithms that need one", default=None)
     teacher: SideRoleChoice | None = option(
@@ -621,6 +632,8 @@ class RewardFunction:
 
 @frozen(kw_only=True)
 class RewardConfig:
+    """How samples are scored."""
+
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
     weights: Mapping[str, float] = option(
@@ -651,6 +664,8 @@ class RewardConfig:
 
 @frozen(kw_only=True)
 class RolloutConfig:
+    """How prompts become samples."""
+
     engine: str = option("an installed rollout engine", default="transformers")
     sampler: str = option(
         "an installed sampler, which turns prompts into samples; prompts: each sample is one response",
@@ -835,6 +850,8 @@ class EvalSource(DataSource, EvalSampling):
 
 @frozen(kw_only=True)
 class EvalConfig(EvalSampling):
+    """Evaluation on held-out prompts."""
+
     every: int = option(
         "rollout steps between evaluations on held-out prompts; 0 disables them", default=25, validator=at_least(0)
     )
@@ -849,6 +866,8 @@ class EvalConfig(EvalSampling):
 
 @frozen(kw_only=True)
 class CheckpointConfig:
+    """Saving, resuming and exporting."""
+
     every: int = option("rollout steps between checkpoints; 0 saves only at the end", default=50, validator=at_least(0))
     keep: int = option(
         "number of complete checkpoints to keep, the newest; 0 keeps all", default=2, validator=at_least(0)
@@ -871,6 +890,8 @@ class CheckpointConfig:
 
 @frozen(kw_only=True)
 class ExtensionChoice:
+    """An extension and its options."""
+
     name: str = option("an installed extension")
     options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
@@ -990,6 +1011,3 @@ class ClusterInfo:
     lora: LoraConfig | None = None  # the role trains adapters alone: the weights are in `train.precision`
     streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale
     elsewhere: bool = False  # ranks run on machines of a cluster, which may have other libraries than this one
-
-
-explain(__name__)

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from corerl.backend.frozen_weights import of_sums, rounded_sum
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource, read_extra
-from corerl.config.load import structure
 from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.config.structuring import structure
 from corerl.errors import ModelError
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT

@@ -11,9 +11,10 @@ from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.cluster.arrangement import arrange
-from corerl.config.load import as_config, recorded, to_plain
+from corerl.config.load import as_config, recorded
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError, Unsupported
 from corerl.plan.algorithm import (
     AlgorithmPlan,

@@ -10,7 +10,6 @@ from attrs import field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from corerl.cluster.arrangement import Placement
-from corerl.config.load import to_plain
 from corerl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -22,7 +21,7 @@ from corerl.config.schema import (
     RunConfig,
     WeightsConfig,
 )
-from corerl.config.words import toml_value
+from corerl.config.toml_text import to_plain, toml_value
 from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
 from corerl.errors import ConfigError, ContractError, UserError

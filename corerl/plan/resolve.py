@@ -11,9 +11,9 @@ from typing import Any
 from attrs import evolve, field, fields, frozen
 
 from corerl.algorithms.base import REFERENCE
-from corerl.config.load import structure
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
+from corerl.config.structuring import structure
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
 from corerl.plugin.capabilities import Capability

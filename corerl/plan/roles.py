@@ -11,15 +11,14 @@ from attrs import evolve, field, frozen
 
 from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
-from corerl.config.load import to_plain
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
+from corerl.config.toml_text import to_plain
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
-from corerl.plugin.capabilities import Capability, asked_by_role
-from corerl.plugin.check import check_capabilities
-from corerl.plugin.context import Context
+from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
 from corerl.plugin.fingerprint import Origin, origins_of
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.registry import Kind, Loaded
 from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec

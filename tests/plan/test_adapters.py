@@ -10,8 +10,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.load import structure
 from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.config.structuring import structure
 from corerl.errors import UserError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters

@@ -56,7 +56,6 @@ def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_
         ["cluster.vars.T=8675309867530986753098675309"],
         ["cluster.vars.T 8675309"],
         ["cluster.environment.T 8675309=="],
-        ["cluster.environment.T=8675309\udcff"],
         ["cluster.address.T=8675309"],
         ["cluster.secrets=8675309"],
         ["cluster.secrets=[8675309]"],

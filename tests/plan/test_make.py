@@ -9,8 +9,8 @@ import ray
 import torch
 from attrs import evolve
 
-from corerl.config.load import to_plain
 from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, WeightsConfig
+from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan

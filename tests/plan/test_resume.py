@@ -9,8 +9,9 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import read_state
-from corerl.config.load import recorded, to_plain
+from corerl.config.load import recorded
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.config.toml_text import to_plain
 from corerl.driver.export import export
 from corerl.errors import ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from corerl.config.load import to_plain
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan

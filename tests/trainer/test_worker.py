@@ -36,7 +36,6 @@ from corerl.config.schema import (
 )
 from corerl.data.plan import StepShare, plan_forward, plan_steps
 from corerl.engines.receiving import Receiving
-from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -680,16 +679,6 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 
 
 # ---- refused before a backend is made --------------------------------------------------------------------------------
-
-
-def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported(
-    assignment: Assignment, old_pluggy: str
-) -> None:
-    engine = EngineAssignment(engine="none", origins=assignment.origins, model=ModelConfig(), options={}, context=None)  # type: ignore[arg-type]
-    for make in (lambda: Worker(evolve(assignment, backend="none")), lambda: EngineService(engine)):
-        with pytest.raises(PluginIncompatible) as caught:
-            make()
-        assert caught.value.message == old_pluggy
 
 
 def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:

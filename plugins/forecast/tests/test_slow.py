@@ -16,8 +16,8 @@ from corerl.plan import make, resolve
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
+from corerl.plugin.helpers import IN_PIECES
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.slow import IN_PIECES
 from corerl_forecast.slow import FLOAT32
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, config_in
