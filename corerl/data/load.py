@@ -9,11 +9,10 @@ from attrs import fields
 
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.chat import ChatPrompts
-from corerl.data.files import Rows
 from corerl.data.mixture import MixedPrompts
 from corerl.data.prompts import PromptSource, SortDigits
 from corerl.data.reports import NO_REPORTS, Reports
-from corerl.data.rows import PATHS, RowPrompts, open_rows, unreadable
+from corerl.data.rows import PATHS, RowPrompts, Rows, open_rows, unreadable
 from corerl.data.splits import find, is_pattern
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path

@@ -176,9 +176,10 @@ def contradictions(config: Config, plugins: Plugins | None = None) -> Iterator[s
 
 def _trained_in_vain(role: str, frozen: SideRoleChoice) -> Iterator[str]:
     """What a role that is never trained has been given for training."""
-    for each in fields(TrainConfig) if frozen.train is not None else ():
-        if getattr(frozen.train, each.name) != getattr(frozen.train.of_passes(), each.name):
-            yield f"roles.{role}.train.{each.name}: set, but the {role} is never trained; remove it"
+    if (train := frozen.train) is not None:
+        for each in fields(TrainConfig):
+            if getattr(train, each.name) != getattr(train.of_passes(), each.name):
+                yield f"roles.{role}.train.{each.name}: set, but the {role} is never trained; remove it"
     if frozen.lora is not None:
         yield f"roles.{role}.lora: set, but the {role} is never trained; remove it"
 

@@ -15,11 +15,11 @@ from corerl.config.functions import imported
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
 from corerl.config.structuring import structure
-from corerl.data.files import GivenRows, Rows
 from corerl.data.held_out import HeldOut
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
 from corerl.data.reports import Reports
+from corerl.data.rows import GivenRows, Rows
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line

@@ -57,12 +57,13 @@ from corerl.plan.resolve import (
     ROLES,
     Plugins,
     absent_extensions,
+    distributions_of,
     ignored_tables,
     plugins_of,
+    resolve_tables,
     settle_algorithm,
     settle_extensions,
     with_extensions,
-    with_tables,
 )
 from corerl.plan.resume import changed_settings, find_start
 from corerl.plan.roles import plan_role
@@ -75,6 +76,7 @@ from corerl.plan.settle import (
     with_other_sizes,
     with_vocabulary,
 )
+from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR
 
 
@@ -170,7 +172,9 @@ class _Planner:
         """Load the plugins, and fill in what the config leaves to them."""
         require_no_code_of_a_model(self.config)  # first: plugins may be modules of the working directory
         self.plugins = plugins_of(self.config, self.problems)
-        self.config = with_tables(self.config, self.problems)
+        with self.problems.stage("versions"):
+            require_met(distributions_of(self.config))
+        self.config = resolve_tables(self.config, self.problems)
         self.config = settle_adapters(settle_algorithm(self.config, self.plugins), self.problems)
 
     @property
@@ -191,7 +195,7 @@ class _Planner:
 
     def _load_models(self) -> None:
         config, problems = self.config, self.problems
-        models = load_models(config, config.chosen_roles, self.plugins, problems)
+        models = load_models(config, list(config.chosen_roles), self.plugins, problems)
         self.tokenizer = load_tokens(config.model, models, problems)
         if ACTOR in models:
             self._add(against_replay(config.algorithm.routing_replay, models[ACTOR]))

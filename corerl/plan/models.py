@@ -88,19 +88,20 @@ def load_tokens(
     """The tokenizer, for whose tokens each model has room."""
     # Where transformers looks for a tokenizer, it reads the config.json there, and fails at the same place.
     needed = () if model.tokenizer else ("model.config",)
-    if not problems.none_in("model.path", "model.tokenizer", *needed):
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if problems.none_in("model.path", "model.tokenizer", *needed):
+        with problems.stage("model.tokenizer"):
+            tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
+    actor = models.get(ACTOR)
+    if tokenizer is None:
         return None
-    with problems.stage("model.tokenizer"):
-        tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
-        actor = models.get(ACTOR)
-        for each in models.values():
-            with problems.stage(f"{each.table}.vocabulary"):
-                require_room_for_tokens(each.hf, tokenizer, each.settings, table=each.table)
-                if each.frozen and each.table != "model":
-                    rows = actor.hf.get_text_config().vocab_size if actor is not None else None
-                    require_same_tokens(each.hf, tokenizer, each.settings, rows=rows, table=each.table)
-        return tokenizer
-    return None
+    for each in models.values():
+        with problems.stage(f"{each.table}.vocabulary"):
+            require_room_for_tokens(each.hf, tokenizer, each.settings, table=each.table)
+            if each.frozen and each.table != "model":
+                rows = actor.hf.get_text_config().vocab_size if actor is not None else None
+                require_same_tokens(each.hf, tokenizer, each.settings, rows=rows, table=each.table)
+    return tokenizer
 
 
 def build(model: RoleModel, *, elsewhere: bool, wanted: int, streamed: bool, problems: Problems) -> RoleModel:

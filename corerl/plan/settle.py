@@ -135,10 +135,11 @@ def with_absolute_paths(config: Config) -> Config:
         return str(Path(source).absolute()) if found else source
 
     def absolute(model: ModelConfig) -> ModelConfig:
-        paths = {name: getattr(model, name) for name in ("path", "tokenizer")}
+        own = model.tokenizer
         return evolve(
             model,
-            **{k: str(Path(each).absolute()) for k, each in paths.items() if each and not each.startswith(CHARACTERS)},
+            path=model.path and str(Path(model.path).absolute()),
+            tokenizer=own if not own or own.startswith(CHARACTERS) else str(Path(own).absolute()),
         )
 
     data = config.data

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
     from corerl.plan.plan import Plan, PlanReady
     from corerl.plugin.events import Event
-    from corerl.plugin.hookspecs import Context, Failure, RunControl
     from corerl.plugin.spec import PlanAnswer
 
 # ---- arguments of hooks ----------------------------------------------------------------------------------------------

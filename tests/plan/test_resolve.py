@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl.config.problems import Problems
 from corerl.config.schema import (
     BackendChoice,
     ClusterInfo,
@@ -28,7 +29,6 @@ from corerl.plan.resolve import (
     check_spec,
     ignored_tables,
     resolve_tables,
-    resolved_tables,
     role_options,
     selected,
     settle_extensions,
@@ -150,12 +150,16 @@ def test_tables_are_checked_although_another_plugin_is_missing() -> None:
         engines={"quick": {"no": 1}},
         extensions=(ExtensionChoice(name="wrpa", options={"evry": 5}), ExtensionChoice(name="wrap", options={"no": 5})),
     )
-    resolved, wrong = resolved_tables(given)
-    assert [(kind, line.partition(":")[0]) for kind, line in wrong] == [
-        (Kind.ENGINES, "engines.quick.no"),
-        (Kind.EXTENSIONS, "extensions[1].options.no"),
-        (None, "backends.mine.shard"),
-    ]
+    problems = Problems()
+    resolved = resolve_tables(given, problems)
+    assert not problems.none_in("plugins.engines") and problems.none_in("plugins.backends")
+    with pytest.raises(ConfigError) as caught:
+        problems.raise_all()
+    assert {line.partition(":")[0] for line in caught.value.message.splitlines()} == {
+        "engines.quick.no",
+        "extensions[1].options.no",
+        "backends.mine.shard",
+    }
     assert resolved.extensions == given.extensions and resolved.engines == given.engines
 
 

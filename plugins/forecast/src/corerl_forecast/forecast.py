@@ -129,9 +129,9 @@ class Forecaster:
         longest = self.longest or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.
-        counted = (
-            config.run.mode == "train" and not self.plugins.sampler.spec.episodes and not config.rollout.postprocess
-        )
+        sampler = self.plugins.sampler
+        episodes = sampler is None or sampler.spec.episodes
+        counted = config.run.mode == "train" and not episodes and not config.rollout.postprocess
         try:
             found = role_memory(
                 backend.spec,
