@@ -18,12 +18,11 @@ from corerl.models.export import write_adapters
 from corerl.models.files import kept_digest
 from corerl.models.names import shapes_of
 from corerl.models.peft_files import peft_config
-from corerl.plan.make import make_plan, plan_group
+from corerl.plan.make import make_plan
 from corerl.plan.model_files import with_adapters
 from corerl.plan.plan import Plan
 from corerl.weights.adapters import is_adapter
-from tests.driver.adapted import train_adapted
-from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model, save
+from tests.driver.saved import CRITIC, DATA, config_in, make_config
 from tests.pictures import write_pictures
 
 SAVED = LoraConfig(rank=3, alpha=7.0, targets=("v_proj", "up_proj"), rslora=True)
@@ -99,12 +98,6 @@ def test_the_critic_has_adapters_of_its_own_or_none(tmp_path: Path) -> None:
     assert lora_of(other, "critic") is None and lora_of(other) == critic
 
 
-def test_the_ranks_of_a_role_alone_get_the_same(peft: Path) -> None:
-    given = evolve(make_config(lora={"path": str(peft)}), extensions=())
-    (assignment,) = plan_group(given, "actor", resume="").role.assignments
-    assert assignment.config.lora is not None and assignment.config.lora.rank == 3
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -144,22 +137,6 @@ def test_a_directory_that_is_none_of_peft_or_of_another_model_is_told_with_its_s
     (peft / "adapter_model.safetensors").unlink()
     (line,) = refused(tmp_path, lora={"path": str(peft)})
     assert line == f"lora.path: {peft} has no adapter_model.safetensors; name a directory that PEFT has saved"
-
-
-def test_a_checkpoint_of_other_adapters_or_of_all_weights_is_refused(tmp_path: Path) -> None:
-    config = make_config(lora={"rank": 3})
-    assert config.lora is not None
-    settled = evolve(config, lora=config.lora.settled({}))
-    adapted = train_adapted(tmp_path / "adapted", settled).checkpoint
-    plan = planned(tmp_path, str(adapted), lora={"rank": 3})
-    assert plan.processes.roles["actor"].assignments[0].config.resume == f"{adapted}/actor"
-    (line,) = refused(tmp_path, str(adapted))
-    assert line.startswith(f"checkpoint.resume: {adapted}/actor holds adapters, this run's actor trains all weights; ")
-    (line,) = refused(tmp_path, str(adapted), lora={"rank": 4})
-    assert "has [3, 32] for 'base_model.model.model.layers.0." in line
-    whole = save(tmp_path / "whole", make_config(), make_model(make_config(), seed=1), step=2)
-    (line,) = refused(tmp_path, str(whole), lora={})
-    assert line.startswith(f"checkpoint.resume: {whole}/actor holds all weights, this run's actor trains adapters; ")
 
 
 def test_a_backend_that_cannot_train_adapters_is_named_with_the_setting(tmp_path: Path) -> None:

@@ -80,16 +80,8 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     ("fields", "told"),
     [
         ({"num_attention_heads": 0}, "model.config.num_attention_heads=0, wanted at least 1"),
-        ({"vocab_size": 2**62}, "model.config: transformers cannot build a qwen3 model from this config ("),
         ({"hidden_size": 10**9}, "model.config: the model has "),
-        ({"hidden_size": 2**60}, "model.config: transformers cannot build a qwen3 model from this config ("),
-        ({"hidden_size": -32}, "model.config.hidden_size=-32, wanted at least 1"),
-        ({"head_dim": 0}, "model.config.head_dim=0, wanted at least 1"),
         ({"rms_norm_eps": math.nan}, "model.config.rms_norm_eps=nan, wanted a finite number"),
-        ({"rms_norm_eps": -1e-6}, "model.config.rms_norm_eps=-1e-06, wanted a finite number, at least 0"),
-        ({"dtype": "int8"}, "model.config.dtype='int8', wanted one of bfloat16, float16, float32, float64; "),
-        ({"max_position_embeddings": 0}, "model.config.max_position_embeddings=0, wanted at least 1"),
-        ({"sliding_window": -5, "use_sliding_window": True}, "model.config.sliding_window=-5, wanted at least 0"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9},
             "model.config.num_experts_per_tok=9, wanted 1 to 4, the number of experts",

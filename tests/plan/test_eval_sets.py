@@ -87,13 +87,6 @@ def test_what_a_set_skips_and_trains_on_is_among_the_notices(tmp_path: Path) -> 
     assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
 
 
-def test_a_set_may_lack_the_tools_that_training_rows_have(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}>", "functions": []} for n in range(5)]
-    data = {"source": write(tmp_path / "tools.jsonl", *rows), "tools_key": "functions"}
-    plan = planned(tmp_path, {"source": write(tmp_path / "set.jsonl", {"prompt": "7>"})}, data=data)
-    assert [each.text for each in plan.eval_sets[1].source.held_out_prompts()] == ["7>"]
-
-
 def test_held_out_prompts_that_other_training_rows_ask_too_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 3}>", "level": n} for n in range(12)]
     plan = planned(tmp_path, held_out=5, data={"source": write(tmp_path / "again.jsonl", *rows)})

@@ -57,15 +57,6 @@ def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_
     assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
 
 
-def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> None:
-    config = config_in(tmp_path, "auto")
-    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
-    plan = make_plan(config)
-    assert plan.start.resume == checkpoint
-    assert plan.start.state["rollout_step"] == 4
-    assert plan.processes.roles["actor"].assignments[0].config.resume == str(checkpoint / "actor")
-
-
 # ---- several problems ------------------------------------------------------------------------------------------------
 
 

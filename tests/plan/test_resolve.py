@@ -18,12 +18,11 @@ from corerl.config.schema import (
     ModelConfig,
     RoleChoice,
     RolesConfig,
-    RolloutConfig,
     RunConfig,
     SideRoleChoice,
     TrainConfig,
 )
-from corerl.errors import ConfigError, PluginBroken, PluginConflict
+from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.resolve import (
     absent_extensions,
     check_spec,
@@ -266,16 +265,6 @@ def test_who_joins_always_comes_behind_the_listed_once(install: Install, extensi
         given = config(extensions=(ExtensionChoice(name=name, options={"every": 5}), jsonl))
         found = with_extensions(given).chosen_extensions
         assert (found[:2], [each.name for each in found[2:]]) == (given.extensions, before)
-
-
-def test_two_defaults_of_one_name_are_a_conflict(install: Install, extension_spec: str) -> None:
-    for name in ("one", "two"):
-        module = joining(extension_spec, "default", 0)
-        install(f"corerl-{name}", {"extensions": {"same": f"same_{name}:SPEC"}}, **{f"same_{name}": module})
-    settled = settle_extensions(config(extensions=None))
-    assert [each.name for each in settled.chosen_extensions].count("same") == 1
-    with pytest.raises(PluginConflict, match="corerl-one 0.1.0 and corerl-two 0.1.0; choose one by writing"):
-        resolve_tables(evolve(settled, backend=BackendChoice(name="plain"), rollout=RolloutConfig(engine="fake")))
 
 
 def test_an_extension_that_may_join_and_is_broken_is_a_notice(install: Install) -> None:

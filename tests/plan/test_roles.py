@@ -20,7 +20,6 @@ from corerl.config.schema import (
     ClusterInfo,
     Config,
     ModelConfig,
-    RoleChoice,
     RolesConfig,
     RolloutConfig,
     RunConfig,
@@ -144,31 +143,6 @@ def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
 def test_a_backend_says_how_many_ways_samples_are_split_and_over_all_ranks_where_it_says_nothing() -> None:
     assert planned(config_for(ranks=6, options={"shards": 2})).data_parallel == 3
     assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
-
-
-def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands() -> None:
-    def refused(config: Config, role: str = "actor") -> list[str]:
-        with pytest.raises(ConfigError) as caught:
-            planned(config, role=role, model=model_of(config, hf, role))
-        return caught.value.message.splitlines()
-
-    hf = tiny_config("qwen3")
-    hf.num_key_value_heads = 6
-    recompute = TrainConfig(recompute="full")
-    of_model, of_train = "2 more than a multiple of 4", "'full', and it keeps everything"
-    assert refused(config_for(CHOOSY, model=ModelConfig(config={"model_type": "qwen3"}), train=recompute)) == [
-        f"model.config.num_key_value_heads: {of_model}",
-        f"train.recompute: {of_train}",
-    ]
-    roles = RolesConfig(
-        actor=RoleChoice(ranks=2),
-        critic=SideRoleChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value")),
-    )
-    assert refused(config_for(CHOOSY, roles=roles), "critic") == [
-        f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
-        f"roles.critic.train.recompute: {of_train}",
-    ]
-    assert planned(config_for(CHOOSY)).data_parallel == 2  # no model is known: nothing to be said of it
 
 
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)

@@ -60,18 +60,6 @@ def test_settings_that_are_no_sizes_are_refused_each_with_what_may_change() -> N
     ]
 
 
-def test_keys_that_do_not_exist_are_refused_with_the_nearest_that_does_before_anything_else() -> None:
-    assert refused("roles.actr.ranks=4", "rollout.replica=2", "rollout.replicas=x", "train.epochs=2") == [
-        "roles.actr: unknown key; did you mean 'actor'? (override roles.actr.ranks=...)",
-        "rollout.replicas: expected integer, got string 'x' (override rollout.replicas=x)",
-        "rollout.replica: unknown key; did you mean 'replicas'? (override rollout.replica=...)",
-    ]
-    assert refused("backend.nam=fsdp") == ["backend.nam: unknown key; did you mean 'name'? (override backend.nam=...)"]
-    assert refused("rollout.replicas=0") == [
-        "rollout.replicas: must be between 1 and 16384, got 0 (override rollout.replicas=0)"
-    ]
-
-
 def differences(one: Plan, other: Plan) -> list[str]:
     """The names of the parts of processes and record that are not the same."""
     parts = [each.name for each in attrs.fields(type(one.processes))]
