@@ -21,12 +21,11 @@ from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
-from corerl.models.files import kept_config, kept_digest, kept_files, look_at
+from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, look_at
 from corerl.models.lora import targets_in
 from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
-from corerl.models.sources import initial_source
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
 from corerl.plain_json import read_json_file
 from corerl.plan.state import read_run

@@ -330,3 +330,19 @@ def _known_type(fields: Mapping[str, Any], where: str, more: str = "") -> str:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """The number of tokens above which rotary frequencies depend on the longest sequence of a pass, so that a
+    sequence's log-probs would depend on what it is packed with; None if they never do."""
+    text = config.get_text_config()
+    found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    tables = [each for each in found.values() if isinstance(each, Mapping)] or [found]  # one for each type of layer
+    limits = []
+    for table in tables:
+        kind = table.get("rope_type") or "default"
+        if kind == "longrope":
+            limits.append(int(table["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)
