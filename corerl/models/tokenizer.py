@@ -20,7 +20,6 @@ from transformers import (
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
 from corerl.plain_json import read_json_file
-from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -42,7 +41,6 @@ SHAPING: Mapping[str, float | None] = {
     **dict.fromkeys(("constraints", "watermarking_config")),
 }
 LARGEST = 2**31  # no token id is as large
-MOST_TOKENS = 2**24
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -63,7 +61,6 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
-        require_all_regular(directory)
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if isinstance(loaded, PreTrainedTokenizerBase):
             loaded("a")  # a post-processor that names no token fails only here
@@ -77,8 +74,6 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
     vocabulary = loaded.get_vocab()
-    if (highest := max(vocabulary.values(), default=0)) >= MOST_TOKENS:  # tokenizers counts up to it, in memory
-        raise _no_tokenizer(setting, directory, f"a token has the id {highest}, wanted less than {MOST_TOKENS}")
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
     if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
