@@ -216,16 +216,16 @@ def initial_source(
     seed. A value head that the directory lacks is random too, and so are new adapters."""
     adapters = {name: shape for name, shape in held.items() if is_adapter(name)}
     shapes = {name: shape for name, shape in held.items() if name not in adapters}
-    drawn = functools.partial(RandomSource, hf, seed=seed, device=device)
+    random = functools.partial(RandomSource, hf, seed=seed, device=device)
     sources: list[TensorSource] = []
     if lora is not None and adapters:
         if lora.path:
             sources.append(PeftFiles(lora.path, peft_names(look_at(hf, lora=lora))))
         else:
-            sources.append(drawn(adapters, initials=begins(adapters, lora.init)))
+            sources.append(random(adapters, initials=begins(adapters, lora.init)))
     if model.path:
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-        sources += [model_files(model.path, hf), *([drawn(head)] if head else [])]
+        sources += [model_files(model.path, hf), *([random(head)] if head else [])]
     else:
-        sources.append(drawn(shapes, initials=initials(hf, seed=seed)))
+        sources.append(random(shapes, initials=initials(hf, seed=seed)))
     return FirstOf(*sources) if len(sources) > 1 else sources[0]

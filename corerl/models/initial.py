@@ -58,14 +58,14 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 
     Raises ModelError if the model cannot be built.
     """
-    begun: dict[int, Initial] = {}
-    with torch.random.fork_rng(devices=[]), _listening(begun):
+    recorded: dict[int, Initial] = {}
+    with torch.random.fork_rng(devices=[]), _listening(recorded):
         torch.manual_seed(seed)
         model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True)
     found: dict[str, Initial] = {}
     boxes = hf_boxes(model)
     for name, weight in named_weights(model).items():
-        initial: Initial | None = begun.get(id(weight)) if weight.is_meta else Fixed(weight.detach())
+        initial: Initial | None = recorded.get(id(weight)) if weight.is_meta else Fixed(weight.detach())
         if initial is None:
             continue
         for box in boxes[name]:
@@ -74,7 +74,7 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 
 
 @contextmanager
-def _listening(begun: dict[int, Initial]) -> Iterator[None]:
+def _listening(recorded: dict[int, Initial]) -> Iterator[None]:
     """Note what transformers' initialization would do to tensors on meta: id -> how the tensor begins.
 
     Its functions are replaced in `transformers.initialization`, where the models of transformers 5 look them up; a
@@ -89,7 +89,7 @@ def _listening(begun: dict[int, Initial]) -> Iterator[None]:
                 result: Tensor = do(tensor, *args, **kwargs)
                 return result
             if (begins := initial(tensor, *args, **kwargs)) is not None:
-                begun[id(tensor)] = begins
+                recorded[id(tensor)] = begins
             return tensor
 
         return note
@@ -137,7 +137,7 @@ BEGINS: dict[str, Any] = {
 
 NOTHING: Mapping[str, Initial] = {}
 
-# Values drawn at once. Each takes several int64 and float64 temporaries: on a CPU they fit in cache, on a GPU they
+# Values sampled at once. Each takes several int64 and float64 temporaries: on a CPU they fit in cache, on a GPU they
 # briefly take 0.8 GiB.
 VALUES = {"cpu": 2**18, "cuda": 2**24}
 
@@ -147,7 +147,7 @@ class RandomSource:
 
     Tensors begin as `initials` says (`models.initial`). Of the others, those of more than one dim are normal(0,
     config.initializer_range), norm weights one, biases zero; raises ModelError on any other tensor of one dim. Weights
-    are drawn and returned on `device`: a CPU core draws about 30 million values a second, which takes minutes for a
+    are sampled and returned on `device`: a CPU core samples about 30 million values a second, which takes minutes for a
     large model. A GPU's values are equal up to rounding.
     """
 

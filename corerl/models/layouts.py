@@ -113,9 +113,7 @@ def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     if counts_tokens(decoder) is not None or any(hasattr(module, NUMBERS) for module in decoder.modules()):
         raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
     if "position_ids" not in inspect.signature(decoder.forward).parameters and attends(decoder):
-        raise ModelError(
-            f"{type(decoder).__name__} cannot be told the positions of tokens, which in packed sequences begin anew"
-        )
+        raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
 
 
 def require_packed_attention(decoder: PreTrainedModel) -> None:
@@ -237,7 +235,7 @@ LONGEST_TABLE = 2**24  # positions: what allows more has no table, and takes no 
 
 def position_limit(model: PreTrainedModel, *, wanted: int) -> int | None:
     """The number of the model's positions, if it cannot take a sequence of `wanted` tokens; None if it can. `model` is
-    on meta, which tells nothing of what is looked up beyond a table's end: learned tables are taken for limits, and of
+    on meta, where a look-up beyond a table's end raises nothing: learned tables are taken for limits, and of
     all else a pass shows whether it is one."""
     positions = context_length(model.config)
     if positions is None or not positions < wanted or positions > LONGEST_TABLE:

@@ -21,7 +21,7 @@ from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.build import VALUE_HEAD
 
-TIES = "attends to the tokens of the highest scores, of which many are equal: padding changes its choice among those"
+TIES = "attends to the tokens with the highest scores; padding changes the choice among equal scores"
 # Model types that nothing in their config gives away -> what they do.
 OTHERS = {
     "axk2": TIES,
@@ -73,7 +73,7 @@ def parts_of(model: PreTrainedModel) -> Parts:
         except ModelError as error:
             reasons.append(error.message)
     why = reasons[0] if reasons else "it has no part that turns tokens into hidden states"
-    raise ModelError(f"CoreRL cannot tell the decoder of {name} from what follows it: {why}; use another model")
+    raise ModelError(f"CoreRL cannot separate the decoder of {name} from its head: {why}; use another model")
 
 
 def _decoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:

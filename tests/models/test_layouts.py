@@ -93,7 +93,7 @@ def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() 
         ("florence2", "Florence2ForConditionalGeneration has an encoder, which lets every token see later ones"),
         (
             "blip-2",
-            "CoreRL cannot tell the decoder of Blip2ForConditionalGeneration from what follows it: what follows",
+            "CoreRL cannot separate the decoder of Blip2ForConditionalGeneration from its head: what follows",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def require(config: PreTrainedConfig) -> None:
             "^Llama4ForCausalLM numbers the positions of tokens in its own way",
         ),  # to scale queries by them
         ("roberta", "^RobertaForCausalLM numbers the positions of tokens in its own way"),
-        ("bart", "^BartDecoder cannot be told the positions of tokens, which in packed sequences begin anew"),
+        ("bart", "^BartDecoder takes no position_ids, which packed sequences need"),
         ("doge", "^DogeModel cannot be called with packed sequences .*'Seen' object has no attribute"),
         ("deepseek_v32", r"^DeepseekV32ForCausalLM computes attention with its own code \(DeepseekV32Indexer\)"),
         ("recurrent_gemma", "^RecurrentGemma.* computes attention with its own code"),

@@ -168,5 +168,5 @@ def test_what_follows_the_decoder_calls_no_hook_and_reads_what_replaces_its_para
 def test_a_model_whose_head_needs_more_than_hidden_states_is_refused(
     kind: type[LlamaForCausalLM], message: str
 ) -> None:
-    with torch.device("meta"), pytest.raises(ModelError, match=f"^CoreRL cannot tell the decoder .* {message}"):
+    with torch.device("meta"), pytest.raises(ModelError, match=f"^CoreRL cannot separate the decoder .* {message}"):
         parts_of(kind(LLAMA))
