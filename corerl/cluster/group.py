@@ -14,7 +14,7 @@ from attrs import field, frozen
 from ray.exceptions import RayError
 
 from corerl.cluster import services
-from corerl.cluster.deaths import LONGEST, death, overdue, silent
+from corerl.cluster.failures import LONGEST, death, overdue, silent
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.pulse import Bounds, Pulse
@@ -244,7 +244,7 @@ class RayGroup:
         for actor in ended:
             ray.kill(actor, no_restart=True)
 
-    def reseat(self, slots: Sequence[Slot]) -> None:
+    def reassign(self, slots: Sequence[Slot]) -> None:
         """Let processes that are started in the place of these be in other slots."""
         _require_seats(self.names, slots)
         self._slots = list(slots)

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from corerl.cluster import nodes, services
 from corerl.cluster.arrangement import Placement
-from corerl.cluster.deaths import cause
+from corerl.cluster.failures import cause
 from corerl.errors import CorerlError
 from corerl.messages import first_line
 
@@ -81,7 +81,7 @@ class Slot:
         return {} if self.gpus or not self.devices else {VISIBLE: ",".join(self.devices)}
 
 
-class Room(Mapping[str, Sequence[Slot]]):
+class ResourcePool(Mapping[str, Sequence[Slot]]):
     """The bundles that a run has reserved, as the slots of each group's processes. More are reserved as it grows.
 
     Bundles that are free are used in (node, device) order."""
@@ -113,7 +113,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
-            self.look_again()  # machines may be gone on which no process was, and others may have come
+            self.refresh()  # machines may be gone on which no process was, and others may have come
         kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
         if any(slot.lost for slots in kept.values() for slot in slots):
             raise CorerlError(
@@ -161,7 +161,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         """Find out which machines are gone, and where the cluster has put the bundles that were there. Slots are where
         it has put them, or `lost`, as those are whose GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
-        self.look_again()
+        self.refresh()
 
     @property
     def bundles(self) -> Sequence[Bundle]:
@@ -190,7 +190,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         """The bundles that processes of these groups are on, or were."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
-    def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
+    def replace_lost(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
         """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups
         in `staying` that are still wanted keep theirs, if these are not lost. Raises like `arrange`."""
         wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
@@ -202,7 +202,7 @@ class Room(Mapping[str, Sequence[Slot]]):
             found[name] = [next(others) if slot.lost else slot for slot in slots]
         return found
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Look where bundles are by now, of machines that are known to be gone and of others."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
@@ -319,10 +319,10 @@ def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
 
 
 @contextlib.contextmanager
-def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[Room]:
+def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[ResourcePool]:
     """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless Ray itself ends
-    then. `timeout`: seconds to wait until the cluster has them free. Raises like `Room.arrange`."""
-    room = Room(timeout=timeout)
+    then. `timeout`: seconds to wait until the cluster has them free. Raises like `ResourcePool.arrange`."""
+    room = ResourcePool(timeout=timeout)
     try:
         room.take(room.arrange(placement))
         yield room

@@ -16,7 +16,7 @@ from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster import services
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.nodes import elsewhere
-from corerl.cluster.placement import Room, Slot, reserved
+from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import Outcome
 from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
@@ -371,7 +371,7 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 def _start_processes(
     plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
-) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], Room]:
+) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], ResourcePool]:
     """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready, or raises the
     error of a future `beside`. `stack` ends them."""
     processes, engine = plan.processes, plan.processes.engine

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RpcError, WorkerCrashedError
 
 from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.placement import Bundle, Gpu, Room, Slot, gpus_of_bundles, physical_order
+from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
 
 
@@ -98,15 +98,15 @@ def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
     monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: ({0: Gpu(0, "0")}, {1: "cannot tell which"}))
     monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
     with pytest.raises(CorerlError, match="^cannot tell which; see Ray's logs on that machine$"):
-        Room(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
+        ResourcePool(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
     assert given_back == [group]
 
 
 # ---- groups that change size -----------------------------------------------------------------------------------------
 
 
-class Rooms(Room):
-    """Room in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
+class Rooms(ResourcePool):
+    """ResourcePool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
 
     moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
 
@@ -354,11 +354,11 @@ def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on
     assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
     assert [slot.lost for slot in room["engines"]] == [True, False]
     living = room["engines"][1]
-    found = room.refit(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
+    found = room.replace_lost(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
     assert found["engines"][1] is living
     assert gpus(found["engines"]) == [(1,), (0,)] and gpus(found["actor"]) == [(0,), (1,)]
     assert all(slot.node == "node 1" and not slot.lost for slots in found.values() for slot in slots)
-    fewer = room.refit(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
+    fewer = room.replace_lost(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
     assert gpus(fewer["engines"]) == [(0,)]  # of the two that there were, the last one is to end
     room.take(fewer)
     assert room.reserved == [4] and room.given_back == []
@@ -426,7 +426,7 @@ def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_
         *(("node 0", True), ("node 9", False), ("node 1", False))
     ]
     assert room.silent == ["no answer"] and room.count({"GPU": 1.0}) == (2, 0, 0)
-    room.take(room.refit(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
+    room.take(room.replace_lost(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
     assert room.silent == []
     assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
     assert room.reserved == [3, 1]  # as the silent one is not used

@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from corerl.cluster.deaths import cause, death
+from corerl.cluster.failures import cause, death
 from corerl.cluster.watchdog import Status
 
 # What Ray 2.60 says, with fewer of its lines.
