@@ -1,9 +1,12 @@
-"""Tell from an error of Ray's whether a process has ended, and why, in one line."""
+"""Why a process is gone, in one line: from an error of Ray's, or because its heartbeats say that it hangs."""
 
 from __future__ import annotations
 
+import os
 import re
+from typing import Literal
 
+from attrs import frozen
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
     ActorUnschedulableError,
@@ -21,8 +24,6 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from corerl.cluster.services import logs
-from corerl.cluster.watchdog import Status, described
 from corerl.errors import WorkerDied
 from corerl.messages import shorten
 
@@ -47,42 +48,56 @@ COMMON = re.compile(r"The actor died unexpectedly|The actor never ran|\s*(class_
 # used=3.33GB".
 MACHINE = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB")
 PROCESS = re.compile(r"memory used=([\d.]+)GB")
+WHAT = {"died": "died", "out of memory": "was killed by Ray", "hung": "was killed", "overdue": "was killed"}
 
 
-def death(name: str, method: str, error: RayError, status: Status | None = None) -> WorkerDied | None:
-    """The error of process `name` if it ended during `method`; None if it may still be there. `status` is its last."""
-    if not _ended(error):
-        return None
-    if isinstance(error, OutOfMemoryError):
-        died = WorkerDied(f"{name}: Ray ended its process during {method} because {_out_of_memory(str(error))}")
-    else:
-        died = WorkerDied(
-            f"{name}: its process died during {method} ({cause(error)}{_heard_in(status)}); unless someone killed it, "
-            f"see the machine's log (dmesg: out of memory?) and Ray's logs ({logs()})"
+@frozen(kw_only=True)
+class Failure:
+    """The end of one process. Whoever decides whether to restart or to end gets it as the `failure` of a WorkerDied,
+    whose message it is."""
+
+    kind: Literal["died", "out of memory", "hung", "overdue"]
+    who: str  # such as "actor rank 3"
+    step: str = ""  # the call it was in, such as "train at optimizer step 12"
+    cause: str  # and what to do
+    details: str = ""  # Ray's own words
+
+    def __str__(self) -> str:
+        during = f" during {self.step}" if self.step else ""
+        return f"{self.who}: its process {WHAT[self.kind]}{during}{self.cause}"
+
+    @property
+    def error(self) -> WorkerDied:
+        error = WorkerDied(str(self))
+        error.failure, error.details = self, self.details
+        return error
+
+    @classmethod
+    def of(cls, error: RayError, who: str, step: str, hook: str = "") -> Failure | None:
+        """The failure that Ray reports; None if the process may still be there. `hook` is of its last heartbeat."""
+        if not _ended(error):
+            return None
+        if isinstance(error, OutOfMemoryError):
+            cause = f": {_out_of_memory(str(error))}"
+            return cls(kind="out of memory", who=who, step=step, cause=cause, details=str(error))
+        last = f"; last heartbeat in the hook {hook}" if hook else ""
+        logs = os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
+        cause = (
+            f" ({words(error)}{last}); unless someone killed it, see the machine's log (dmesg: out of memory?) and "
+            f"Ray's logs ({logs})"
         )
-    died.details = str(error)
-    return died
+        return cls(kind="died", who=who, step=step, cause=cause, details=str(error))
 
+    @classmethod
+    def hung(cls, who: str, seconds: float, why: str) -> Failure:
+        """Of a process that is killed because it has sent no heartbeat for so many seconds."""
+        return cls(kind="hung", who=who, cause=f": no heartbeat for {seconds:g} s (cluster.health_timeout): {why}")
 
-def _heard_in(status: Status | None) -> str:
-    return f"; last heard of in the hook {status.hook}" if status is not None and status.hook else ""
-
-
-def silent(name: str, method: str, seconds: float) -> WorkerDied:
-    """The error of a process that was ended because it had become silent."""
-    return WorkerDied(
-        f"{name}: its process had not said for {seconds:g} s (cluster.health_timeout) where it is in {method}, and was "
-        "ended: it was frozen, as by a debugger, SIGSTOP or a machine that swaps, or native code held Python's GIL all "
-        "that time; raise cluster.health_timeout if that is as it should be"
-    )
-
-
-def overdue(name: str, method: str, seconds: float, status: Status | None) -> WorkerDied:
-    """The error of a process that was ended because its start took too long."""
-    return WorkerDied(
-        f"{name}: its process had not started after {seconds:g} s of work in {method} (cluster.start_timeout), and was "
-        f"ended: {described(name, status)}; raise cluster.start_timeout if it may take that long"
-    )
+    @classmethod
+    def overdue(cls, who: str, seconds: float, where: str) -> Failure:
+        """Of a process that is killed because its start takes too long."""
+        cause = f": not started after {seconds:g} s of work (cluster.start_timeout): {where}"
+        return cls(kind="overdue", who=who, cause=cause)
 
 
 def _ended(error: RayError) -> bool:
@@ -93,22 +108,23 @@ def _ended(error: RayError) -> bool:
     return isinstance(error, ENDED)
 
 
-def cause(error: RayError) -> str:
+def words(error: RayError) -> str:
     """Why Ray says that the process has ended, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, RayActorError) and error.actor_init_failed:
         lines = lines[-1:]  # of a traceback
-    told = " ".join(line for line in lines if not COMMON.match(line)) or " ".join(lines)
-    detail = told.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    text = " ".join(line for line in lines if not COMMON.match(line)) or " ".join(lines)
+    detail = text.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
     return shorten(detail.rstrip("."), LONGEST)
 
 
 def _out_of_memory(text: str) -> str:
     """Ray's page of numbers in one line: what this process had, what its machine has, and what to do."""
     machine = MACHINE.search(text)
-    had = _had(text)
+    entries = [line for line in text.splitlines() if "Selected to kill" in line]
+    had = [each for entry in entries for each in PROCESS.findall(entry)]
     numbers = [
-        *([f"the process had {had} GB"] if had else []),
+        *([f"the process had {had[0]} GB"] if len(had) == 1 else []),  # of several, Ray does not say which it was
         *([f"{machine[1]} of the machine's {machine[2]} GB were in use"] if machine else []),
     ]
     known = f" ({', '.join(numbers)})" if numbers else ""
@@ -116,10 +132,3 @@ def _out_of_memory(text: str) -> str:
         f"the machine ran out of memory{known}; end other programs there, use fewer ranks or engines on it, a lower "
         "precision or smaller batches, or raise Ray's limit (the variable RAY_memory_usage_threshold, 0.95 by default)"
     )
-
-
-def _had(text: str) -> str:
-    """GB that the process had; "" if Ray ended several at once, and does not say which of them it was."""
-    entries = [line for line in text.splitlines() if "Selected to kill" in line]
-    found = [each for entry in entries for each in PROCESS.findall(entry)]
-    return found[0] if len(found) == 1 else ""

@@ -14,9 +14,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from corerl.cluster import nodes, services
+from corerl.cluster import nodes
 from corerl.cluster.arrangement import Placement
-from corerl.cluster.failures import cause
+from corerl.cluster.failures import words
 from corerl.errors import CorerlError
 from corerl.messages import first_line
 
@@ -152,8 +152,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         used = {bundle.group for slots in self._slots.values() for slot in slots for bundle in slot.bundles}
         for group in {bundle.group for bundle in self._bundles} - used:
             self._bundles = [bundle for bundle in self._bundles if bundle.group != group]
-            if services.gcs_lives():
-                remove_placement_group(group)
+            remove_placement_group(group)
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
@@ -242,10 +241,9 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         }
 
     def release(self) -> None:
-        """Give all bundles back, unless Ray has died."""
-        if services.gcs_lives():  # else this would wait until Ray ends this process
-            for group in self._groups:
-                remove_placement_group(group)
+        """Give all bundles back."""
+        for group in self._groups:
+            remove_placement_group(group)
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
         group = placement_group([dict(bundle)] * count, strategy="PACK")
@@ -257,8 +255,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             if silent:
                 raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine")
         except BaseException:
-            if services.gcs_lives():
-                remove_placement_group(group)
+            remove_placement_group(group)
             raise
         new = [Bundle(group, index, at[index], numbers.get(index)) for index in physical_order(at, numbers)]
         self._bundles += new
@@ -349,7 +346,7 @@ def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[di
         try:
             found[index] = ray.get(probe, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
-            why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else cause(error)
+            why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else words(error)
             silent[index] = f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}"
             ray.cancel(probe, force=True)
     return found, silent

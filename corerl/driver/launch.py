@@ -13,12 +13,11 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
-from corerl.cluster import services
-from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.group import RayGroup
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import ResourcePool, Slot, reserved
-from corerl.cluster.process import Outcome
-from corerl.cluster.pulse import Bounds
+from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
@@ -169,35 +168,21 @@ def _rescuing(run: Run) -> Iterator[None]:
         yield
     except SaveFailed:
         raise  # the save itself is what failed
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and not services.died():
-            raise  # a second signal: that stops at once and saves nothing
-        services.arm(False)
+    except Exception:  # not a KeyboardInterrupt, a second signal: that stops at once and saves nothing
         try:
-            run.checkpoints.rescue(ask=services.ranks_live())
+            run.checkpoints.rescue()
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
 
 
 def _close(run: Run) -> None:
-    """End what has done its work; if Ray dies meanwhile, the run has finished all the same."""
-    try:
-        services.arm(True)
-        if services.died():
-            raise KeyboardInterrupt
-        run.source.close()
-        for role in run.roles.values():
-            role.group.shutdown("finished")
-        if run.updates is not None:
-            run.updates.fleet.close()
-    except (CorerlError, KeyboardInterrupt):
-        services.arm(False)
-        if not (died := services.died()):
-            raise
-        run.progress.notice(f"Ray's {died.name} died when the run had finished; its log is {died.log}")
-    finally:
-        services.arm(False)
+    """End what has done its work."""
+    run.source.close()
+    for role in run.roles.values():
+        role.group.shutdown("finished")
+    if run.updates is not None:
+        run.updates.fleet.close()
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
@@ -382,8 +367,9 @@ def _start_processes(
     progress.begin(f"starting {_counted(room)}")
     watching = Watching(
         notify=progress.notice,
-        seconds=plan.cluster.watchdog,
-        bounds=Bounds(silence=plan.cluster.health_timeout, start=plan.cluster.start_timeout),
+        watchdog=plan.cluster.watchdog,
+        health_timeout=plan.cluster.health_timeout,
+        start_timeout=plan.cluster.start_timeout,
         on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
@@ -419,20 +405,20 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
     )
 
 
-def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
+def tell_of(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
     """Report a call that `process` has answered."""
     progress.tell(
         CallFinished(
             process=process,
-            verb=outcome.method,
+            verb=result.method,
             call=pending.method,
             asked=pending.asked,
-            started=outcome.started,
-            ended=outcome.ended,
-            lane=outcome.lane,
-            error=outcome.error.message if outcome.error else "",
-            spans=outcome.spans,
-            waits=outcome.waits,
+            started=result.started,
+            ended=result.ended,
+            lane=result.lane,
+            error=result.error.message if result.error else "",
+            spans=result.spans,
+            waits=result.waits,
         )
     )
 

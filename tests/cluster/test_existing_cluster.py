@@ -18,9 +18,8 @@ from attrs import evolve
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.nodes import gone, interface_of
-from corerl.cluster.objects import put
 from corerl.cluster.placement import reserved
-from corerl.cluster.runtime import ray_session
+from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError
 from corerl.plan.roles import plan_role
 from corerl.trainer import shared

@@ -106,7 +106,7 @@ def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
 
 
 class Rooms(ResourcePool):
-    """ResourcePool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
+    """A pool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
 
     moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
 

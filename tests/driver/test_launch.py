@@ -12,9 +12,9 @@ from attrs import evolve
 
 from corerl import hookimpl, loop
 from corerl.calls import Future, wait_all
-from corerl.cluster.group import Pending, Watching
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.cluster.process import Outcome
+from corerl.cluster.process import CallResult
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
     launch,
@@ -102,10 +102,10 @@ class Hears:
 def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
     hears = Hears()
     telling = Progress(Observers([("hears", hears)]), 0)
-    pending = Pending("train at optimizer step 2", (0,), (), asked=1.0)
+    pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
-    done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
+    done = CallResult(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
     tell_of(telling, "actor rank 0", pending, done)
     whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
@@ -319,7 +319,7 @@ class Saves:
         self.error = error
         self.asked = 0
 
-    def rescue(self, *, ask: bool) -> None:
+    def rescue(self, *, ask: bool = True) -> None:
         self.asked += ask
         if self.error is not None:
             raise self.error

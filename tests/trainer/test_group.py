@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from corerl.calls import Future, wait_all
 from corerl.checkpoint import copies as memory_copies
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.group import Pending, Watching
+from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
@@ -94,20 +94,23 @@ class Answers:
         return len(self.answers["init"])
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        return Pending("start", (0, 1), ("construct",))
+        return self._pending("start", "construct")
+
+    def _pending(self, method: str, verb: str) -> Pending:
+        return Pending(method, 0, {rank: Member(f"actor rank {rank}") for rank in range(2)}, (verb,))
 
     def listen(self, member: int) -> tuple[str, int, int]:
         return "host", 1234, 5
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Pending:
         self.calls.append((method, *arguments))
-        return Pending(method, (0, 1), (method,))
+        return self._pending(f"{method} at {at}" if at else method, method)
 
-    def start(self, method: str, *args: Any) -> Pending:
+    def start(self, method: str, *args: Any, at: str = "") -> Pending:
         if self.killed:
             raise WorkerDied("the ranks have ended")
         self.calls.append((method, *args))
-        return Pending(method, (0, 1), (method,))
+        return self._pending(f"{method} at {at}" if at else method, method)
 
     def wait(self, pending: Pending) -> list[Any]:
         self.waited_for.append(pending.method)
@@ -179,54 +182,30 @@ def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
     assert again.calls[0][1][3] != first[3]
 
 
-def test_ranks_that_stand_at_different_steps_or_versions_are_an_error() -> None:
-    first, second = InitResult(layout=layout(0)), InitResult(layout=layout(1))
-    assert disagreement(evolve(first, optimizer_step=4), evolve(second, optimizer_step=6)) == (
-        "actor: ranks disagree on optimizer_step: rank 0 reports 4, rank 1 reports 6; all ranks must "
-        "load the same checkpoint"
-    )
-    assert disagreement(first, evolve(second, weights_version=1)) == (
-        "actor: ranks disagree on weights_version: rank 0 reports 0, rank 1 reports 1; all ranks must "
-        "load the same checkpoint"
-    )
+FIRST = InitResult(layout=layout(0))
+ALIKE = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("results", "said"),
     [
-        (layout(0), "the layout of rank 1 has rank 0 and dp_size 2, expected rank 1 and the dp_size 2 of rank 0"),
-        (
-            layout(1, dp_size=1),
-            "the layout of rank 1 has rank 1 and dp_size 1, expected rank 1 and the dp_size 2 of rank 0",
-        ),
+        ([evolve(FIRST, optimizer_step=4), InitResult(layout=layout(1), optimizer_step=6)],
+         "ranks disagree on optimizer_step: rank 0 reports 4, rank 1 reports 6"),
+        ([FIRST, InitResult(layout=layout(1), weights_version=1)],
+         "ranks disagree on weights_version: rank 0 reports 0, rank 1 reports 1"),
+        ([FIRST, FIRST], "the layout of rank 1 has rank 0 and dp_size 2, expected rank 1 and the dp_size 2 of rank 0"),
+        ([FIRST, InitResult(layout=layout(1, dp_size=1))],
+         "the layout of rank 1 has rank 1 and dp_size 1, expected rank 1 and the dp_size 2 of rank 0"),
+        ([InitResult(layout=each) for each in ALIKE],
+         "the ranks form 1 data-parallel groups, but the backend's spec announced 2"),
+        ([FIRST, InitResult(layout=layout(1, dp_rank=0))], "dp rank 0 has output ranks [0, 1], expected exactly one"),
+        ([FIRST, InitResult(layout=layout(1, outputs=False))], "dp rank 1 has output ranks [], expected exactly one"),
+        ([FIRST, InitResult(layout=layout(1, sequence_multiple=4))], "ranks disagree on sequence_multiple: [1, 4]"),
+        ([FIRST, InitResult(layout=layout(1, rectangular=True))], "ranks disagree on rectangular: [False, True]"),
     ],
-)
-def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayout, said: str) -> None:
-    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=wrong))
-    assert message == f"actor: {said}; correct InitResult.layout"
-
-
-def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> None:
-    halves = [InitResult(layout=layout(rank, dp_rank=0, dp_size=1, outputs=not rank)) for rank in range(2)]
-    assert disagreement(*halves) == (
-        "actor: the ranks form 1 data-parallel groups, but the backend's spec announced 2; "
-        "dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
-    )
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        (layout(1, dp_rank=0), "dp rank 0 has output ranks [0, 1], expected exactly one"),
-        (layout(1, outputs=False), "dp rank 1 has output ranks [], expected exactly one"),
-        (layout(1, sequence_multiple=4), "ranks disagree on sequence_multiple: [1, 4]"),
-        (layout(1, rectangular=True), "ranks disagree on rectangular: [False, True]"),
-        (layout(1, micro_batch_multiple=2), "ranks disagree on micro_batch_multiple: [1, 2]"),
-    ],
-)
-def test_layouts_that_do_not_fit_together_are_an_error(second: ParallelLayout, said: str) -> None:
-    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=second))
-    assert message == f"actor: {said}; correct InitResult.layout"
+)  # fmt: skip
+def test_ranks_whose_states_or_layouts_differ_are_an_error(results: list[InitResult], said: str) -> None:
+    assert disagreement(*results).startswith(f"actor: {said}")
 
 
 @pytest.mark.usefixtures("given_by_value")
@@ -676,8 +655,8 @@ class Moving(Answers):
             self.began_with.append((state, (Path(state) / "state").read_text() if state else ""))
         return super().construct(arguments)
 
-    def start(self, method: str, *args: Any) -> Pending:
-        pending = super().start(method, *args)
+    def start(self, method: str, *args: Any, at: str = "") -> Pending:
+        pending = super().start(method, *args, at=at)
         if method == "hand_over":
             Path(args[0]).mkdir()
             (Path(args[0]) / "state").write_text(STATE)
@@ -787,9 +766,9 @@ def test_state_goes_over_the_runs_directory_where_memory_has_no_room_or_ranks_ar
     full = make_move()
     full.group.plan, begin = plan, full.old.start
 
-    def refused(method: str, *args: Any) -> Pending:
+    def refused(method: str, *args: Any, at: str = "") -> Pending:
         full.old.answers["hand_over"] = [SaveFailed("no room")] * 2 if str(run_dir) not in str(args[0]) else [8, 16]
-        return begin(method, *args)
+        return begin(method, *args, at=at)
 
     full.old.start = refused  # type: ignore[method-assign]
     full(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corerl.backend import StateKey
@@ -53,7 +55,7 @@ from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.transports import open_receiver
-from corerl.trainer.worker import Worker
+from corerl.trainer.worker import Compilations, Worker
 from corerl.types import (
     FloatArray,
     GradientResult,
@@ -732,3 +734,46 @@ def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, a
     assert caught.value.message == (
         "this process already belongs to a group of 1 ranks, but actor has 2; start a separate process for each rank"
     )
+
+
+# ---- what torch.compile has made ------------------------------------------------------------------------------------
+
+
+def twice(x: Tensor) -> Tensor:
+    return (2 * x).sum()
+
+
+def test_a_graph_is_reported_once_with_what_earlier_ones_did_not_allow() -> None:
+    torch._dynamo.reset()
+    torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
+    compilations = Compilations()
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, backend="aot_eager")
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    (first,) = compilations.take()
+    assert (first.what, first.why, first.seconds > 0) == ("twice in test_worker.py", "", True)
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert compilations.take() == ()
+    compiled(torch.ones(3, 2, requires_grad=True)).backward()
+    (second,) = compilations.take()
+    assert second.why.endswith("tensor 'x' rank mismatch. expected 1, actual 2")
+    torch._dynamo.reset()
+
+
+def test_what_a_first_step_compiles_is_not_anew() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, backend="aot_eager")
+    compilations = Compilations()
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert [each.why for each in compilations.take()] == ["", ""]
+    compiled(torch.ones(3, 2, requires_grad=True)).backward()
+    assert [each.why == "" for each in compilations.take()] == [False]
+    torch._dynamo.reset()
+
+
+def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert Compilations().take() == ()
+    assert "torch._dynamo.utils" not in sys.modules
