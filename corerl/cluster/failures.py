@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Literal
 
@@ -24,6 +23,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from corerl.cluster.nodes import logs
 from corerl.errors import WorkerDied
 from corerl.messages import shorten
 
@@ -81,10 +81,9 @@ class Failure:
             cause = f": {_out_of_memory(str(error))}"
             return cls(kind="out of memory", who=who, step=step, cause=cause, details=str(error))
         last = f"; last heartbeat in the hook {hook}" if hook else ""
-        logs = os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         cause = (
             f" ({words(error)}{last}); unless someone killed it, see the machine's log (dmesg: out of memory?) and "
-            f"Ray's logs ({logs})"
+            f"Ray's logs ({logs()})"
         )
         return cls(kind="died", who=who, step=step, cause=cause, details=str(error))
 

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 
 from corerl.cluster.failures import LONGEST, Failure
 from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watching, counted, listed
+from corerl.cluster.nodes import require_ray
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import CallResult, spawn
 from corerl.errors import CorerlError, HookFailed, WorkerDied
@@ -21,7 +22,6 @@ from corerl.messages import last_line, shorten
 # After a first failure the others get this long to fail too, to tell the cause from its consequences: a rank whose
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
-SILENT_BEATS = 3  # missing heartbeats in a row after which a failure of others names the process too
 COUNT_SECONDS = 2.0  # between two reports of how far a call is
 ASIDE_SECONDS = 5.0  # for processes to answer a call beside others
 
@@ -51,6 +51,7 @@ class RayGroup:
         self._failure = failure
         self._threads = threads
         self._watching = watching or Watching()
+        require_ray()
         self._members = [self._spawn(*each) for each in zip(names, slots, strict=True)]
         self._numbers = itertools.count()  # of calls
         self._alive = True
@@ -173,6 +174,7 @@ class RayGroup:
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
         """Start a new process in place of a dead one and construct its object; returns when it is ready. Raises the
         error if that fails, without ending other members."""
+        require_ray()
         with self._heartbeats.lock:
             ray.kill(self._members[member].actor, no_restart=True)  # in case it only seemed dead
             self._members[member] = self._spawn(self._members[member].name, self._slots[member])
@@ -248,7 +250,7 @@ class RayGroup:
             failure=self._failure,
             traced=self._watching.on_answer is not None,
         )
-        return Member(name, actor)
+        return Member(name, actor, self._watching.patience)
 
     def _answer(self, ref: Any, index: int, pending: Pending) -> Any:
         result = self._result(ref, index, pending)
@@ -293,7 +295,7 @@ def _first(failed: Mapping[int, CallResult], pending: Pending, waiting: Iterable
     index = min(failed, key=lambda index: (failed[index].ended, index))
     error = failed[index].error
     assert error is not None
-    silent = [member for each in waiting if (member := pending.members[each]).missed >= SILENT_BEATS]
+    silent = [member for each in waiting if (member := pending.members[each]).started and member.beat is None]
     if silent:  # a rank whose neighbor is frozen reports that a collective has timed out
         named = type(error)(f"{error.message}; {listed(silent)} had sent no heartbeat for a while")
         named.__dict__.update(error.__dict__)

@@ -7,6 +7,7 @@ timing it, so that nobody is late because the driver itself was stopped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from corerl.cluster.failures import Failure
 from corerl.plugin.events import Span
 
 BEAT_SECONDS = 2.0  # between two heartbeats
+SILENT_SECONDS = 5.0  # without a heartbeat, after which a process is called silent
 BEATS = 8  # heartbeats, at least, within the shortest time limit
 SAMPLE_SECONDS = 0.005  # between checks whether a traced call waits in a collective
 SILENCE = "SIGSTOP, debugger, swapping, or native code holding the GIL"
@@ -208,6 +210,7 @@ class Member:
 
     name: str
     actor: Any = None
+    patience: int = 3  # missing heartbeats after which it is silent
     started: bool = False  # its object exists, and has no phase of startup any more
     last: Heartbeat | None = None
     before: Heartbeat | None = None  # the one before the last
@@ -218,8 +221,8 @@ class Member:
 
     @property
     def beat(self) -> Heartbeat | None:
-        """The last heartbeat; None if one is missing since, or none has come."""
-        return None if self.missed else self.last
+        """The last heartbeat; None if the process is silent, or none has come."""
+        return None if self.missed >= self.patience else self.last
 
     def poll(self) -> None:
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
@@ -273,6 +276,11 @@ class Watching:
         """Seconds between two heartbeats."""
         limits = [limit / BEATS for limit in (self.watchdog, self.health_timeout, self.start_timeout) if limit]
         return min([BEAT_SECONDS, *limits])
+
+    @property
+    def patience(self) -> int:
+        """Missing heartbeats after which a process is silent."""
+        return math.ceil(SILENT_SECONDS / self.period)
 
 
 class Heartbeats:

@@ -46,7 +46,7 @@ from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
+from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
@@ -381,7 +381,9 @@ def _start_processes(
         fleet = make_fleet(engine, room[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
-    started = start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
+    restarts = processes.roles[ACTOR].train.restarts
+    in_turns = bool(processes.sharing)
+    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts, beside=beside)
     return groups, fleet, started, room
 
 
@@ -438,11 +440,13 @@ def start_all(
     progress: Progress,
     *,
     in_turns: bool,
+    restarts: int = 0,
     beside: Future[Any] | None = None,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. The error of a future `beside` ends the start too."""
+    start ends the run before the engines have loaded. Ranks of which one dies as it loads are restarted, so often. The
+    error of a future `beside` ends the start too."""
     starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
@@ -458,7 +462,16 @@ def start_all(
     else:
         progress.begin("loading the model into the ranks")
     starting |= {name: group.init() for name, group in groups.items()}
-    results = wait_all(starting, beside=beside)
+    while True:
+        try:
+            results = wait_all(starting, beside=beside)
+            break
+        except WorkerDied as error:
+            if not restarts:
+                raise
+            restarts -= 1
+            progress.notice(f"{error.message}; restarting all ranks")
+            starting |= {name: group.restart() for name, group in groups.items()}
     if fleet is not None and not in_turns:
         _replace(fleet, results[ENGINES], progress)
     return {name: results[name] for name in groups}

@@ -163,13 +163,16 @@ class TrainGroup:
         return group
 
     def restart(
-        self, resume: str, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
+        self, resume: str | None = None, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
     ) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
-        directory `resume`, or the model if it is empty; by another plan and in other slots if these are given."""
+        directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
+        these are given."""
         assert self._again is not None  # it was launched
         self.processes.kill()
-        self.plan = resuming(plan or self.plan, resume)
+        self.plan = plan or self.plan
+        if resume is not None:
+            self.plan = resuming(self.plan, resume)
         self._slots = self._slots if slots is None else slots
         self.processes = self._again(self.plan, self._slots)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None

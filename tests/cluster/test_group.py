@@ -114,11 +114,12 @@ def test_a_rank_that_does_not_get_on_with_its_start_is_ended_and_named_and_not_o
 
 
 def test_a_failure_names_the_member_that_sent_no_heartbeat(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.2)
-    group = members(start, 2)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 1.0)
+    group = start(2, watching=Watching(watchdog=1.6))
+    group.wait(group.construct([(0,), (1,)]))
     pids = group.call("pid")
     os.kill(pids[1], signal.SIGSTOP)
-    seconds = paced(2.0)
+    seconds = paced(3.0)
     with pytest.raises(HookFailed, match="timed out in a collective; actor rank 1 had sent no heartbeat for a while$"):
         group.call("fail_after", [seconds, FOREVER], ["timed out in a collective", "never"])
     assert wait_until_gone(pids) == []

@@ -46,9 +46,10 @@ def at(collectives: dict[str, int], *, waits: bool = False, phase: str = "", **m
 
 
 def ranks_at(*beats: Heartbeat | None) -> list[Member]:
-    """Ranks with these heartbeats; None: one is missing."""
+    """Ranks with these heartbeats; None: it is silent."""
     return [
-        Member(f"actor rank {rank}", last=beat or COLLECTIVE, missed=beat is None) for rank, beat in enumerate(beats)
+        Member(f"actor rank {rank}", last=beat or COLLECTIVE, missed=3 * (beat is None))
+        for rank, beat in enumerate(beats)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
@@ -154,6 +154,34 @@ class Starts:
 
         self.asked.append(verb)
         return Future(self, self.ready, wait)
+
+
+class DiesAtFirst(Starts):
+    """Ranks of which one dies as they start, so many times."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(0, WorkerDied("actor rank 1: its process died during init"))
+        self.deaths = deaths
+
+    def restart(self) -> Future[Any]:
+        self.deaths -= 1
+        self.error = self.error if self.deaths else None
+        return self._call("restart")
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns: bool) -> None:
+    groups: Any = {"critic": DiesAtFirst(2), "actor": DiesAtFirst(2)}
+    for group in groups.values():
+        group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)
+    ears, fleet = Ears(), cast(Any, Starts(3))
+    fleet.sleep = lambda: None
+    results = start_all(groups, fleet, progress(ears), in_turns=in_turns, restarts=2)
+    assert results == {"critic": "restart is done", "actor": "restart is done"}
+    assert told(ears) == ["actor rank 1: its process died during init; restarting all ranks"] * 2
+    groups = {"actor": DiesAtFirst(2)}
+    with pytest.raises(WorkerDied, match="^actor rank 1: its process died during init$"):
+        start_all(groups, None, progress(), in_turns=False, restarts=1)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
