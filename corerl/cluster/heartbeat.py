@@ -161,18 +161,14 @@ def frame_of(thread: int) -> FrameType | None:
 
 def where(frame: FrameType) -> tuple[str, bool, int]:
     """`Heartbeat.place`, `waits` and `stack` of a thread with this innermost frame."""
-    place, waits, positions = "", False, []
-    current: FrameType | None = frame
-    while current is not None:
-        file = current.f_code.co_filename
-        positions.append((id(current.f_code), current.f_lasti))
-        if not place:
-            waits = waits or bool(COLLECTIVES.search(file))
-            if not LIBRARIES.search(file):
-                tail = "/".join(re.split(r"[/\\]", file)[-2:])
-                place = f"{tail}:{current.f_lineno} in {current.f_code.co_name}"
-        current = current.f_back
-    return place, waits, hash(tuple(positions))
+    frames: list[FrameType] = [frame]
+    while frames[-1].f_back is not None:
+        frames.append(frames[-1].f_back)
+    place = ""
+    if (own := next((each for each in frames if not LIBRARIES.search(each.f_code.co_filename)), None)) is not None:
+        tail = "/".join(re.split(r"[/\\]", own.f_code.co_filename)[-2:])
+        place = f"{tail}:{own.f_lineno} in {own.f_code.co_name}"
+    return place, collective_in(frame) is not None, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
 
 
 def collective_in(frame: FrameType | None) -> tuple[int, str] | None:

@@ -230,19 +230,6 @@ def test_ranks_that_move_share_devices_with_engines_that_stay(rooms: Rooms) -> N
     assert rooms.given_back == ["reservation 1"]
 
 
-def test_those_that_stay_where_a_newcomers_placement_has_others_keep_their_bundles_and_no_other_is_reserved(
-    rooms: Rooms,
-) -> None:
-    rooms.begin({"actor": 4, "critic": 2, "engines": 4})
-    all_stay = {"actor": 4, "critic": 2, "engines": 2}
-    rooms.take({"engines": rooms.moved(all_stay, all_stay)["engines"]})
-    assert (gpus(rooms["critic"]), gpus(rooms["engines"])) == ([(0,), (2,)], [(0,), (1,)])
-    # Both groups would have the first and the fifth bundle of eight.
-    slots = rooms.moved({"actor": 8, "critic": 2, "engines": 2}, {"critic": 2, "engines": 2})
-    assert (list(slots["critic"]), list(slots["engines"])) == (list(rooms["critic"]), list(rooms["engines"]))
-    assert sorted(gpus(slots["actor"])) == [(gpu,) for gpu in range(8)] and rooms.reserved == [4, 4]
-
-
 def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlier(rooms: Rooms) -> None:
     rooms.begin({"actor": 1})
     rooms.take(rooms.moved({"actor": 4}))
@@ -256,25 +243,6 @@ def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlie
     assert gpus(rooms.moved({"actor": 2})["actor"]) == [(0,), (4,)] and rooms.reserved == [1, 3, 1]
 
 
-def test_what_was_reserved_for_processes_that_did_not_come_is_given_back(rooms: Rooms) -> None:
-    rooms.begin({"actor": 1})
-    rooms.moved({"actor": 4})
-    rooms.take({})
-    assert rooms.given_back == ["reservation 1"]
-    assert gpus(rooms["actor"]) == [(0,)]
-
-
-def test_bundles_are_not_given_back_to_a_ray_that_does_not_answer(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rooms.begin({"actor": 1})
-    rooms.moved({"actor": 4})
-    monkeypatch.setattr(placement.services, "gcs_lives", lambda: False)
-    rooms.take({})
-    rooms.release()
-    assert rooms.given_back == []
-
-
 def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(rooms: Rooms) -> None:
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     rooms.begin({"actor": 1, "engines": 1}, **how)
@@ -286,14 +254,6 @@ def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(ro
     rooms.take({"engines": slots["engines"]})
     rooms.take({"engines": rooms.moved({"actor": 1, "engines": 1}, {"actor": 1, "engines": 1}, **how)["engines"]})
     assert rooms.given_back == ["reservation 1"]
-
-
-def test_wide_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(rooms: Rooms) -> None:
-    widths = {"engines": 2}
-    rooms.begin({"actor": 8, "engines": 2}, widths=widths)
-    assert gpus(rooms["engines"]) == [(0, 1), (4, 5)]
-    slots = rooms.moved({"actor": 8, "engines": 4}, {"actor": 8, "engines": 2}, widths=widths)
-    assert gpus(slots["engines"]) == [(0, 1), (4, 5), (2, 3), (6, 7)] and rooms.reserved == [8]
 
 
 def test_a_newcomer_on_several_machines_is_refused_and_what_was_reserved_for_it_can_be_given_back(

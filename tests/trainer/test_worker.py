@@ -37,7 +37,6 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepShare, plan_forward, plan_steps
-from corerl.engines.receiving import Receiving
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
     ConfigError,
@@ -303,14 +302,6 @@ def test_a_fresh_worker_stands_at_the_beginning_in_a_group_of_its_own(assignment
         worker.sleep({MemoryKind.PARAM})
 
 
-def test_log_probs_are_those_of_transformers_at_the_batchs_temperature(
-    worker: Worker, network: torch.nn.Module
-) -> None:
-    batch = make_samples(0, temperature=0.8)
-    expected = by_transformers(network, batch).detach().numpy()
-    np.testing.assert_allclose(logprobs(worker, batch), expected, atol=1e-5, rtol=0)
-
-
 class Untouched:
     """A column of a rollout batch that nobody may read."""
 
@@ -330,23 +321,6 @@ def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worke
     assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
     with pytest.raises(HookFailed, match="nobody asked for this column"):
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
-
-
-def test_one_step_has_the_policys_gradient_and_moves_it(worker: Worker, network: torch.nn.Module) -> None:
-    batch = make_samples(1)
-    mask = batch.columns["loss_mask"]
-    before = logprobs(worker, batch)
-    batch = batch.with_columns(old_logprobs=np.where(mask, before, 0.0).astype(np.float32))
-    result = train(worker, batch)
-    assert result.applied
-    assert result.tokens == len(batch.tokens)
-    # At a ratio of one the loss is -mean(advantage), and its gradient that of -mean(advantage * log p).
-    advantages = torch.tensor(batch.columns["advantages"])
-    assert result.metrics["loss"].value == pytest.approx(-advantages.sum().item() / mask.sum(), rel=1e-4)
-    (-(by_transformers(network, batch) * advantages).sum() / int(mask.sum())).backward()
-    norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
-    assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
-    assert np.abs(logprobs(worker, batch) - before)[mask].max() > 1e-3
 
 
 def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_their_samples(
@@ -462,20 +436,6 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     return tensors
 
 
-def test_the_bytes_of_an_update_are_those_that_were_sent(worker: Worker, tmp_path: Path) -> None:
-    address = Address(transport="delta", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
-    receiving = Receiving(0)
-    whole = 4 * sum(bucket.numel for bucket in worker.manifest().buckets)
-    with ThreadPoolExecutor(1) as engine:
-        for version, verify in ((1, False), (2, False), (3, True)):  # nothing is trained in between
-            transfer = engine.submit(
-                receiving.transfer, worker.manifest(), version, address, load=lambda bucket, flat: None
-            )
-            result = worker.update_weights(address, version, verify)
-            assert result.engines == {"engine-0": ""} and transfer.result() == (whole, "")
-            assert result.bytes == whole if version == 1 else 0 < result.bytes < whole / 100
-
-
 def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, model: Path, tmp_path: Path) -> None:
     weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     worker = Worker(assigned(evolve(config, weights=WeightsConfig(quantize="fp8", unquantized=("o_proj",)))))
@@ -540,23 +500,6 @@ def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
         worker.update_weights(elsewhere, 3)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_worker_that_resumes_goes_on_where_the_saved_one_stood(
-    worker: Worker, config: Config, tmp_path: Path, background: bool
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    train(worker, batches[0])
-    saved = worker.save(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR), background)
-    assert saved.complete is not background
-    assert worker.saved(True)
-    resumed = Worker(assigned(config, resume=str(tmp_path)))
-    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
-    assert np.array_equal(logprobs(resumed, batches[1]), logprobs(worker, batches[1]))
-    assert train(resumed, batches[1], 1) == train(worker, batches[1], 1)  # moments and Adam's step came along
-    assert np.array_equal(logprobs(resumed, batches[0]), logprobs(worker, batches[0]))
-    resumed.shutdown("finished")
-
-
 def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_training_went_on(
     worker: Worker, config: Config, tmp_path: Path
 ) -> None:
@@ -607,54 +550,6 @@ def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Work
     assert worker.forward_backward(samples, training_share(samples), LOSS, (), True).tokens and read == []
     worker.optimizer_step(STEP, 1.0)
     assert read == ["waited"]
-
-
-def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Worker, network: torch.nn.Module) -> None:
-    batch = make_samples(5)
-    train(worker, batch)
-    before = logprobs(worker, batch)
-    params = [param.nbytes for param in network.parameters()]
-    slept = worker.sleep(frozenset(MemoryKind))
-    assert slept.freed_bytes == 3 * sum(params)  # parameters and two moments
-    assert slept.residual_bytes == 4 * len(params)  # step counters stay
-    for refused in (
-        lambda: train(worker, batch),
-        lambda: logprobs(worker, batch),
-        lambda: worker.create_snapshot("old"),
-    ):
-        with pytest.raises(NotResident):
-            refused()
-    assert worker.wake_up({MemoryKind.PARAM}).restored_bytes == sum(params)
-    assert np.array_equal(logprobs(worker, batch), before)
-    assert worker.wake_up(frozenset(MemoryKind)).restored_bytes == 2 * sum(params)
-    assert train(worker, batch, 1).applied
-
-
-def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker, model: Path) -> None:
-    batch = make_samples(6)
-    initial = logprobs(worker, batch)
-    train(worker, batch)
-    trained = logprobs(worker, batch)
-    worker.create_snapshot("trained")
-    worker.load_snapshot("initial", "")
-    worker.load_snapshot("model", str(model))
-    train(worker, batch, 1)
-    now = logprobs(worker, batch)
-    assert not np.array_equal(now, trained)
-    assert np.array_equal(logprobs(worker, batch, "trained"), trained)
-    assert np.array_equal(logprobs(worker, batch, "initial"), initial)
-    assert np.array_equal(logprobs(worker, batch, "model"), initial)
-    assert np.array_equal(logprobs(worker, batch), now)
-    worker.sleep({MemoryKind.PARAM})
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
-        worker.create_snapshot("asleep")
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
-        worker.load_snapshot("asleep", "")
-    worker.drop_snapshot("trained")  # host memory: the device may sleep
-    worker.wake_up({MemoryKind.PARAM})
-    with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):
-        logprobs(worker, batch, "trained")
-    assert np.array_equal(logprobs(worker, batch), now)
 
 
 def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
