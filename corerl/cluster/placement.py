@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from corerl.cluster import nodes
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.failures import words
+from corerl.cluster.process import started_with
 from corerl.errors import CorerlError
 from corerl.messages import first_line
 
@@ -33,7 +34,7 @@ class Gpu:
 
     @classmethod
     def named(cls, name: str, visible: Sequence[str]) -> Gpu:
-        return cls(int(name) if name.isdecimal() else visible.index(name), name)
+        return cls(int(name) if name.isdecimal() else visible.index(name) if name in visible else 0, name)
 
 
 @frozen
@@ -354,6 +355,5 @@ def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[di
 
 @ray.remote
 def _gpu_of_bundle() -> Gpu:
-    # What the machine's Ray was started with; of this process, Ray has set it. Read in Ray 2.59 and 2.60.
-    visible = ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"]
-    return Gpu.named(ray.get_runtime_context().get_accelerator_ids()["GPU"][0], visible or ())
+    visible = started_with().get(VISIBLE, "").split(",")  # the machine's Ray's; this process's own was set by Ray
+    return Gpu.named(ray.get_runtime_context().get_accelerator_ids()["GPU"][0], visible)

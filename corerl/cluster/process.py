@@ -171,14 +171,15 @@ class Process:
         )
 
 
-def started_with() -> set[str]:
-    """Names of the environment variables this process started with (from its `environment`, the machine's Ray, or
-    Ray's parent), without those set since."""
+def started_with() -> Mapping[str, str]:
+    """The environment variables this process started with (from its `environment`, the machine's Ray, or Ray's parent),
+    without those set since."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return set(os.environ)  # not Linux: cannot tell
-    return {entry.partition(b"=")[0].decode() for entry in entries}
+        return dict(os.environ)  # not Linux: cannot tell
+    variables = (entry.decode(errors="replace").partition("=") for entry in entries)
+    return {name: value for name, _, value in variables}
 
 
 def put_last(directory: str) -> None:
@@ -190,9 +191,7 @@ def put_last(directory: str) -> None:
 
 def take_niceness(niceness: int) -> None:
     """Give the process this niceness; one without privileges cannot become less nice than its Ray is."""
-    for thread in Path("/proc/self/task").glob(
-        "*"
-    ):  # Linux has one for each, which new threads take from their creator
+    for thread in Path("/proc/self/task").glob("*"):  # Linux has one for each; new threads take their creator's
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 

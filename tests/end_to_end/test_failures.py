@@ -90,12 +90,12 @@ def test_a_trainer_that_computes_something_else_than_its_engine_ends_the_run_bef
     assert (steps_done(run_dir), latest(run_dir)) == (0, None)
 
 
-def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("optimizer_step", "wait", step=1)]
     with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path, own_ray=True) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step")
-        command.signal_group(signal.SIGTERM)
+        os.kill(command.process.pid, signal.SIGTERM)
         command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the signal")
         (run_dir / "go").touch()
         assert (command.finish(within=ENDS_WITHIN), command.err) == (0, "")

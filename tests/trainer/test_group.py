@@ -860,7 +860,7 @@ def test_results_of_what_was_asked_before_come_from_the_old_ranks(make_move: Cal
     move = make_move(old={"manifest": [MANIFEST, MANIFEST], "save": [failure]})
     asked, failing = move.group.manifest(), move.group.save("somewhere", STEP)
     move()
-    assert move.old.waited_for[-4:] == ["manifest", "save", "hand_over", "shutdown"]
+    assert move.old.waited_for[-4:] == ["manifest", "save at optimizer step 2", "hand_over", "shutdown"]
     assert asked.result() == MANIFEST
     with pytest.raises(SaveFailed, match=r"^disk full$"):
         failing.result()
