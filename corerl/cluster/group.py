@@ -12,7 +12,7 @@ from attrs import evolve
 from ray.exceptions import RayError
 
 from corerl.cluster.failures import LONGEST, Failure
-from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watching, counted, listed
+from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watching, counts_of, listed
 from corerl.cluster.nodes import require_ray
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import CallResult, spawn
@@ -132,17 +132,17 @@ class RayGroup:
             raise cause
         return [results[member].value for member in pending.members]
 
-    def answers(self, pending: Pending, count: CallCounts | None = None) -> dict[int, Any]:
-        """Wait for each member's result or CorerlError. A failure does not end the other members. `count` is called
+    def answers(self, pending: Pending, counted: CallCounts | None = None) -> dict[int, Any]:
+        """Wait for each member's result or CorerlError. A failure does not end the other members. `counted` is called
         every few seconds with the members that have not answered, and how many parts of their calls have ended; None of
         one that does not report it."""
         answers: dict[int, Any] = {}
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None if count is None else COUNT_SECONDS)
-            if count is not None and not ready:
-                counts = counted(pending, list(waiting.values()))
-                count({member: counts[member][0] if member in counts else None for member in waiting.values()})
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None if counted is None else COUNT_SECONDS)
+            if counted is not None and not ready:
+                counts = counts_of(pending, list(waiting.values()))
+                counted({member: counts[member][0] if member in counts else None for member in waiting.values()})
             for ref in ready:
                 member = waiting.pop(ref)
                 answers[member] = self._answer(ref, member, pending)

@@ -352,7 +352,7 @@ def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterato
     if seconds < (call.due or watchdog):
         return
     call.due = 2 * seconds
-    counts = counted(call, waiting)
+    counts = counts_of(call, waiting)
     if counts:
         stuck = all(done <= call.done.get(member, 0) for member, (done, _) in counts.items())
         call.done = {member: done for member, (done, _) in counts.items()}
@@ -367,7 +367,7 @@ def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterato
         yield sentence(call.method, seconds, members, done, of_members)
 
 
-def counted(call: Pending, members: Sequence[int]) -> dict[int, tuple[int, int]]:
+def counts_of(call: Pending, members: Sequence[int]) -> dict[int, tuple[int, int]]:
     """How many parts of each member's call have ended, of how many; without members that do not report it."""
     beats = {member: call.members[member].beat for member in members}
     return {
