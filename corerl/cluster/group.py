@@ -295,7 +295,7 @@ def _first(failed: Mapping[int, CallResult], pending: Pending, waiting: Iterable
     index = min(failed, key=lambda index: (failed[index].ended, index))
     error = failed[index].error
     assert error is not None
-    silent = [member for each in waiting if (member := pending.members[each]).started and member.beat is None]
+    silent = [member for each in waiting if (member := pending.members[each]).silent]
     if silent:  # a rank whose neighbor is frozen reports that a collective has timed out
         named = type(error)(f"{error.message}; {listed(silent)} had sent no heartbeat for a while")
         named.__dict__.update(error.__dict__)

@@ -216,9 +216,13 @@ class Member:
     _asked: Any = None  # reference to the answer
 
     @property
+    def silent(self) -> bool:
+        return self.missed >= self.patience
+
+    @property
     def beat(self) -> Heartbeat | None:
         """The last heartbeat; None if the process is silent, or none has come."""
-        return None if self.missed >= self.patience else self.last
+        return None if self.silent else self.last
 
     def poll(self) -> None:
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -30,6 +32,7 @@ THREADS = "OMP_NUM_THREADS"
 # while its driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
 
 
 @frozen
@@ -91,8 +94,9 @@ class Process:
         known = ray.util.get_node_ip_address() if ray.is_initialized() else ""
         if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
             os.environ[GLOO_INTERFACE] = interface
-        if niceness is not None:
+        if niceness is not None:  # started by `spawn`
             take_niceness(niceness)
+            end_with_raylet()
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
@@ -180,6 +184,13 @@ def started_with() -> Mapping[str, str]:
         return dict(os.environ)  # not Linux: cannot tell
     variables = (entry.decode(errors="replace").partition("=") for entry in entries)
     return {name: value for name, _, value in variables}
+
+
+def end_with_raylet() -> None:
+    """Let the kernel end this process with its parent, Ray's raylet. By itself it would notice only between two
+    imports, or after a minute if GCS has died too, and hold its device so long."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def put_last(directory: str) -> None:
