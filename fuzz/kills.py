@@ -29,7 +29,7 @@ from corerl.checkpoint.commit import latest
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 6
-HEALTH_SECONDS = 15.0  # without a heartbeat; fewer may be missing on a busy machine
+HEALTH_SECONDS = 30.0  # without a heartbeat; fewer may be missing on a busy machine
 BOUND_SECONDS = 240.0  # for a run to recover and finish, or to end
 GONE_SECONDS = 60.0  # for its other processes to end after it
 STOPPED_SECONDS = 5.0  # for which the driver is stopped

@@ -48,7 +48,8 @@ COMMON = re.compile(r"The actor died unexpectedly|The actor never ran|\s*(class_
 # used=3.33GB".
 MACHINE = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB")
 PROCESS = re.compile(r"memory used=([\d.]+)GB")
-WHAT = {"died": "died", "out of memory": "was killed by Ray", "hung": "was killed", "overdue": "was killed"}
+KILLED = "its process was killed"
+WHAT = {"died": "its process died", "out of memory": "its process was killed by Ray", "hung": KILLED, "overdue": KILLED}
 
 
 @frozen(kw_only=True)
@@ -64,7 +65,7 @@ class Failure:
 
     def __str__(self) -> str:
         during = f" during {self.step}" if self.step else ""
-        return f"{self.who}: its process {WHAT[self.kind]}{during}{self.cause}"
+        return f"{self.who}: {WHAT[self.kind]}{during}{self.cause}"
 
     @property
     def error(self) -> WorkerDied:
