@@ -27,7 +27,7 @@ async def name() -> str:
     return threading.current_thread().name
 
 
-def test_coroutines_run_in_the_loops_thread_and_functions_where_they_are_sent(loop: EventLoop) -> None:
+def test_coroutines_and_functions_run_in_their_threads(loop: EventLoop) -> None:
     here = threading.current_thread().name
 
     async def work() -> list[str]:
@@ -61,7 +61,7 @@ def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventL
         loop.run(in_thread(broken, name="mine"))
 
 
-def test_an_interruption_while_a_function_runs_here_is_raised_here_and_cancels_the_coroutine(loop: EventLoop) -> None:
+def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
     cancelled = threading.Event()
 
     def interrupted() -> None:
@@ -91,9 +91,7 @@ def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_task_that_exits_as_the_loop_ends_leaves_the_others_to_be_cancelled(
-    turns: int, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_an_exit_while_closing_still_cancels_other_tasks(turns: int, recwarn: pytest.WarningsRecorder) -> None:
     loop, ended = EventLoop("exits"), list[str]()
 
     async def waits() -> None:
@@ -118,7 +116,7 @@ def test_a_task_that_exits_as_the_loop_ends_leaves_the_others_to_be_cancelled(
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_closing_cancels_what_runs_and_does_not_wait_for_threads_that_hang() -> None:
+def test_closing_cancels_tasks_and_leaves_hung_threads() -> None:
     loop, go, ended = EventLoop("tested"), threading.Event(), threading.Event()
 
     async def work() -> None:

@@ -63,9 +63,7 @@ def test_a_death_names_the_hook_of_the_last_heartbeat() -> None:
         ("in words of another version", ""),
     ],
 )
-def test_a_process_that_ray_ends_for_want_of_memory_has_died_with_its_memory_in_one_line(
-    text: str, numbers: str
-) -> None:
+def test_a_process_killed_for_memory_is_one_line_with_numbers(text: str, numbers: str) -> None:
     assert message(OutOfMemoryError(text)) == (
         f"engine-0: its process was killed by Ray during generate: the machine ran out of memory{numbers}; end other "
         "programs there, use fewer ranks or engines on it, a lower precision or smaller batches, or raise Ray's limit "
@@ -107,7 +105,7 @@ def of_context(message: str, **more: object) -> ActorDiedError:
         (RaySystemError("the worker did not start"), "System error: the worker did not start"),
     ],
 )
-def test_whatever_else_ends_a_process_is_its_death_with_the_cause(error: RayError, why: str) -> None:
+def test_every_other_death_names_its_cause(error: RayError, why: str) -> None:
     assert message(error) == (
         f"engine-0: its process died during generate ({why}); unless someone killed it, see the machine's log (dmesg: "
         "out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
@@ -126,7 +124,7 @@ def test_what_a_dead_node_says_at_length_is_cut() -> None:
     assert len(words(NodeDiedError("too many words " * 100))) == 300
 
 
-def test_an_exception_inside_a_process_is_no_death_whatever_it_derives_from() -> None:
+def test_an_exception_inside_a_process_is_no_death() -> None:
     inside = RayTaskError("call", "Traceback", NodeDiedError("another's node")).as_instanceof_cause()
     assert isinstance(inside, NodeDiedError)
     assert Failure.of(inside, "engine-0", "generate") is None

@@ -80,7 +80,7 @@ def wait_until_gone(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
-def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_or_loads_long_is_not(start: Start) -> None:
+def test_a_hung_member_is_killed_and_a_busy_one_is_not(start: Start) -> None:
     silence = paced(2.0)
     group = start(2, "tests.cluster.members:Loads", watching=Watching(health_timeout=silence))
     group.wait(group.construct([(0,), (1,)]))
@@ -96,9 +96,7 @@ def test_a_member_that_freezes_is_ended_and_named_and_one_that_only_works_or_loa
     assert group.ended and wait_until_gone(pids) == []
 
 
-def test_a_rank_that_does_not_get_on_with_its_start_is_ended_and_named_and_not_one_that_waits_for_it(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_rank_late_in_its_start_is_killed_not_its_waiters(start: Start, tmp_path: Path) -> None:
     bound = paced(4.0)
     group = start(2, "tests.cluster.ranks:Rank", watching=Watching(start_timeout=bound))
     host, port, listening = group.listen(0)
@@ -157,7 +155,7 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
         group.listen(0)
 
 
-def test_every_answer_is_told_of_once_however_often_it_is_looked_at(start: Start) -> None:
+def test_every_answer_is_reported_once(start: Start) -> None:
     told: list[tuple[str, str, CallResult]] = []
 
     def hear(name: str, pending: Pending, outcome: CallResult) -> None:
@@ -190,7 +188,7 @@ def test_every_answer_is_told_of_once_however_often_it_is_looked_at(start: Start
     ]
 
 
-def test_the_first_failure_is_raised_and_ends_the_others_whatever_they_do(start: Start) -> None:
+def test_the_first_failure_is_raised_and_ends_the_group(start: Start) -> None:
     group = members(start, 3)
     pids = group.call("pid")
     texts = ["connection to rank 2 lost", "never", "the cause\nin two lines"]
@@ -204,7 +202,7 @@ def test_the_first_failure_is_raised_and_ends_the_others_whatever_they_do(start:
     assert wait_until_gone(pids) == []
 
 
-def test_a_member_that_ray_ends_for_want_of_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_ray_kills_for_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     group = members(start, 2)
     pids = group.call("pid")
 
@@ -222,7 +220,7 @@ def test_a_member_that_ray_ends_for_want_of_memory_has_died(start: Start, monkey
     assert wait_until_gone(pids) == []
 
 
-def test_an_object_that_cannot_be_made_is_an_error_of_its_start(start: Start) -> None:
+def test_an_object_that_cannot_be_made_fails_the_start(start: Start) -> None:
     group = start(1, "tests.cluster.members:Missing")
     with pytest.raises(HookFailed) as caught:
         group.wait(group.construct([(0,)]))
@@ -262,7 +260,7 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_pat
         group.kill()
 
 
-def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(slots: list[Slot]) -> None:
+def test_threads_are_the_given_number_or_a_fair_share(slots: list[Slot]) -> None:
     def threads(**environment: str) -> list[str]:
         group = RayGroup(["actor rank 0"], MEMBER, slots[:1], environment)
         try:
@@ -276,7 +274,7 @@ def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(slots:
     assert threads() == [os.environ.get("OMP_NUM_THREADS", fair)]
 
 
-def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(slots: list[Slot]) -> None:
+def test_a_cluster_that_is_too_small_says_so_in_numbers(slots: list[Slot]) -> None:
     with pytest.raises(CorerlError) as caught:
         with reserved(arrange({"actor": 50, "engines": 2}, own_devices=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
             pass
@@ -294,14 +292,14 @@ def test_a_group_goes_on_after_a_refusal_that_changed_nothing(start: Start) -> N
     assert group.call("refuse", 7) == [0, 1]
 
 
-def test_what_all_processes_wait_in_is_let_go_by_a_call_aside(start: Start) -> None:
+def test_a_call_aside_reaches_busy_processes(start: Start) -> None:
     group = members(start, 2)
     waiting = group.start("through")
     group.aside("open")
     assert group.wait(waiting) == [True, True]
 
 
-def test_a_group_is_ready_once_a_member_failed_though_the_others_never_answer(start: Start) -> None:
+def test_a_group_is_ready_once_a_member_failed(start: Start) -> None:
     group = members(start, 2)
     pending = group.start("die", 1)
     deadline = time.monotonic() + paced(60.0)
@@ -317,7 +315,7 @@ def test_all_threads_of_a_process_have_the_drivers_niceness(start: Start) -> Non
     assert set(found) == {own}
 
 
-def test_each_of_two_calls_of_a_process_is_counted_by_itself(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "COUNT_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
     group = start(2, "tests.cluster.members:Counts", threads=3)
@@ -344,9 +342,7 @@ def first_answers(group: RayGroup, pending: Pending) -> dict[int, Any]:
     return found
 
 
-def test_members_that_come_later_answer_as_the_others_and_a_call_of_one_that_goes_ends_as_its_process_does(
-    start: Start, slots: list[Slot]
-) -> None:
+def test_a_group_grows_and_shrinks_while_calls_run(start: Start, slots: list[Slot]) -> None:
     group = members(start, 1)
     (first,) = group.call("pid")
     group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), (2,)])
@@ -373,7 +369,7 @@ def test_members_that_come_later_answer_as_the_others_and_a_call_of_one_that_goe
         group.grow(["actor rank 2"], slots[2:], [(2,)])
 
 
-def test_members_that_do_not_start_leave_the_group_as_it_was(start: Start, slots: list[Slot]) -> None:
+def test_members_that_do_not_start_are_not_added(start: Start, slots: list[Slot]) -> None:
     group = members(start, 1)
     with pytest.raises(HookFailed, match=r"^actor rank 2: start: TypeError: .*missing 1 required positional argument"):
         group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), ()])

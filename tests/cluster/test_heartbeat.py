@@ -90,7 +90,7 @@ def test_the_rank_that_the_others_wait_for_is_late(beats: list[Heartbeat | None]
     assert [member.name for member in late(ranks_at(*beats))] == [f"actor rank {rank}" for rank in awaited]
 
 
-def test_the_sentence_names_who_is_late_who_waits_and_who_is_done() -> None:
+def test_the_sentence_names_late_waiting_and_done_members() -> None:
     waiting = ranks_at(at({"all": 1}, waits=True, phase="load"), at({"all": 0}, phase="model build"))
     done = [Member(f"actor rank {rank}") for rank in (2, 3, 4, 6)]
     assert sentence("init", 75.4, waiting, done) == (
@@ -187,7 +187,7 @@ def test_the_shortest_limit_says_how_often_processes_are_asked() -> None:
     assert Watching(health_timeout=4.0, start_timeout=800.0).period == Watching(watchdog=4.0).period == 0.5
 
 
-def test_a_started_process_without_heartbeats_for_the_whole_limit_is_hung(ended: Any) -> None:
+def test_a_process_without_heartbeats_for_the_limit_is_hung(ended: Any) -> None:
     members = [Member("engine-0", started=True, missed=7), Member("engine-1", started=True, missed=8)]
     assert ended(members, Watching(start_timeout=48.0)) == {}
     assert ended(members) == {"engine-1": "hung"}
@@ -268,7 +268,7 @@ def test_spans_come_outer_ones_first_with_their_times(recorder: Recorder, clock:
     ]
 
 
-def test_a_span_that_ends_after_its_call_belongs_to_no_other(recorder: Recorder, clock: Clock) -> None:
+def test_a_span_that_outlives_its_call_is_dropped(recorder: Recorder, clock: Clock) -> None:
     with recorder("outside any call"):
         clock.now = 1.0
     recorder.start(0)
@@ -283,7 +283,7 @@ def test_a_span_that_ends_after_its_call_belongs_to_no_other(recorder: Recorder,
     assert recorder.end()[0].spans == [span("its own", 2.0, 3.0)]
 
 
-def test_calls_at_the_same_time_are_apart_and_the_oldest_is_reported(recorder: Recorder, clock: Clock) -> None:
+def test_the_oldest_of_several_calls_is_reported(recorder: Recorder, clock: Clock) -> None:
     entered, leave = threading.Event(), threading.Event()
     found: list[CallRecord] = []
 
@@ -320,7 +320,7 @@ def frames_in(file: str, name: str, inside: Callable[[], Any]) -> Any:
     return space[name](inside)
 
 
-def test_a_thread_is_in_a_collective_if_only_libraries_are_inside_it() -> None:
+def test_a_thread_waits_only_inside_library_code() -> None:
     here = sys._getframe
     frame = frames_in(C10D, "all_reduce", lambda: frames_in("/x/site-packages/torch/_ops.py", "call", here))
     # The lambda above is this file's, as a user's function called from inside would be.
@@ -434,7 +434,7 @@ def test_real_ranks_that_others_wait_for_are_named(ranks: RayGroup, reports: Rep
 
 
 @pytest.mark.processes
-def test_a_call_that_moves_is_left_alone_however_long_it_takes(ranks: RayGroup, reports: Reports) -> None:
+def test_a_long_call_that_moves_is_not_reported(ranks: RayGroup, reports: Reports) -> None:
     before = list(reports.texts)
     pending = ranks.start("work", 3.0)
     ranks.wait(pending)

@@ -45,13 +45,13 @@ def arrived(error: Exception) -> CorerlError:
     return moved
 
 
-def test_the_errors_of_these_tests_do_not_survive_pickling_by_themselves() -> None:
+def test_the_errors_of_these_tests_cannot_be_pickled() -> None:
     for error in (TwoArguments(3, "lost"), PluginSaveFailed("/full", "no space")):
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             pickle.loads(pickle.dumps(error))
 
 
-def test_a_foreign_error_becomes_one_line_that_says_where_with_its_traceback_as_text() -> None:
+def test_a_foreign_error_becomes_one_line_with_its_traceback() -> None:
     error = arrived(TwoArguments(3, "lost\nand more"))
     assert type(error) is HookFailed
     assert error.message == "actor rank 1: train: TwoArguments: code 3: lost"
@@ -69,7 +69,7 @@ def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) ->
     assert came.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
 
 
-def test_the_traceback_of_a_hook_is_not_replaced_by_that_of_the_call_around_it() -> None:
+def test_the_traceback_of_a_hook_is_kept() -> None:
     error = HookFailed("backend:mine, actor rank 1: forward_backward failed")
     error.hook, error.rank, error.details = "train", 1, "Traceback of the hook"
     came = arrived(error)
@@ -96,7 +96,7 @@ def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     )
 
 
-def test_a_call_that_is_not_traced_says_when_it_ran_and_starts_no_thread() -> None:
+def test_an_untraced_call_has_times_and_starts_no_thread() -> None:
     threads = threading.active_count()
     process = Process("engine-0", "fractions:Fraction")
     made = process.construct(0, 3, 4)
@@ -107,7 +107,7 @@ def test_a_call_that_is_not_traced_says_when_it_ran_and_starts_no_thread() -> No
     assert threading.active_count() == threads
 
 
-def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_before() -> None:
+def test_a_traced_call_returns_its_own_spans() -> None:
     process = Process("engine-0", "tests.cluster.members:Shows", traced=True)
     assert process.construct(0).error is None
     for parts in (2, 3):
@@ -157,7 +157,7 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
 
 
 @pytest.mark.parametrize("code", [0, 3, None])
-def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> None:
+def test_code_that_exits_fails_its_call(code: object) -> None:
     process = Process("actor rank 0", "tests.cluster.members:Leaves")
     assert process.construct(0, code).error is None
     error = process.call(1, "leave").error
@@ -166,7 +166,7 @@ def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> N
     assert "raise SystemExit(self.code)" in error.details
 
 
-def test_the_drivers_working_directory_comes_last_where_modules_are_looked_for(
+def test_the_working_directory_comes_last_on_the_module_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", ["/driver", "", "/installed"])  # as Ray puts it

@@ -41,7 +41,7 @@ with runtime.ray_session(address="", cpus=1):
 """
 
 
-def test_a_session_keeps_its_token_private_and_the_drivers_signal_handler(tmp_path: Path) -> None:
+def test_a_session_keeps_its_token_private_and_signal_handlers(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     found = subprocess.run(
         [sys.executable, "-c", SESSION],
@@ -55,7 +55,7 @@ def test_a_session_keeps_its_token_private_and_the_drivers_signal_handler(tmp_pa
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
-def test_an_address_where_nobody_listens_is_refused_before_ray_begins_to_wait(prefix: str) -> None:
+def test_an_address_where_nobody_listens_is_refused_at_once(prefix: str) -> None:
     address = f"{prefix}127.0.0.1:{closed_port()}"
     with pytest.raises(ConfigError) as caught:
         with ray_session(address=address, cpus=1):
@@ -115,7 +115,7 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
         (["No space left on device"], 1, "No space left on device"),
     ],
 )
-def test_a_start_of_ray_that_takes_too_long_is_tried_once_more(
+def test_a_start_of_ray_that_times_out_is_repeated_once(
     monkeypatch: pytest.MonkeyPatch, errors: list[str], starts: int, said: str
 ) -> None:
     asked: list[dict[str, object]] = []
@@ -150,7 +150,7 @@ UNAUTHENTICATED = (
         ("token", "refuses the token of this process; set RAY_AUTH_TOKEN to what "),
     ],
 )
-def test_a_cluster_that_wants_another_token_is_told_with_the_variables_to_set(
+def test_a_cluster_with_another_token_names_the_variables(
     monkeypatch: pytest.MonkeyPatch, mode: str | None, said: str
 ) -> None:
     monkeypatch.setattr(runtime, "_require_listening", lambda address: None)
@@ -164,7 +164,7 @@ def test_a_cluster_that_wants_another_token_is_told_with_the_variables_to_set(
     assert "get-auth-token" in caught.value.message and "\n" not in caught.value.message
 
 
-def test_a_cluster_that_refuses_the_token_only_in_the_session_is_told_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_refused_by_the_session_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError(UNAUTHENTICATED)
 

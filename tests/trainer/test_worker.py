@@ -187,7 +187,7 @@ def network(model: Path) -> torch.nn.Module:
 # ---- experts that are told -------------------------------------------------------------------------------------------
 
 
-def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Config) -> None:
+def test_a_backend_without_replay_refuses_experts(config: Config) -> None:
     name = "tests.trainer.fakes:NO_REPLAY"
     backends = {name: config.backends["plain"]}
     worker = Worker(assigned(evolve(config, backend=BackendChoice(name=name), backends=backends)))
@@ -242,7 +242,7 @@ class SampleShown:
             self.log.append(f"< {name}")
 
 
-def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_same(
+def test_a_traced_rank_has_a_span_per_micro_batch(
     worker: Worker, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, shown = make_samples(1), SampleShown()
@@ -290,7 +290,7 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
 # ---- verbs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_worker_stands_at_the_beginning_in_a_group_of_its_own(assignment: Assignment) -> None:
+def test_a_fresh_worker_starts_at_step_zero(assignment: Assignment) -> None:
     worker = Worker(assignment)
     result = worker.init("127.0.0.1", 0)
     assert (result.optimizer_step, result.weights_version) == (0, 0)
@@ -315,7 +315,7 @@ class Untouched:
         raise AssertionError("nobody asked for this column")
 
 
-def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worker: Worker) -> None:
+def test_a_pass_without_loss_reads_no_loss_columns(worker: Worker) -> None:
     batch = make_samples(0)
     columns = {"loss_mask": batch.columns["loss_mask"], "experts": Untouched(len(batch.tokens))}
     assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
@@ -323,9 +323,7 @@ def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worke
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
 
 
-def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_their_samples(
-    worker: Worker, network: torch.nn.Module
-) -> None:
+def test_several_calls_make_the_step_of_all_their_samples(worker: Worker, network: torch.nn.Module) -> None:
     batch = make_samples(1)
     mask = batch.columns["loss_mask"]
     before, tokens = logprobs(worker, batch), int(mask.sum())
@@ -359,9 +357,7 @@ def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_the
     assert train(worker, batch, 1).tokens == len(batch.tokens)  # of its own samples alone
 
 
-def test_a_step_of_its_own_is_refused_while_gradients_wait_and_the_step_is_taken_as_if_it_had_not_been(
-    worker: Worker, assignment: Assignment
-) -> None:
+def test_train_is_refused_while_gradients_wait(worker: Worker, assignment: Assignment) -> None:
     batch = make_samples(1)
     share = training_share(batch)
     worker.forward_backward(batch, share, LOSS, (), False)
@@ -377,9 +373,7 @@ def test_a_step_of_its_own_is_refused_while_gradients_wait_and_the_step_is_taken
     other.shutdown("finished")
 
 
-def test_what_is_told_of_a_step_is_merged_of_its_calls_and_what_is_a_sum_of_the_loss_is_scaled(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_several_calls_are_merged_and_scaled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def added(loss: float, entropy: Metric, highest: float, tokens: int) -> GradientResult:
         metrics = {
             "loss": Metric(loss, 4.0, Reduction.LOSS),
@@ -436,7 +430,7 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     return tensors
 
 
-def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, model: Path, tmp_path: Path) -> None:
+def test_an_fp8_engine_gets_quantized_blocks(config: Config, model: Path, tmp_path: Path) -> None:
     weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     worker = Worker(assigned(evolve(config, weights=WeightsConfig(quantize="fp8", unquantized=("o_proj",)))))
     worker.init("127.0.0.1", 0)
@@ -469,9 +463,7 @@ def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, mode
             assert torch.equal(loaded[name], tensor)
 
 
-def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
-    worker: Worker, model: Path, tmp_path: Path
-) -> None:
+def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, model: Path, tmp_path: Path) -> None:
     address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path / "a"), timeout=60.0)
     weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     with ThreadPoolExecutor(1) as engine:
@@ -580,9 +572,7 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 # ---- refused before a backend is made --------------------------------------------------------------------------------
 
 
-def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported(
-    assignment: Assignment, old_pluggy: str
-) -> None:
+def test_wrong_versions_are_found_before_plugins_are_imported(assignment: Assignment, old_pluggy: str) -> None:
     engine = EngineAssignment(engine="none", origins=assignment.origins, model=ModelConfig(), options={}, context=None)  # type: ignore[arg-type]
     for make in (lambda: Worker(evolve(assignment, backend="none")), lambda: EngineService(engine)):
         with pytest.raises(PluginIncompatible) as caught:
@@ -590,7 +580,7 @@ def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported
         assert caught.value.message == old_pluggy
 
 
-def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:
+def test_plugins_that_differ_from_the_drivers_are_refused(assignment: Assignment) -> None:
     core, backend, *rest = assignment.origins
     driver = (core, evolve(backend, version="0.0.9"), *rest)
     with pytest.raises(PluginIncompatible) as caught:
@@ -601,7 +591,7 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
     )
 
 
-def test_a_plugin_that_is_missing_here_must_be_installed_on_every_node(assignment: Assignment) -> None:
+def test_a_missing_plugin_must_be_installed_on_every_node(assignment: Assignment) -> None:
     advice = "so install it on every node"
     with pytest.raises(PluginNotFound) as missing:
         Worker(evolve(assignment, backend="elsewhere"))
@@ -638,7 +628,7 @@ def twice(x: Tensor) -> Tensor:
     return (2 * x).sum()
 
 
-def test_a_graph_is_reported_once_with_what_earlier_ones_did_not_allow() -> None:
+def test_a_graph_is_reported_once_with_its_reason() -> None:
     torch._dynamo.reset()
     torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
     compilations = Compilations()
