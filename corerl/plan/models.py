@@ -21,7 +21,7 @@ from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
 
 if TYPE_CHECKING:
-    from corerl.models.layout import Layout
+    from corerl.models.layouts import Layout
 
 # Coefficients of terms of transformers' loss, if the code of the model's class reads them -> whether CoreRL has it too,
 # which transformers adds only with output_router_logits.
@@ -107,8 +107,10 @@ def load_tokens(
 def build(model: RoleModel, *, elsewhere: bool, wanted: int, streamed: bool, problems: Problems) -> RoleModel:
     """The model on meta, with the way through it, checked against the role's settings. `elsewhere`: on a cluster, whose
     memory is not known. `wanted` is rollout.context_length, `streamed` whether the actor's steps begin early."""
-    from corerl.models.layout import choose_layout  # slow to import, as are the next ones: takes seconds
-    from corerl.models.positions import position_limit
+    from corerl.models.layouts import (
+        choose_layout,  # slow to import, as are the next ones: takes seconds
+        position_limit,
+    )
     from corerl.plan import model_files
 
     with problems.stage(f"{model.table}.config", path=model.source):

@@ -29,7 +29,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError, Unsupported
 from corerl.models.files import look_at
-from corerl.models.layout import choose_layout
+from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.models import RoleModel, load_models
 from corerl.plan.residency import offloaded
