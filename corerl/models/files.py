@@ -24,7 +24,6 @@ from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_met
 from corerl.models.lora import put_adapters
 from corerl.models.names import shapes_of
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
-from corerl.plain_json import read_json_file
 
 LOOKED_AT = 16  # models that a process keeps on meta
 COMPARED = 2**24  # elements at a time, of tensors that may be equal
@@ -98,7 +97,7 @@ def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFi
 
 def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:
     """What the config.json of a model that reads pictures says of the parts that a run on text does not build."""
-    written, text = read_json_file(Path(directory) / "config.json"), config.get_text_config()
+    written, text = json.loads((Path(directory) / "config.json").read_bytes()), config.get_text_config()
     return {name: written[name] for name in config.sub_configs if name in written and getattr(config, name) is not text}
 
 

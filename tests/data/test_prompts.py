@@ -16,12 +16,6 @@ def test_sort_digits_asks_for_five_digits_in_order() -> None:
     assert SortDigits(held_out=256, seed=0).prompt(7).text == "00007>"
 
 
-def test_the_longest_of_sort_digits_is_known_without_a_look() -> None:
-    source = SortDigits(held_out=256, seed=0)
-    texts = [source.prompt(index).text for index in (0, 7, 35018, 99999)]
-    assert {len(text.encode()) for text in texts} == {source.characters}
-
-
 def test_held_out_prompts_are_the_same_for_a_seed_and_never_trained_on() -> None:
     source, again, other = (
         SortDigits(held_out=256, seed=1),

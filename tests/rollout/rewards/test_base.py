@@ -1,7 +1,6 @@
 import asyncio
 import json
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.event_loop import in_thread
-from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, ended, samples_of
+from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, Term, WeightedSum, samples_of
 from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -87,7 +86,7 @@ def in_corerl(prompt: Prompt, response: str) -> float:
 
 @pytest.mark.parametrize("function", [in_a_library, in_corerl])
 def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(function: Callable[..., Any]) -> None:
-    failure = Reward(name="mine", function=function).outcome(Prompt(index=0, text="a", answer=""), "[")
+    failure = Reward(name="mine", function=function).outcome((Prompt(index=0, text="a", answer=""), "[", ()))
     line = function.__code__.co_firstlineno + 1
     where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
     assert isinstance(failure, Failure) and where in failure.message
@@ -130,38 +129,26 @@ def verbose(prompt: Prompt, response: str) -> float:
 def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     function: Callable[..., Any], kind: str, told: str
 ) -> None:
-    outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
+    outcome = Reward(name="mine:f", function=function).outcome((Prompt(index=3, text="a", answer="b"), "c", ()))
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("texts", [["x"], ["", "", "x", ""]])
-def test_a_signal_that_interrupts_is_no_failure_of_the_sample(
-    number: signal.Signals, hides: bool, texts: list[str]
-) -> None:
-    counts: list[tuple[int, ...]] = []
+def interrupted(prompt: Prompt, response: str) -> float:
+    raise KeyboardInterrupt
 
-    def interrupted(prompt: Prompt, response: str) -> float:
-        try:
-            if response:
-                signal.raise_signal(number)
-        except BaseException:
-            if not hides:
-                raise
-        return 1.0
 
-    before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
-    try:
+async def interrupted_later(prompt: Prompt, response: str) -> float:
+    return 0.0
+
+
+def test_ctrl_c_is_no_failure_of_the_sample() -> None:
+    reward = Reward(name="mine:f", function=interrupted)
+    terms = [Term(label="a", weight=1.0, reward=evolve(reward, function=interrupted_later))]
+    several = WeightedSum(name="a + mine:f", terms=[Term(label="b", weight=1.0, reward=reward), *terms])
+    for each in (reward, several):
         with pytest.raises(KeyboardInterrupt):
-            Reward(name="mine:f", function=interrupted).outcomes(
-                [(SORT, text, ()) for text in texts], told=lambda *count: counts.append(count)
-            )
-        assert counts == [(count, len(texts)) for count in range(1, texts.index("x") + 1)]
-        assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
+            each.outcomes([(SORT, "x", ())])
 
 
 # ---- what a function may return, and take ----------------------------------------------------------------------------
@@ -211,7 +198,7 @@ def test_truth_values_and_integers_are_numbers_too(value: object, number: float)
     ],
 )
 def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
 
 
@@ -227,19 +214,19 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
     ],
 )
 def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message.startswith(f"reward 'mine:f' {told}")
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and len(outcome.message) < 300
     assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
 
 
 def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message == (
         "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
@@ -264,10 +251,10 @@ def test_parts_are_weighted_in_the_reward_and_summed_as_they_are(
 
 
 def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_it() -> None:
-    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure)
     assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
-    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome(SORT, "x")
+    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome((SORT, "x", ()))
     assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
 
 
@@ -282,7 +269,7 @@ def test_parts_that_are_none_are_left_out_of_sum_and_means() -> None:
         assert scores.rewards.tolist() == rewards and not scores.failed.any()
         assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
     for value in (None, {"right": None}, {}):
-        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome(SORT, "x")
+        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome((SORT, "x", ()))
         assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
 
 
@@ -321,31 +308,6 @@ def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes
 # ---- async functions -------------------------------------------------------------------------------------------------
 
 
-def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
-    inside, most = 0, 0
-    met: list[asyncio.Event] = []
-
-    async def judge(prompt: Prompt, response: str) -> float:
-        nonlocal inside, most
-        met = met_of()
-        inside += 1
-        most = max(most, inside)
-        if inside == 4:
-            met.set()  # none of them goes on before the last one has begun
-        await met.wait()
-        inside -= 1
-        return float(len(response))
-
-    def met_of() -> asyncio.Event:
-        if not met:
-            met.append(asyncio.Event())
-        return met[0]
-
-    scores = Reward(name="mine:f", function=judge).score(rollout(["a", "bb", "ccc", ""], [0] * 4, (SORT,)))
-    assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 0.0]
-    assert most == 4
-
-
 def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
     inside, most = 0, 0
 
@@ -380,7 +342,7 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
 
     samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     reward = Reward(name="mine:f", function=judge)
-    fine, *failures = [ended(begun) for begun in [reward.begin(sample, limit=0.2) for sample in samples]]
+    fine, *failures = [begun.result() for begun in [reward.begin(sample, limit=0.2) for sample in samples]]
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
@@ -473,7 +435,7 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
     names = ("my_rewards:later", "my_rewards:sync")
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
     begun = [reward.begin((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
-    fine, slow, bad, again = map(ended, begun)
+    fine, slow, bad, again = [each.result() for each in begun]
     assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
     assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
@@ -481,7 +443,7 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
 
 def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
     reward = resolve_reward("tests.rollout.user_rewards:act", {})
-    outcome = reward.outcome(SORT, "leave")
+    outcome = reward.outcome((SORT, "leave", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "died"
     assert " ended its process (sys.exit(4)) on prompt " in outcome.message
 

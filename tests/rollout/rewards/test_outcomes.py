@@ -10,8 +10,7 @@ import pytest
 
 from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
-from corerl.rollout.rewards.base import Failure, Judged, Reward
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import Failure, Judged, OutcomeScorer, Reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
