@@ -19,7 +19,7 @@ from corerl.data.chat import parse_json
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, shorten
 
-BATCH = 1024  # rows that are decoded together
+BATCH = 128  # rows that are decoded together, which may have pictures
 NEWLINE = b"\n"
 JSONL = ".jsonl"
 LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".json": "json"}  # of `datasets`
@@ -28,9 +28,6 @@ PATHS = (
     "`save_to_disk`"
 )
 TRAIN = "train"
-# In the place of values that a scan does not decode: of pictures and sound, and of vectors.
-PICTURE, VECTOR = {"bytes": b"", "path": ""}, [0]
-PREFIX = 16  # bytes by which a picture is known
 
 
 class Refused(Exception):
@@ -52,13 +49,8 @@ class Rows(ABC):
         """Of JSON lines it is known only once they are scanned; 0 before."""
 
     @abstractmethod
-    def scan(self, *used: str) -> Iterator[tuple[str, Any]]:
-        """Yield (where, row) for each row, in order; in the place of one that cannot be read, why. Columns that are
-        `unread` have a placeholder where they hold something."""
-
-    def unread(self, *used: str) -> frozenset[str]:
-        """The columns that a scan does not decode, where `used` are those that are read."""
-        return frozenset()
+    def scan(self) -> Iterator[tuple[str, Any]]:
+        """Yield (where, row) for each row, in order; in the place of one that cannot be read, why."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
@@ -78,7 +70,7 @@ class GivenRows(Rows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def scan(self, *used: str) -> Iterator[tuple[str, Any]]:
+    def scan(self) -> Iterator[tuple[str, Any]]:
         yield from ((self.where(index), self[index]) for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
@@ -98,7 +90,7 @@ class JsonlRows(Rows):
         self._offsets = np.zeros(0, dtype=np.int64)
         self._firsts: list[int] = []  # of each file the number of its first row
 
-    def scan(self, *used: str) -> Iterator[tuple[str, Any]]:
+    def scan(self) -> Iterator[tuple[str, Any]]:
         offsets: list[int] = []
         for path in self._paths:
             self._firsts.append(len(offsets))
@@ -152,24 +144,14 @@ class ArrowRows(Rows):
         self._table = dataset.data.table  # undecoded: pictures stay bytes
         self.name = name
 
-    def scan(self, *used: str) -> Iterator[tuple[str, Any]]:
+    def scan(self) -> Iterator[tuple[str, Any]]:
         if not len(self):
             raise DataError(f"data.source: {self.name} has no rows")
-        unread = self.unread(*used)
-        read = [name for name in self._table.column_names if name not in unread]
         index = 0
         for batch in self._table.to_batches(max_chunksize=BATCH):
-            rows = self._rows(batch.select(read))
-            for name in unread:
-                for row, value in zip(rows, _placeholders(batch.column(name)), strict=True):
-                    if value:
-                        row[name] = value
-            for row in rows:
+            for row in self._rows(batch):
                 yield self.where(index), row
                 index += 1
-
-    def unread(self, *used: str) -> frozenset[str]:
-        return frozenset(each.name for each in self._table.schema if each.name not in used and _is_large(each.type))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -186,37 +168,6 @@ class ArrowRows(Rows):
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
-
-
-def _is_large(kind: Any) -> bool:
-    """Whether values of an Arrow type are pictures, sound or lists of numbers."""
-    from pyarrow import types
-
-    inner = kind
-    while hasattr(inner, "value_type"):
-        inner = inner.value_type
-    numbers = inner is not kind and (types.is_integer(inner) or types.is_floating(inner))
-    return numbers or _holds_bytes(kind)
-
-
-def _holds_bytes(kind: Any) -> bool:
-    return "binary" in str(kind) or "struct<array: " in str(kind)
-
-
-def _placeholders(column: Any) -> list[Any]:
-    """[n] the first bytes of binary values; something in the place of others that are not null or empty."""
-    from pyarrow import compute, types
-
-    kind = column.type
-    if types.is_binary(kind) or types.is_large_binary(kind):
-        return list(compute.binary_slice(column, 0, PREFIX).to_pylist())
-    there = np.asarray(column.is_valid())
-    if types.is_list(kind) or types.is_large_list(kind):
-        there = there & (np.asarray(compute.fill_null(compute.list_value_length(column), 0)) > 0)
-    elif types.is_struct(kind):
-        there = there & np.any([np.asarray(child.is_valid()) for child in column.flatten()], axis=0)
-    value = PICTURE if _holds_bytes(kind) else VECTOR
-    return [value if each else None for each in there]
 
 
 # ---- what a source names ---------------------------------------------------------------------------------------------

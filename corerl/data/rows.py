@@ -79,9 +79,8 @@ class RowPrompts(PromptSource):
         digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
         refused, marked, not_shown = Tally(), Tally(), Tally()
         self._has: set[str] = set()  # of the two other fields, those that some row has
-        used = prompt_key, answer_key, tools_key, OPTIONS
-        unread, noticed = rows.unread(*used), time.monotonic()
-        for number, (where, row) in enumerate(rows.scan(*used), start=1):
+        noticed = time.monotonic()
+        for number, (where, row) in enumerate(rows.scan(), start=1):
             if notify is not None and number % BATCH == 0 and time.monotonic() >= noticed + EVERY:
                 noticed = time.monotonic()
                 notify(f"reading {rows.name}: {number:,} {f'of {len(rows):,} ' if len(rows) else ''}rows")
@@ -104,8 +103,7 @@ class RowPrompts(PromptSource):
             if not prompt.answer:
                 self.first_unanswered = self.first_unanswered if self.unanswered else len(digests)
                 self.unanswered += 1
-            held = {name: value for name, value in row.items() if name not in unread} if unread else row
-            digests.append(digest(without_nulls(held), prompt_key, answer_key, tools_key))
+            digests.append(digest(without_nulls(row), prompt_key, answer_key, tools_key))
             asked.append(digest_of_text(prompt.text))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
