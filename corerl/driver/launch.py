@@ -63,7 +63,6 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
-from corerl.rollout import templates
 from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Source
@@ -130,7 +129,6 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
         for text in _notices(plan):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
-            stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
             try:
