@@ -1,4 +1,4 @@
-"""Prompt sources made of others: several as one, mixed by weight; one of which prompts are only evaluated."""
+"""Prompt sources made of others: several as one, mixed by weight; one whose prompts are only evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to sample from: split once into training and held-out prompts, and drawn in an order fixed by the seed."""
+"""Prompts to sample from: split once into training and held-out prompts, and taken in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PromptSource(ABC):
     def prompt(self, index: int) -> Prompt: ...
 
     def where(self, index: int) -> str:
-        """Where the prompt stands, for messages, such as its file and line."""
+        """The prompt's place for messages: its file and line, say."""
         return f"prompt {index}"
 
     def __len__(self) -> int:
@@ -231,7 +231,7 @@ class PromptStream:
         return [self._take() for _ in range(n)]
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken, to be drawn again."""
+        """Return a prompt that was taken, to be taken again."""
         self._returned.append(prompt.index)
 
     def _take(self) -> Prompt:
@@ -283,10 +283,10 @@ class PromptStream:
     def restore(self, position: Mapping[str, Any]) -> bool:
         """Continue from `position`; False if these prompts replace those of the position, and begin with the first.
         Raises CheckpointError for the position of another seed or in other data."""
-        stands, data = position["sources"], position["data"]
+        positions, data = position["sources"], position["data"]
         self._returned = deque()
         if data == self._source.replaces:
-            epoch = 1 + max(stand["epoch"] for stand in stands)  # an order of its own
+            epoch = 1 + max(each["epoch"] for each in positions)  # an order of its own
             for epochs in self._epochs:
                 epochs.start(epoch=epoch, offset=0, taken=0)
             return False
@@ -297,11 +297,11 @@ class PromptStream:
                 f"the checkpoint's data position has {name}={position[name]}, but this run has "
                 f"{name}={self.position[name]}; resume with the same [data] and run.seed"
             )
-        for epochs, stand in zip(self._epochs, stands, strict=True):
-            epochs.start(epoch=stand["epoch"], offset=stand["offset"], taken=stand["taken"])
-            if stand["prompts"] > (there := epochs.position["prompts"]):
+        for epochs, saved in zip(self._epochs, positions, strict=True):
+            epochs.start(epoch=saved["epoch"], offset=saved["offset"], taken=saved["taken"])
+            if saved["prompts"] > (there := epochs.position["prompts"]):
                 raise CheckpointError(
-                    f"the checkpoint's data position has {stand['prompts']} prompts in its epoch, but this run has "
+                    f"the checkpoint's data position has {saved['prompts']} prompts in its epoch, but this run has "
                     f"{there}; resume from another checkpoint"
                 )
         for digest in position.get("returned", []):

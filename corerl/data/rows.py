@@ -1,4 +1,4 @@
-"""Prompts from rows: all are checked at once, each is read when it is drawn."""
+"""Prompts from rows: all are checked at once, each is read again when it is taken."""
 
 from __future__ import annotations
 

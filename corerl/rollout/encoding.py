@@ -62,9 +62,9 @@ def written(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[list[int]]:
     """[P] the tokens of each prompt's text. A chat template writes <bos> itself."""
-    begun = [text for prompt, text in zip(prompts, texts, strict=True) if not prompt.messages]
+    others = [text for prompt, text in zip(prompts, texts, strict=True) if not prompt.messages]
     chats = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.messages]
-    of_texts = iter(TextEncoder(tokenizer).begun(begun) if begun else ())
+    of_texts = iter(TextEncoder(tokenizer).begun(others) if others else ())
     of_chats = iter(plain(tokenizer, chats))
     return [next(of_chats if prompt.messages else of_texts) for prompt in prompts]
 
@@ -102,20 +102,20 @@ class TextEncoder:
         return None
 
     def behind(self, text: str) -> list[int]:
-        """The tokens of a text that follows another one, such that nothing stands between the two when they are
+        """The tokens of a text that follows another one, such that nothing is between the two when they are
         decoded.
 
-        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand
+        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then be
         between. A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins
         a row.
         """
         (ids,) = plain(self._tokenizer, [text])
-        for anchor, (before, said) in self._anchors.items():
-            told = self._decoded(before + ids)
-            if told == said + text:  # as most tokenizers have it
+        for anchor, (before, decoded) in self._anchors.items():
+            joined = self._decoded(before + ids)
+            if joined == decoded + text:  # as most tokenizers have it
                 return ids
             (whole,) = plain(self._tokenizer, [anchor + text])
-            if told == self._decoded(whole):
+            if joined == self._decoded(whole):
                 return ids
             if whole[: len(before)] == before:  # else the two grew together where they meet
                 return whole[len(before) :]
@@ -126,7 +126,7 @@ class TextEncoder:
 
 
 def _begun(ids: list[int], before: list[int]) -> list[int]:
-    """The tokens of a text after `before`, of which none is there twice."""
+    """The tokens of a text after `before`, each once."""
     left = list(before)
     for token in ids:
         if token not in left:
@@ -259,7 +259,7 @@ class PromptCheck:
 
 def check_first(source: PromptSource, check: PromptCheck) -> None:
     """Check the first training prompts of each share, and all that are held out: those that are skipped are left out of
-    the source, whose notices count them. The other ones are checked when they are drawn. Raises DataError as `check`,
+    the source, whose notices count them. The other ones are checked when they are taken. Raises DataError as `check`,
     with the prompt's place, and if none is left."""
     first = [index for share in source.shares for index in share.train[:FIRST].tolist()]
     trained = {*first} & {*source.train.tolist()}

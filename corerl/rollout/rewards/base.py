@@ -1,4 +1,4 @@
-"""Judge samples with reward functions: a number each, or why it has none, which names the sample."""
+"""Score samples with reward functions: each gets a number, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -152,16 +152,16 @@ class Reward:
         found: list[Outcome] = []
         for first in range(0, len(samples), AT_ONCE):
             some = samples[first : first + AT_ONCE]
-            begun = [self.begin(sample) for sample in some] if self.waits else []
-            for outcome in (each.result() for each in begun) if self.waits else map(self.outcome, some):
+            futures = [self.start(sample) for sample in some] if self.waits else []
+            for outcome in (each.result() for each in futures) if self.waits else map(self.outcome, some):
                 found.append(outcome)
                 if on_progress is not None:
                     on_progress(len(found), len(samples))
         return found
 
-    def begin(self, sample: Sample, limit: float | None = None) -> Future[Outcome]:
-        """Call an async reward, and begin to wait for it, at most `limit` seconds. What is not async in it runs in this
-        thread, and is part of the sample's time."""
+    def start(self, sample: Sample, limit: float | None = None) -> Future[Outcome]:
+        """Call an async reward, and wait for it in the event loop, at most `limit` seconds. What is not async runs in
+        this thread, and is part of the sample's time."""
         started = time.monotonic()
         try:
             value = self.called(sample)
@@ -279,7 +279,7 @@ class WeightedSum(Reward):
         return any(term.reward.takes_tokens for term in self.terms)
 
     def called(self, sample: Sample) -> Any:
-        # Async ones last: if another one raises, none of them was begun in vain.
+        # Async ones last: if another one raises, none of them was called in vain.
         order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
         found = {place: self.terms[place].reward.called(sample) for place in order}
         values = [found[place] for place in range(len(self.terms))]

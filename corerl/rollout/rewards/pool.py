@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TURN = 1.0  # seconds after which a process begins no other sample of those that it was given
 GRACE = 0.5  # seconds beyond a time limit before a process is killed
 START = 120.0  # seconds for a process to start and import the reward
-POLL = 1.0  # seconds between two looks whether the pool was closed
+POLL = 1.0  # seconds between two checks whether the pool was closed
 
 Row = int  # the number of a sample in its batch
 
@@ -173,7 +173,7 @@ class RewardPool:
             self._end(*self._workers)
 
     def _start(self) -> None:
-        limit = self._config.timeout + GRACE + TURN * self._reward.waits  # async ones are not begun at the same time
+        limit = self._config.timeout + GRACE + TURN * self._reward.waits  # async ones start one after the other
         self._require_open()
         while len(self._workers) < self._config.processes:
             self._workers.append(RewardWorker(self._config, limit=limit))
@@ -281,16 +281,16 @@ def _scored(reward: Reward, given: Sequence[tuple[Row, Sample]], limit: float) -
     """The outcomes of the first of these samples, of an async reward as they come; the driver sees to it that others
     keep to the limit."""
     until = time.monotonic() + TURN
-    begun: dict[Future[Outcome], Row] = {}
+    futures: dict[Future[Outcome], Row] = {}
     for row, sample in given:
         if reward.waits:
-            begun[reward.begin(sample, limit)] = row
+            futures[reward.start(sample, limit)] = row
         else:
             yield row, reward.outcome(sample)
         if time.monotonic() > until:
             break
-    for each in as_completed(begun):
-        yield begun[each], each.result()
+    for each in as_completed(futures):
+        yield futures[each], each.result()
 
 
 def _end_with_driver() -> None:

@@ -342,7 +342,7 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
 
     samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     reward = Reward(name="mine:f", function=judge)
-    fine, *failures = [begun.result() for begun in [reward.begin(sample, limit=0.2) for sample in samples]]
+    fine, *failures = [begun.result() for begun in [reward.start(sample, limit=0.2) for sample in samples]]
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
@@ -434,7 +434,7 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
     mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
     names = ("my_rewards:later", "my_rewards:sync")
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
-    begun = [reward.begin((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
+    begun = [reward.start((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
     fine, slow, bad, again = [each.result() for each in begun]
     assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
     assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
