@@ -3,7 +3,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import ModuleType
 from typing import Any, cast
@@ -17,7 +17,17 @@ from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.event_loop import in_thread
-from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, Term, WeightedSum, samples_of
+from corerl.rollout.rewards.base import (
+    Failure,
+    Judged,
+    OutcomeScorer,
+    Reward,
+    Scores,
+    Scoring,
+    Term,
+    WeightedSum,
+    samples_of,
+)
 from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -34,23 +44,10 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_scores_follow_the_samples_to_their_own_prompts() -> None:
-    other = Prompt(index=7, text="00007>", answer="00007")
-    both = rollout(["01358", "00007", "00007", "01357"], [0, 0, 1, 1], (SORT, other))
-    assert resolve_reward("exact-match", {}).score(both).rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
 def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
     mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
     reward = resolve_reward("my_rewards:longer", {"than": 3})
     assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
-
-
-def test_a_reward_that_raises_is_an_error_that_names_function_sample_and_cause(mine: ModuleType) -> None:
-    mine.parse = lambda prompt, response: int(response)  # type: ignore[attr-defined]
-    reward = resolve_reward("my_rewards:parse", {})
-    with pytest.raises(RewardError, match=r"'my_rewards:parse' raised ValueError: .*prompt 35018 \('35018>'\).*'1x'"):
-        reward(SORT, "1x")
 
 
 def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first_is_named(mine: ModuleType) -> None:
@@ -155,29 +152,23 @@ def test_ctrl_c_is_no_failure_of_the_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).bfloat16()]
-)
-def test_a_scalar_of_numpy_or_torch_is_a_number(value: object) -> None:
-    reward = Reward(name="mine:f", function=lambda prompt, response: value)
-    assert reward(SORT, "x") == 0.5
-    assert type(reward(SORT, "x")) is float
-
-
-@pytest.mark.parametrize(
     ("value", "number"),
     [
-        (True, 1.0),
-        (np.bool_(True), 1.0),
-        (torch.tensor(True), 1.0),
-        (torch.tensor(3), 3.0),
-        (np.uint64(7), 7.0),
-        (Fraction(1, 2), 0.5),
-        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (np.array(0.5), 0.5),
         (np.longdouble(0.5), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (torch.tensor(0.5).bfloat16(), 0.5),
+        (Fraction(1, 2), 0.5),
+        (True, 1.0),
+        (torch.tensor(True), 1.0),
+        (np.uint64(7), 7.0),
     ],
 )
-def test_truth_values_and_integers_are_numbers_too(value: object, number: float) -> None:
-    assert Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x") == number
+def test_whatever_is_a_scalar_is_a_number(value: object, number: float) -> None:
+    found = Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x")
+    assert found == number and type(found) is float
 
 
 @pytest.mark.parametrize(
@@ -217,12 +208,6 @@ def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], o
     outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message.startswith(f"reward 'mine:f' {told}")
-
-
-def test_a_long_value_is_cut_in_the_message() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome((SORT, "x", ()))
-    assert isinstance(outcome, Failure) and len(outcome.message) < 300
-    assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
 
 
 def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
@@ -441,13 +426,6 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
 
 
-def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
-    reward = resolve_reward("tests.rollout.user_rewards:act", {})
-    outcome = reward.outcome((SORT, "leave", ()))
-    assert isinstance(outcome, Failure) and outcome.kind == "died"
-    assert " ended its process (sys.exit(4)) on prompt " in outcome.message
-
-
 # ---- beside other coroutines -----------------------------------------------------------------------------------------
 
 
@@ -515,3 +493,49 @@ def test_scoring_that_nobody_waits_for_any_more_still_keeps_its_turn() -> None:
 
     assert asyncio.run(work()) == [2.0]
     assert scorer.order == ["broken", "ab"]
+
+
+# ---- rewards that samples bring --------------------------------------------------------------------------------------
+
+LATE = Failure(kind="timeout", message="it was late")
+
+
+def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
+    count = len(outcomes)
+    batch = SampleBatch(
+        tokens=np.zeros(count, np.int64),
+        offsets=np.arange(count + 1),
+        rows={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
+    )
+    texts = ["x" * (1 + row) for row in range(count)]
+    return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))
+
+
+def by_length(failed: float = -1.0) -> OutcomeScorer:
+    return OutcomeScorer(Reward(name="long", function=lambda prompt, text: len(text)), failed_value=failed)
+
+
+def test_samples_that_bring_no_reward_are_scored_and_the_others_are_not() -> None:
+    scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
+    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
+    assert scores.failed.tolist() == [False, False, True, False]
+    assert (scores.failures, scores.first) == ({"timeout": 1}, "it was late")
+    assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
+
+
+def test_a_batch_that_brings_no_rewards_is_scored_as_ever() -> None:
+    rollout = brought([None, None, None])
+    assert by_length().score(rollout).rewards.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rows_of_an_episode_share_the_reward_of_its_last_answer() -> None:
+    episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
+    scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
+    assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
+
+
+def test_a_batch_of_failures_is_an_error_and_a_part_of_one_is_not() -> None:
+    rollout = brought([LATE, LATE])
+    with pytest.raises(RewardError, match="^it was late; none of the 2 samples has a reward$"):
+        by_length().score(rollout)
+    assert by_length(0.25).score(rollout, part=True).rewards.tolist() == [0.25, 0.25]

@@ -80,11 +80,9 @@ def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_th
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("loop", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
         ("stuck", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
         ("exit", "died", "ended its process (exit status 3) on prompt 7"),
         ("leave", "died", "ended its process (sys.exit(4)) on prompt 7"),
-        ("segfault", "died", "ended its process (SIGSEGV) on prompt 7"),
     ],
 )
 def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) -> None:
@@ -157,13 +155,6 @@ def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
     assert found.failures == {}
 
 
-def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() -> None:
-    found = scores(["x"] * 24, name="tests.rollout.user_rewards:pid", processes=2)
-    pids = set(found.rewards.astype(int).tolist())
-    assert len(pids) == 2 and os.getpid() not in pids
-    assert gone(pids)
-
-
 def test_processes_import_no_torch_that_the_reward_does_not() -> None:
     assert scores(["x"], name="tests.rollout.user_rewards:without_torch", processes=1).rewards.tolist() == [1.0]
 
@@ -224,9 +215,8 @@ def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next()
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-@pytest.mark.parametrize("samples", [2, 8])  # as many as processes, or more
 def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(
-    samples: int, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
@@ -236,7 +226,7 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
 
         def score() -> None:
             try:
-                judge.score(rollout(["x"] * samples))
+                judge.score(rollout(["x"] * 8))
             except BaseException as error:
                 told.append(error)
 
@@ -293,7 +283,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_busy_processes_and_their_own_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     tmp_path: Path, how: signal.Signals
 ) -> None:
