@@ -16,7 +16,6 @@ from xxhash import xxh3_64_hexdigest
 
 from corerl.data.digests import packed
 from corerl.errors import CheckpointError, DataError
-from corerl.messages import short_repr
 from corerl.types import IntArray, UIntArray
 
 
@@ -235,8 +234,9 @@ class PromptStream:
         self._returned.append(prompt.index)
 
     def _take(self) -> Prompt:
-        if self._returned:
-            return self._source.prompt(self._returned.popleft())
+        while self._returned:
+            if (found := self._usable(self._returned.popleft())) is not None:
+                return found
         return self._epochs[self._next()].take(self._usable)
 
     def _usable(self, index: int) -> Prompt | None:
@@ -299,19 +299,9 @@ class PromptStream:
             )
         for epochs, saved in zip(self._epochs, positions, strict=True):
             epochs.start(epoch=saved["epoch"], offset=saved["offset"], taken=saved["taken"])
-            if saved["prompts"] > (there := epochs.position["prompts"]):
-                raise CheckpointError(
-                    f"the checkpoint's data position has {saved['prompts']} prompts in its epoch, but this run has "
-                    f"{there}; resume from another checkpoint"
-                )
         for digest in position.get("returned", []):
             found = [share.train[share.digests_of(share.train) == digest] for share in self._shares]
             indices = np.concatenate(found).tolist()
-            if not indices:
-                raise CheckpointError(
-                    f"the checkpoint's data position has returned prompt {short_repr(digest)}, which is not one of "
-                    "this run's training prompts; resume from another checkpoint"
-                )
-            if indices[0] not in self._source.left_out:  # which may have grown since
+            if indices and indices[0] not in self._source.left_out:  # which may have grown since
                 self._returned.append(indices[0])
         return True
