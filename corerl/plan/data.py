@@ -15,24 +15,22 @@ from corerl.config.functions import imported
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
 from corerl.config.structuring import structure
-from corerl.data.held_out import HeldOut
+from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
+from corerl.data.mixture import HeldOut
 from corerl.data.prompts import PromptSource
-from corerl.data.reports import Reports
-from corerl.data.rows import GivenRows, Rows
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, unapplied
-from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import Rejected, require_encodable
+from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
+from corerl.rollout.rewards.lookup import require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import SavedRollouts
@@ -68,16 +66,11 @@ def load_sampled(
     if not config.run.samples or sampler is not None or names_prompts(data):
         with problems.stage("data", path="data.source"):
             given = _rows_of(sampler, config) if sampler is not None and not names_prompts(data) else None
-            prompts = load_prompts(data, seed=config.run.seed, reports=Reports(note), given=given)
+            prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given)
             if tokenizer is not None:
-                # Where rows may be skipped, the check of all prompts finds them.
-                characters = data.refused == "fail"
-                require_encodable(prompts, tokenizer, data.chat_template_options, characters=characters)
+                require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
-        concurrent = rollout.source != "synchronous" and config.run.mode == "train"
-        if prompts is not None and concurrent and not config.reward.processes:
-            require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
     if reward is not None and sampler is not None and not sampler.spec.rewards:
         with problems.stage("algorithm.dynamic_sampling_on"):
             require_part(reward, config.algorithm.dynamic_sampling_on, setting="algorithm.dynamic_sampling_on")
@@ -152,22 +145,20 @@ def _context_is(config: Config, context: int) -> str:
 def prompt_check(
     config: Config, context: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, problems: Problems
 ) -> PromptCheck | None:
-    """The check of every prompt, which has ended if there are few; None if the run draws none. Those that leave no room
-    for a response are left out."""
+    """The check of each prompt that is taken, which the first ones have passed; None if the run takes none. Prompts
+    that leave no room for a response are left out."""
     rollout, data = config.rollout, config.data
     if not config.run.samples:
         return None
     check = PromptCheck(
-        prompts,
-        tokenizer,
-        data.chat_template_options,
+        tokenizer=tokenizer,
+        options=data.chat_template_options,
         skip=data.refused == "skip",
         longest=context - rollout.max_tokens if context else UNLIMITED,
         limit=f"rollout.max_tokens={rollout.max_tokens} ({_context_is(config, context)})",
     )
     with problems.stage("data", path="data.source"):
-        if check.look(AT_ONCE):
-            check.finish()
+        check_first(prompts, check)
     return check
 
 
@@ -207,7 +198,7 @@ def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled, *
     held_out, rewarding = HeldOut(prompts, prompts.held_out), None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
-        source = load_prompts(data, seed=config.run.seed, reports=Reports(note), whole=False)
+        source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
         held_out, rewarding = HeldOut(source, source.train), own.reward
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
     if not brings_rewards:
@@ -233,20 +224,20 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
     options, tokens, tokenizer = config.data.chat_template_options, held_out.params.max_tokens, sampled.tokenizer
     assert tokenizer is not None
     if held_out.name:
-        require_encodable(held_out.source, tokenizer, options, characters=config.data.refused == "fail")
-        yield from held_out.source.notices
+        require_encodable(held_out.source, tokenizer, options)
         yield from unanswered(config.data.answer_key, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
+    known = 0 if held_out.name else len(held_out.source.notices)
     check = PromptCheck(
-        held_out.source,
-        tokenizer,
-        options,
+        tokenizer=tokenizer,
+        options=options,
         skip=config.data.refused == "skip",
         longest=max(0, context - tokens) if context else UNLIMITED,
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
     )
-    yield from check.finish()
+    check_first(held_out.source, check)
+    yield from held_out.source.notices[known:]
 
 
 # ---- notices ---------------------------------------------------------------------------------------------------------

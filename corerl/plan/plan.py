@@ -28,13 +28,13 @@ from corerl.errors import ConfigError, ContractError, UserError
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.data import MakeSampler
 from corerl.plan.processes import ProcessPlan
-from corerl.plan.prompt_check import PromptCheck
 from corerl.plan.resolve import Plugins
 from corerl.plan.resume import Start
 from corerl.plan.roles import RolePlan
 from corerl.plugin.contract import ask_each
 from corerl.plugin.observers import load_planners
 from corerl.plugin.spec import PlanAnswer
+from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.sources.base import Scored
@@ -50,7 +50,7 @@ class RolloutPlan:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     template_options: Mapping[str, Any]  # of the tokenizer's chat template
-    check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
+    check: PromptCheck | None  # of each prompt that is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     reward: Reward
     params: SamplingParams

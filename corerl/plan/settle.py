@@ -13,7 +13,7 @@ from attrs import evolve
 from corerl.config.load import as_config
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
-from corerl.data.splits import is_pattern
+from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.resolve import Plugins

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from corerl.config.load import config_of
 from corerl.config.options import option
 from corerl.config.schema import Config
-from corerl.data.rows import Rows
+from corerl.data.files import Rows
 from corerl.errors import ConfigError, DataError, PluginBroken, UserError
 from corerl.plan.data import _rows_of
 from corerl.plan.make import make_plan
