@@ -18,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And what shapes an operator gives: to keep that takes a third of a compilation, and each is seen once here.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
-from corerl.rollout import templates
 from corerl_testing import pool
 from corerl_testing.marks import MARK
 from tests import machine
@@ -162,19 +161,12 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def untried(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A command renders chat templates in another process; only tests with the mark may start it. And all take a
-    model for packable that is like one that was."""
+def known_layouts() -> None:
+    """A model like one that was found packable is not examined again."""
     if "corerl.models.layouts" in sys.modules:
         from tests.forks.once import look_once
 
         look_once()
-    with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
-        if request.node.get_closest_marker("processes") is None:
-            own.setattr(
-                templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
-            )
-        yield
 
 
 @pytest.fixture(scope="module")

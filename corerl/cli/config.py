@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-SECONDS = 10.0  # between two notes of how many prompts are checked
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -44,10 +42,7 @@ def run_check(args: argparse.Namespace) -> int:
     with uncollected():
         from corerl.plan.make import make_plan
     plan = make_plan(config, starting=False)
-    check = plan.rollout.check
-    while check is not None and not check.look(SECONDS):
-        note(f"{check.done:,} of {check.of:,} prompts are checked")
-    for line in (*plan.notices, *(check.finish() if check is not None else ())):
+    for line in plan.notices:
         if line not in ignored:
             note(line)
     print(f"{args.file}: ok")

@@ -545,8 +545,8 @@ class DataConfig:
     """The prompts of a run."""
 
     source: str = option(
-        "a generated task (sort-digits), a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', a directory of "
-        "such files, or a directory saved by the `datasets` library",
+        "a generated task (sort-digits), a .jsonl file, a .parquet, .csv, .arrow or .json file, a pattern such as "
+        "'data/*.jsonl', a directory of such files, or a directory saved by the `datasets` library",
         default="sort-digits",
     )
     split: str = option("the split of a directory that is read; empty: train", default="")
@@ -565,8 +565,7 @@ class DataConfig:
     )
     refused: Literal["fail", "skip"] = option(
         "rows that cannot be shown to the model, such as those with pictures, without a prompt, or with a chat that "
-        "the chat template refuses; fail: an error names the first one before the first step; skip: they are left out "
-        "and counted",
+        "the chat template refuses; fail: an error names the first one; skip: they are left out and counted",
         default="fail",
     )
     ignore: tuple[str, ...] = option(

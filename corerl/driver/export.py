@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,6 @@ from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plain_json import read_json_file
 from corerl.plan.state import read_run
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
@@ -228,7 +228,7 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     known: dict[str, Any] = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
     file = Path(model.path) / GENERATION
     if model.path and file.is_file():
-        known |= read_json_file(file)
+        known |= json.loads(file.read_bytes())
     size = config.get_text_config().vocab_size
     for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
         if isinstance(token := known.get(name), int) and not 0 <= token < size:

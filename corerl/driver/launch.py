@@ -26,7 +26,7 @@ from corerl.driver.control import Control
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.groups import Groups, with_devices
 from corerl.driver.idle import SCORING
-from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
+from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.restarts import Restarts
 from corerl.driver.roles import Role, resume_schedules
@@ -62,7 +62,6 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
-from corerl.rollout import templates
 from corerl.rollout.rewards.base import Scorer, Scoring
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources.base import Source
@@ -129,7 +128,6 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
         for text in _notices(plan):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
-            stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
             try:
@@ -187,18 +185,13 @@ def _close(run: Run) -> None:
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     start, rollout, trains = plan.start, plan.rollout, plan.run.trains
-    check = rollout.check if rollout.check is not None and rollout.check.notices is None else None
-    if check is not None:
-        check.begin()
-        stack.callback(check.stop)
     # First: its processes start while Ray does.
     start_one = functools.partial(start_scorer, progress=progress, stack=stack)
     scorer: Scorer = start_one(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward
     scorers = [None if each.reward is None else start_one(each.reward, each.rewarding) for each in plan.eval_sets]
     loop = EventLoop("rollout")
     stack.callback(loop.close)
-    beside = check.future if check is not None else None
-    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack, beside=beside)
+    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack)
     roles = {
         name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
     }
@@ -210,12 +203,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
     for text in snapshots.begin(progress.step, resumed=bool(start.state)):
         progress.notice(text)
-    if check is not None:
-        progress.begin("checking the prompts")
-        while not check.ready(BEAT_SECONDS):
-            progress.count(CHECKED, check.done, check.of)
-        for text in check.finish():
-            progress.notice(text)
     reward = Scoring(
         scorer,
         loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
@@ -341,7 +328,7 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
     async def drawn() -> SampleBatch:
         # A stream of its own, so that the run's stays where it is.
-        prompts = PromptStream(plan.rollout.prompts, plan.run.seed).take(PROMPTS)
+        prompts = PromptStream(plan.rollout.prompts, plan.run.seed, check=plan.rollout.check).take(PROMPTS)
         return await draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
 
     return Gate(
@@ -355,10 +342,10 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 
 def _start_processes(
-    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
+    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], ResourcePool]:
-    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready, or raises the
-    error of a future `beside`. `stack` ends them."""
+    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready. `stack`
+    ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
     cpus = max(processes.placement.cpus, CPUS)
@@ -383,7 +370,7 @@ def _start_processes(
         stack.callback(fleet.end)
     restarts = processes.roles[ACTOR].train.restarts
     in_turns = bool(processes.sharing)
-    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts, beside=beside)
+    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return groups, fleet, started, room
 
 
@@ -441,18 +428,17 @@ def start_all(
     *,
     in_turns: bool,
     restarts: int = 0,
-    beside: Future[Any] | None = None,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. Ranks of which one dies as it loads are restarted, so often. The
-    error of a future `beside` ends the start too."""
+    start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
+    times."""
     starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
         ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
-        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
+        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks})
         _replace(fleet, begun[ENGINES], progress)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
@@ -464,7 +450,7 @@ def start_all(
     starting |= {name: group.init() for name, group in groups.items()}
     while True:
         try:
-            results = wait_all(starting, beside=beside)
+            results = wait_all(starting)
             break
         except WorkerDied as error:
             if not restarts:
@@ -504,8 +490,6 @@ def _notices(plan: Plan) -> Iterator[str]:
     """What a user may want to know before the first step."""
     yield from plan.start.lost
     yield from plan.notices
-    if plan.rollout.check is not None:
-        yield from plan.rollout.check.notices or ()  # of one that goes on, when it has ended
 
 
 def make_fleet(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from corerl.errors import ModelError
 from corerl.messages import did_you_mean
 from corerl.models.experts import experts_of
 from corerl.models.readers import INDEX, SINGLE
-from corerl.plain_json import read_json_file
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -201,7 +201,7 @@ def _from_directory(path: str) -> PreTrainedConfig:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
     try:
-        fields = read_json_file(file)
+        fields = json.loads(file.read_bytes())
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:
@@ -238,7 +238,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
 def code_not_run(path: str) -> str:
     """A notice of code in a model's directory that its config.json names and that nothing runs; "" if it names none.
     The directory's config must be one that `hf_config` has read."""
-    fields = read_json_file(Path(path) / "config.json")
+    fields = json.loads((Path(path) / "config.json").read_bytes())
     if not (named := _code_named_in(fields)):
         return ""
     return (

@@ -27,7 +27,6 @@ from corerl.models.lora import put_adapters
 from corerl.models.names import peft_names, shapes_of
 from corerl.models.peft_files import PeftFiles, begins
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
-from corerl.plain_json import read_json_file
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -103,7 +102,7 @@ def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFi
 
 def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:
     """What the config.json of a model that reads pictures says of the parts that a run on text does not build."""
-    written, text = read_json_file(Path(directory) / "config.json"), config.get_text_config()
+    written, text = json.loads((Path(directory) / "config.json").read_bytes()), config.get_text_config()
     return {name: written[name] for name in config.sub_configs if name in written and getattr(config, name) is not text}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from corerl.config.schema import ALL_LINEAR, LoraConfig
 from corerl.errors import ModelError
 from corerl.models.initial import Constant, Initial, Normal, Uniform
 from corerl.models.readers import SafetensorsSource
-from corerl.plain_json import read_json_file
 from corerl.weights.adapters import A
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -89,7 +89,7 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
     compute something else than these settings say."""
     file = Path(directory) / PEFT_CONFIG
     try:
-        fields = read_json_file(file)
+        fields = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); name a directory that PEFT has saved") from error
     except ValueError as error:

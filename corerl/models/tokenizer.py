@@ -19,7 +19,6 @@ from transformers import (
 
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
-from corerl.plain_json import read_json_file
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -140,7 +139,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
     for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
         if file.is_file():
             try:
-                fields = read_json_file(file)
+                fields = json.loads(file.read_bytes())
                 named += _ends_in(fields)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
@@ -159,7 +158,7 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     """A notice of what the model's generation_config.json says of sampling and a run, which samples with these values
     of temperature, top_p and top_k, does not do; "" if there is nothing. `end_tokens` must have read the file."""
     file = Path(model.path) / GENERATION
-    fields = read_json_file(file) if model.path and file.is_file() else {}
+    fields = json.loads(file.read_bytes()) if model.path and file.is_file() else {}
     found = {
         name: value
         for name, neutral in SHAPING.items()

@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from corerl import hookimpl, loop
-from corerl.calls import Future, wait_all
+from corerl.calls import Future
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.cluster.process import CallResult
@@ -39,7 +39,7 @@ from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunF
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
-from tests.driver.saved import chats_of, config_in, make_config
+from tests.driver.saved import config_in, make_config
 from tests.in_process import execute_here, small
 
 
@@ -191,32 +191,6 @@ def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_tur
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
         start_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
-
-
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: bool) -> None:
-    refuses: Any = Starts(3, DataError("p.jsonl:6001: refused"))
-    ranks: Any = Starts(1_000_000)
-    fleet: Any = Starts(1_000_000)
-    with pytest.raises(DataError, match="^p.jsonl:6001: refused$"):
-        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start())
-    assert "sleep" not in fleet.asked and fleet.polls > 999_000
-
-
-def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*_: object, beside: Future[Any] | None) -> None:
-        wait_all({"ranks": Starts(1_000_000).start()}, beside=beside)
-
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
-    monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
-    monkeypatch.setattr(driver, "start_scorer", lambda *_, **__: None)
-    monkeypatch.setattr(driver, "_start_processes", start)
-    config = config_in(tmp_path / "run", cluster={"device": "cpu"}, **chats_of(tmp_path, bad=13))
-    with pytest.raises(DataError, match=r"chats.jsonl:14: the tokenizer's chat template rejects its messages"):
-        with launch(functools.partial(make_plan, config)):
-            raise AssertionError("it must not come to this")
 
 
 def test_an_engine_that_cannot_start_ends_the_start_before_ranks_take_memory() -> None:
