@@ -22,6 +22,7 @@ from corerl.cli import trial
 from corerl.rollout import templates
 from corerl_testing import pool
 from corerl_testing.marks import MARK
+from corerl_testing.outcomes import FOUNDATION, parameters_of, repeated
 from tests import machine
 from tests.forks import server
 from tests.room import with_room
@@ -33,19 +34,20 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
+OF_VARIANTS = {"C18", "C43"}  # besides training: a resumed run, and sleep
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
+    "plugins/testing/tests/test_new_backend.py",
     "plugins/testing/tests/test_broken.py",
-    "plugins/fsdp/tests/test_conformance.py",
-    "tests/end_to_end/test_bad_days.py",
+    "plugins/megatron/tests/test_lora.py",
     "plugins/deepspeed/tests/test_conformance.py",
-    "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
-    "tests/end_to_end/test_failures.py",
-    "tests/docs/test_code_blocks.py",
-    "plugins/deepspeed/tests/test_options.py",
-    "plugins/megatron/tests/test_layouts.py",
+    "plugins/sglang/tests/test_engine.py",
     "plugins/megatron/tests/test_conformance.py",
-    "plugins/doctor/tests/test_nodes.py",
+    "plugins/fsdp/tests/test_conformance.py",
+    "plugins/elastic/tests/test_resizing.py",
+    "tests/end_to_end/test_resume.py",
+    "tests/rollout/rewards/test_pool.py",
+    "tests/cluster/test_group.py",
 ]
 
 
@@ -56,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # for as long as another thread of its rank holds a lock: where it takes the core of that one, both wait.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     config.addinivalue_line("markers", "processes: it starts processes; `make test-fast` leaves it out")
+    config.addinivalue_line("markers", "nightly: it repeats at greater cost what a test of `make test` sees")
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses what its controller has chosen
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
         os.environ["CORERL_TEST_FORKS_OWNER"] = str(os.getpid())
@@ -77,8 +80,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(machine.paced(own.args[0] if own else usual)), append=False)
         if STARTING.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker(MARK):
             item.add_marker("processes")
+    others = [item for item in items if item.path.name == "test_conformance.py"]  # of backends other than plain
+    for item in {*repeated(others), *filter(is_seen_elsewhere, others)}:
+        item.add_marker("nightly")
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def is_seen_elsewhere(item: pytest.Item) -> bool:
+    """Whether a check runs on fewer ranks than its most, or with a variant that trains, sleeps and resumes as well."""
+    if (mark := item.get_closest_marker(MARK)) is None or mark.args[0].id == FOUNDATION:
+        return False
+    parameters = parameters_of(item)
+    if parameters.get("backend_variant") is not None:
+        return mark.args[0].id not in OF_VARIANTS
+    return parameters.get("world_size", 0) < max(mark.args[0].ranks) and "world_size" in parameters
 
 
 def pytest_collection_finish() -> None:

@@ -516,6 +516,7 @@ def test_members_that_do_not_start_leave_the_group_as_it_was(start: Start, slots
     assert group.call("answer", "all") == [(0, "all")]
 
 
+@pytest.mark.nightly
 def test_a_member_that_came_later_and_freezes_is_ended_too_and_one_that_is_gone_is_not_looked_for(
     start: Start, slots: list[Slot]
 ) -> None:

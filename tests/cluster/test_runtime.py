@@ -137,6 +137,7 @@ except runtime.CorerlError as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_path: Path) -> None:
     server = tmp_path / "server"
     server.write_text("#!/bin/sh\nexec sleep 600\n")

@@ -79,6 +79,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 def test_whichever_of_rays_processes_dies_is_named_with_its_log_and_ray_can_start_again(tmp_path: Path) -> None:
     logs = {
         "raylet": "raylet.out",
@@ -120,6 +121,7 @@ except WorkerDied as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_driver_that_ray_ends_as_it_reads_its_store_is_told_of_by_another_process(tmp_path: Path) -> None:
     """Or it hears of raylet's end in time, and tells of it itself."""
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:

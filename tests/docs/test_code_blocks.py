@@ -161,6 +161,7 @@ writer.close()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.skipif(not PACKAGES.exists(), reason=f"{PACKAGES} is not there; `make setup` installs it")
 def test_the_commands_of_the_tutorial_run_in_turn_in_one_directory(tmp_path: Path) -> None:

@@ -53,15 +53,6 @@ def test_with_copies_in_memory_no_step_is_lost(tmp_path: Path, undisturbed: Path
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_is_killed_while_a_copy_is_written_over_an_older_one_goes_on_from_the_newest(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    kept = ["checkpoint.memory=true", "checkpoint.every=0"]
-    killed = run(tmp_path, *fault("copy", "kill", step=3, once=True), *kept)
-    assert "; all ranks are started anew from the copy in memory of step 2; step 3 is done again" in killed.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
 def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     """Also where ranks and engines take turns in memory."""
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
@@ -70,6 +61,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Pa
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_path: Path, undisturbed: Path) -> None:
     within = f"cluster.health_timeout={paced(6.0)}"
     frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
@@ -78,12 +70,7 @@ def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_pa
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_is_killed_in_the_first_update_costs_nothing(tmp_path: Path, undisturbed: Path) -> None:
-    killed = run(tmp_path, *fault("update_weights", "kill", step=0, once=True))
-    assert "; all ranks are started anew from the initial weights\n" in killed.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path: Path, undisturbed: Path) -> None:
     """Which does not notice by itself that nobody sends any more."""
     killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), "weights.transport=disk")
@@ -92,6 +79,7 @@ def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path:
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_as_the_only_engine_gets_its_weights_anew_costs_no_run(
     tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -13,6 +13,7 @@ RANKS = 2
 HALVES = ["forward_backward", "optimizer_step"]  # of a step
 
 
+@pytest.mark.nightly
 def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_
     assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "marks", "log"),
     [
@@ -93,31 +94,6 @@ def finish_without_gcs(self):
     return summary
 Run.finish = finish_without_gcs
 """
-
-
-def test_a_run_that_has_written_everything_has_succeeded_though_ray_has_died(tmp_path: Path) -> None:
-    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", "run.steps=2", CONSOLE]
-    with Command("train", *arguments, logs=tmp_path, before=GCS_DIES_AT_THE_END, own_ray=True) as command:
-        command.until(lambda: "\nfinished after 2 of 2 steps, " in command.out, "done")
-        assert (command.finish(within=ENDS_WITHIN), command.err) == (0, "")
-        command.assert_nothing_is_left()
-    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000002"
-
-
-def test_a_second_signal_while_ray_starts_ends_the_run_as_it_does_later(tmp_path: Path) -> None:
-    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", CONSOLE]
-    with Command("train", *arguments, logs=tmp_path, own_ray=True) as command:
-        command.until(lambda: any("ray::DashboardAgent" in line for line in command.processes().values()), "starting")
-        os.kill(command.process.pid, signal.SIGTERM)
-        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the first signal")
-        os.kill(command.process.pid, signal.SIGTERM)
-        status = command.finish(within=ENDS_WITHIN)
-        command.assert_nothing_is_left()
-    if status == -signal.SIGABRT:  # by Ray's native handler, which ours cannot replace before ray.init returns
-        assert "*** SIGTERM received at time=" in command.err
-        return
-    assert (status, command.err.splitlines()[-1]) == (130, "corerl: interrupted")
-    assert "\ninterrupted after 0 of 6 steps, " in command.out
 
 
 def test_a_run_whose_directory_is_removed_ends_with_an_error_even_if_there_is_another_in_its_place(

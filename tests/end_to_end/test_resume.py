@@ -126,6 +126,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines_another_transpor
         assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_other_data_and_mini_batches_and_keeps_its_optimizer(tmp_path: Path) -> None:
     for name, first in {"old": 100, "other": 300}.items():
         rows = [{"prompt": f"{first + n}>", "answer": str(first + n)} for n in range(12)]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corerl.checkpoint.reader import CheckpointSource
@@ -80,20 +79,6 @@ def test_the_reference_policy_is_the_one_that_training_began_with(uninterrupted:
     for line in steps:
         parts = line["train/policy_loss"] + 0.1 * line["train/kl"] - 0.01 * line["train/entropy"]
         assert line["train/loss"] == pytest.approx(parts, rel=1e-4)
-
-
-def test_tensorboard_shows_the_numbers_of_metrics_jsonl(uninterrupted: Finished) -> None:
-    accumulator = EventAccumulator(str(uninterrupted.run_dir / "tensorboard"))
-    accumulator.Reload()
-    for name in ("train/loss", "rollout/reward", "rollout/logprob_diff", "eval/exact_match"):
-        shown = [(event.step, event.value) for event in accumulator.Scalars(name)]
-        told = [(line["step"], line[name]) for line in metrics(uninterrupted.run_dir) if name in line]
-        assert shown == [(step, pytest.approx(value, rel=1e-6)) for step, value in told]
-
-
-def test_curves_are_drawn(uninterrupted: Finished) -> None:
-    png = (uninterrupted.run_dir / "curves.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n" and png[-8:-4] == b"IEND"
 
 
 def test_what_is_printed_to_a_file_has_no_control_codes_and_ends_with_what_is_where(uninterrupted: Finished) -> None:

@@ -214,6 +214,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", [STOPS_SHORT, DEAF], ids=["stops short", "deaf"])
 def test_a_process_that_stops_in_the_middle_of_an_answer_or_does_not_read_a_question_is_ended(
     program: str, monkeypatch: pytest.MonkeyPatch

@@ -203,6 +203,7 @@ def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsy
 # ---- what it is worth ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_python")
 def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp_path: Path) -> None:
     report = tmp_path / "report.json"

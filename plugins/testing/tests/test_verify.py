@@ -40,6 +40,7 @@ def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # nothing else is left where it was called
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_python")
 def test_one_check_runs_with_what_it_builds_on_and_with_the_options_given(tmp_path: Path) -> None:
     done = verify("plain", "--level", "1", "--check", "C36", cwd=tmp_path)
