@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +24,6 @@ from corerl_testing.marks import MARK
 from corerl_testing.outcomes import FOUNDATION, parameters_of, repeated
 from tests import machine
 from tests.forks import server
-from tests.room import with_room
 
 pytest_plugins = ["corerl_testing.plugin"]
 server.fork_fork_servers()
@@ -103,15 +101,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(*server.SELDOM)
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """What pytest does, with room."""
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    with_room(lambda: runtestprotocol(item, nextitem=nextitem))
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 class Unmarked:

@@ -36,7 +36,7 @@ from attrs import frozen
 from coverage import CoverageData
 
 TESTS, SECONDS = 40, 120.0  # for each fault, at most
-QUICK = ["-m", "not processes and not nightly", "-p", "no:cacheprovider", "-q"]
+QUICK = ["-m", "not processes", "-p", "no:cacheprovider", "-q"]
 # Where torch and transformers are imported before pytest, so is a plugin of pytest that one of them needs.
 FORKED = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-x", "-p", "no:xdist"]
 PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
