@@ -107,6 +107,7 @@ def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
     assert sum(a * b for a, b in critic.values()) == ADAPTERS // 2 + 32
 
 
+@pytest.mark.nightly
 def test_engines_that_hold_the_adapters_apart_draw_the_tokens_that_they_draw_from_merged_weights(
     on_fsdp: Trained, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def assert_replays_as_transformers(runs: Runs, ranks: int, setup: Setup) -> None
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "recompute"), CASES)
 def test_it_trains_through_the_experts_that_it_is_told(runs: Runs, layout: str, recompute: str) -> None:
     ranks, options = LAYOUTS[layout]

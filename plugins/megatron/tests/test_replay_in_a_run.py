@@ -89,6 +89,7 @@ def engine(directory: Path) -> list[Mapping[str, Any]]:
     return trained(directory, "engine")
 
 
+@pytest.mark.nightly
 def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
     directory: Path, engine: list[Mapping[str, Any]]
 ) -> None:

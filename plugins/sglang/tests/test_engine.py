@@ -559,6 +559,7 @@ def check_greedy(model: Any, drawn: Any) -> None:
         np.testing.assert_allclose(logprobs, plain.max(dim=-1).values.numpy(), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_update_is_dead(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
