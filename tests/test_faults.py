@@ -44,7 +44,7 @@ def test_each_place_has_its_faults_and_messages_and_annotations_none() -> None:
     }
 
 
-def test_what_runs_at_import_has_no_lines_and_defaults_have_those_of_the_body() -> None:
+def test_code_at_import_has_no_lines_and_defaults_the_bodys() -> None:
     lines = {fault.kind: fault.lines for fault in faults_of("a.py", SOURCE) if "LIMIT" in planted(SOURCE, fault)}
     by_text = {fault.text: fault.lines for fault in faults_of("a.py", SOURCE)}
     assert lines and by_text["8"] == range(0)

@@ -47,7 +47,7 @@ def forked(tmp_path: Path, code: str, *argv: str, said: str = "", **environment:
         )
 
 
-def test_it_has_what_it_was_given_and_nothing_of_the_server_but_its_imports(tmp_path: Path) -> None:
+def test_it_has_what_it_was_given_and_the_servers_imports(tmp_path: Path) -> None:
     process = forked(tmp_path, SHOWS, "program", "word", said="heard", WORD="own")
     assert process.wait(paced(60.0)) == 3
     seen = "[true, false]"
@@ -115,7 +115,7 @@ sys.exit(%s)
 """
 
 
-def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for_it(forked_python: None) -> None:
+def test_signals_end_it_whoever_sends_them(forked_python: None) -> None:
     done = ran("-X", "faulthandler", "-c", "import os\n\nos.abort()")
     assert done.returncode == -signal.SIGABRT
     assert "line 3 in <module>" in done.stderr
@@ -134,7 +134,7 @@ def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for
         started.stdout.close()
 
 
-def test_a_program_that_a_forked_one_starts_is_forked_too_and_no_other(forked_python: None) -> None:
+def test_programs_of_a_forked_one_are_forked(forked_python: None) -> None:
     def starts(program: str) -> str:
         return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
 
@@ -164,7 +164,7 @@ def test_a_test_that_starts_a_process_without_the_mark_fails(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed")
 
 
-def test_a_model_like_one_that_passed_is_not_passed_through_again_and_one_that_failed_is(
+def test_a_model_that_passed_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []

@@ -67,7 +67,7 @@ def test_a_wrong_setting_is_one_line_before_any_process(
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_a_half_written_or_damaged_checkpoint_is_named_and_never_resumed(
+def test_a_half_written_or_damaged_checkpoint_is_never_resumed(
     refused: Callable[..., list[str]], uninterrupted: Finished, tmp_path: Path
 ) -> None:
     earlier = copy_of(uninterrupted, tmp_path, 2, 4, 6)
@@ -104,9 +104,7 @@ def test_a_half_written_or_damaged_checkpoint_is_named_and_never_resumed(
 # ---- the reward function, which only a run can try -------------------------------------------------------------------
 
 
-def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_reward_ends_the_run_and_keeps_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)  # where the command finds the module
     changes = ["backend.name=plain", "roles.actor.ranks=1", "reward.name=my_rewards:to_nan"]

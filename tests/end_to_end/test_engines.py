@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(FREEZES, SILENT, id="frozen", marks=pytest.mark.nightly),
     ],
 )
-def test_an_engine_that_is_lost_while_sampling_and_in_an_update_changes_nothing(
+def test_an_engine_lost_in_sampling_and_update_changes_nothing(
     tmp_path: Path, undisturbed: Path, settings: list[str], happens: str
 ) -> None:
     command = run(tmp_path, 2, *TURNS, "weights.transport=collective", *settings)
@@ -63,7 +63,7 @@ def test_an_engine_that_is_lost_while_sampling_and_in_an_update_changes_nothing(
 
 
 @pytest.mark.nightly
-def test_an_engine_that_dies_as_it_starts_and_whose_successor_hangs_there_is_replaced_twice(tmp_path: Path) -> None:
+def test_an_engine_that_dies_and_hangs_at_start_is_replaced(tmp_path: Path) -> None:
     bound = paced(20.0)
     settings = [f'engines."{NAME}".starts=true', f"cluster.start_timeout={bound}", "rollout.restarts=2"]
     command = run(tmp_path, 0, *settings, "extensions=[{name='jsonl'},{name='console'}]")

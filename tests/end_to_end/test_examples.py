@@ -66,9 +66,7 @@ def test_no_example_is_left_out() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[NIGHTLY] if "quickstart" in name else []) for name in EXAMPLES]
 )
-def test_an_example_trains_two_steps_and_scores_before_and_after(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_trains_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.parquet")
     monkeypatch.chdir(tmp_path)  # where model.path and data.source are looked for

@@ -34,7 +34,7 @@ def fail(tmp_path: Path, *arguments: str) -> Command:
     return command
 
 
-def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+def test_a_rank_that_raises_in_train_ends_the_run(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("optimizer_step", "raise", step=1))
     assert command.err == (
         f"corerl: error: backend:{NAME}, actor rank 1: optimizer_step failed at optimizer step 2: ValueError: a "
@@ -44,7 +44,7 @@ def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_c
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
-def test_a_rank_that_raises_in_init_ends_the_run_with_its_error_and_debug_shows_where(tmp_path: Path) -> None:
+def test_a_rank_that_raises_in_init_is_shown_by_debug(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("init", "raise"), "--debug")
     lines = command.errors
     assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault ({WHERE})"

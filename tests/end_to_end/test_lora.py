@@ -56,7 +56,7 @@ def on_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return corerl(write_small(directory), directory / "run", *LORA)
 
 
-def test_a_run_of_adapters_learns_samples_what_it_trains_and_checkpoints_nothing_else(on_fsdp: Trained) -> None:
+def test_a_run_of_adapters_learns_and_saves_them_alone(on_fsdp: Trained) -> None:
     steps = steps_of(on_fsdp)
     assert list(steps) == list(range(STEPS))
     for line in steps.values():
@@ -73,7 +73,7 @@ def test_a_run_of_adapters_learns_samples_what_it_trains_and_checkpoints_nothing
         assert 3 * 4 * ADAPTERS <= held < 3 * 4 * ADAPTERS + ROOM
 
 
-def test_a_run_of_adapters_goes_on_in_other_backends_as_if_it_had_stayed(on_fsdp: Trained, tmp_path: Path) -> None:
+def test_a_run_of_adapters_resumes_on_other_backends(on_fsdp: Trained, tmp_path: Path) -> None:
     sharded = ["backend.name=deepspeed", "backends.deepspeed.stage=3", "run.steps=3"]
     resume = f"checkpoint.resume={on_fsdp.checkpoint(2)}"
     second = corerl(on_fsdp.config, tmp_path / "sharded", *LORA, *sharded, resume)
@@ -108,9 +108,7 @@ def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_engines_that_hold_the_adapters_apart_draw_the_tokens_that_they_draw_from_merged_weights(
-    on_fsdp: Trained, tmp_path: Path
-) -> None:
+def test_engines_with_separate_adapters_sample_the_same_tokens(on_fsdp: Trained, tmp_path: Path) -> None:
     apart = corerl(on_fsdp.config, tmp_path / "run", *LORA, "weights.lora=adapter", "weights.verify_every=1")
     merged, found = steps_of(on_fsdp), steps_of(apart)
     assert [found[step]["rollout/tokens"] for step in found] == [merged[step]["rollout/tokens"] for step in merged]

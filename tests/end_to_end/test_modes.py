@@ -74,7 +74,7 @@ def test_training_from_saved_batches_is_the_same_training(trained: Path) -> None
     assert all(line["rollout/staleness"] == 0.0 for line in first)
 
 
-def test_sampling_alone_draws_what_a_first_step_trains_on_and_trains_nothing(trained: Path) -> None:
+def test_sampling_alone_samples_what_a_first_step_trains_on(trained: Path) -> None:
     out = trained / "sampled"
     corerl(*("train", trained / "small.toml", *PLAIN, *PPO, "run.mode=rollout-only", f"run.dir={out}"), logs=trained)
     assert sorted(path.name for path in (out / "rollouts").iterdir()) == [
@@ -102,7 +102,7 @@ def test_eval_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
     assert sorted(path.name for path in (trained / "run").iterdir()) == sorted([*before, "eval"])
 
 
-def test_a_teacher_of_another_size_and_backend_is_asked_and_never_trained(tmp_path: Path) -> None:
+def test_a_teacher_of_another_size_is_never_trained(tmp_path: Path) -> None:
     model = "{model_type='qwen3',vocab_size=16,hidden_size=16,intermediate_size=32,num_hidden_layers=1,"
     model += "num_attention_heads=2,num_key_value_heads=2,head_dim=8,initializer_range=0.3,max_position_embeddings=64}"
     corerl(

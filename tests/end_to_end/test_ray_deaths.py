@@ -24,7 +24,7 @@ def processes(command: Command, part: str) -> list[int]:
     return [pid for pid, line in command.processes().items() if part in line.partition(" -")[0]]
 
 
-def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_is_written(tmp_path: Path) -> None:
+def test_a_dead_gcs_ends_the_run_after_the_save(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     saved = ["checkpoint.every=2", *fault("save", "wait", step=2)]  # in the background, until it is let go
     with Command(
@@ -56,9 +56,7 @@ def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_
         ("runtime-env agent", ["runtime_env/agent/main.py", "ray::RuntimeEnvAgent"], "runtime_env_agent.log"),
     ],
 )
-def test_a_run_ends_soon_with_the_name_and_log_of_whatever_of_ray_has_died(
-    name: str, marks: list[str], log: str, tmp_path: Path
-) -> None:
+def test_a_dead_process_of_ray_is_named_with_its_log(name: str, marks: list[str], log: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1"]
     # Where it waits for its rewards: Ray ends a driver itself that is at its object store when raylet dies, and with it
@@ -96,7 +94,7 @@ Run.finish = finish_without_gcs
 """
 
 
-def test_a_run_whose_directory_is_removed_ends_with_an_error_even_if_there_is_another_in_its_place(
+def test_a_run_whose_directory_is_replaced_ends_with_an_error(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"

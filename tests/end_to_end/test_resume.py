@@ -48,9 +48,7 @@ def kill(command: Command) -> None:
     command.assert_nothing_is_left()
 
 
-def test_a_run_that_is_stopped_then_killed_in_a_save_equals_the_uninterrupted_one(
-    uninterrupted: Finished, tmp_path: Path
-) -> None:
+def test_a_stopped_and_killed_run_equals_the_uninterrupted_one(uninterrupted: Finished, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
     fresh = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
@@ -92,9 +90,7 @@ def test_a_run_that_is_stopped_then_killed_in_a_save_equals_the_uninterrupted_on
     assert_same_as(uninterrupted, run_dir)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_engines_another_transport_and_placement(
-    uninterrupted: Finished, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_other_ranks_engines_and_transport(uninterrupted: Finished, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = ["roles.actor.ranks=1", "rollout.replicas=2", "weights.transport=disk", "cluster.placement=disaggregated"]
     checkpoint = uninterrupted.run_dir / "checkpoints/step-00000004"
@@ -118,7 +114,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines_another_transpor
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_with_other_data_and_mini_batches_and_keeps_its_optimizer(tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_data_and_mini_batches(tmp_path: Path) -> None:
     for name, first in {"old": 100, "other": 300}.items():
         rows = [{"prompt": f"{first + n}>", "answer": str(first + n)} for n in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -179,7 +179,7 @@ def test_no_other_check_sees_a_broken_backends_fault(name: str, all_checks: dict
     assert {check["blocked_by"] for check in all_checks[name] if check["outcome"] == "blocked"} <= {BROKEN[name]}
 
 
-def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, tmp_path: Path) -> None:
+def test_checks_on_gpus_see_numbers_that_differ(runs: Runs, tmp_path: Path) -> None:
     """Here both are a CPU's, where the plain backend passes, but has no bfloat16 to show."""
 
     def on_a_cpu(backend: str) -> Subject:
@@ -200,7 +200,7 @@ def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, 
         halved(on_a_cpu("corerl_testing.broken:FORGETS_TEMPERATURE"))
 
 
-def test_every_broken_backend_has_a_class_or_a_spec_of_its_own_and_says_what_is_wrong() -> None:
+def test_every_broken_backend_says_what_is_wrong() -> None:
     specs = [load(Kind.BACKENDS, name).spec for name in BROKEN]
     assert len(BROKEN) >= 14
     assert len({spec.implementation for spec in specs}) == len(specs)
