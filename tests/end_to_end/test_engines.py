@@ -34,7 +34,7 @@ def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
 
 
 FREEZES = [f'engines."{NAME}".how=freeze', f"cluster.health_timeout={paced(6.0)}"]
-SILENT = f"its process had not said for {paced(6.0):g} s (cluster.health_timeout) where it is in {{}}"
+SILENT = f"its process was killed during {{}}: no heartbeat for {paced(6.0):g} s (cluster.health_timeout)"
 
 
 @pytest.fixture(scope="module")

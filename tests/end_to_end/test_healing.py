@@ -65,7 +65,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path, undi
 def test_a_frozen_rank_before_any_checkpoint_restarts_the_run(tmp_path: Path, undisturbed: Path) -> None:
     within = f"cluster.health_timeout={paced(6.0)}"
     frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
-    assert "actor rank 1: its process had not said for " in frozen.out
+    assert "actor rank 1: its process was killed during train at optimizer step 2: no heartbeat for " in frozen.out
     assert "; all ranks are started anew from the initial weights; step 1 is done again" in frozen.out
     assert_same(tmp_path / "run", undisturbed)
 

@@ -20,8 +20,7 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.rewards.base import Reward, Scorer, Scores
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import DynamicSampling, Scored

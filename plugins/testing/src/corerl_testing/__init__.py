@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from corerl.plugin.transports import open_sender as open_sender
     from corerl.rollout.evaluation import EvalSet as EvalSet
     from corerl.rollout.evaluation import evaluate as evaluate
-    from corerl.rollout.rewards.outcomes import OutcomeScorer as OutcomeScorer
+    from corerl.rollout.rewards.base import OutcomeScorer as OutcomeScorer
     from corerl.rollout.sampler import Generate as Generate
     from corerl.rollout.sources.base import exact_share as exact_share
     from corerl.rollout.sources.recorded import read_rollout as read_rollout
