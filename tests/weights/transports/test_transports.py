@@ -168,7 +168,10 @@ def test_an_engine_that_is_lost_is_not_waited_for(transport: str, engines: list[
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("transport", "act"), [("collective", "die"), ("collective", "stop"), ("ipc", "die")])
+@pytest.mark.parametrize(
+    ("transport", "act"),
+    [("collective", "die"), pytest.param("collective", "stop", marks=pytest.mark.nightly), ("ipc", "die")],
+)
 def test_an_engine_that_dies_or_stops_in_an_update_is_noticed(transport: str, act: str, engines: list[Engine]) -> None:
     address = address_of(transport, "a", "b", timeout=120.0)
     sender = open_sender(address)
