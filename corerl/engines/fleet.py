@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from attrs import asdict, define
+from attrs import define
 
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
@@ -591,13 +591,9 @@ def _require_same(old: Sequence[EngineAssignment], new: Sequence[EngineAssignmen
         raise ResizeFailed("the engines cannot become 0: nothing would sample; keep 1 or more")
     for was, wanted in zip(old, new, strict=False):
         if was.context != wanted.context:
-            ours, theirs = asdict(was.context, recurse=False), asdict(wanted.context, recurse=False)
-            changed = "; ".join(
-                f"{name} {ours[name]!r}, wanted {theirs[name]!r}" for name in ours if ours[name] != theirs[name]
-            )
             raise ResizeFailed(
-                f"{was.context.name} runs with other settings than those wanted ({changed}), and engines that run are "
-                "not moved; add or remove the last ones"
+                f"{was.context.name} would need {wanted.context}, but has {was.context}, and engines that run are not "
+                "moved; add or remove the last ones"
             )
 
 

@@ -104,9 +104,7 @@ SILENCE = "no answer within 60 s after the update's end"
         ),
     ],
 )
-def test_engines_that_miss_an_update_are_replaced_and_all_get_the_next(
-    fared: dict[str, Received | None], replaced: dict[str, str]
-) -> None:
+def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | None], replaced: dict[str, str]) -> None:
     updates, actor, fleet, ears = after_one(fared)
     push(updates)
     assert fleet.log == [
@@ -120,7 +118,7 @@ def test_engines_that_miss_an_update_are_replaced_and_all_get_the_next(
     assert len(told(ears)) == len(replaced)
 
 
-def test_ranks_are_told_once_which_engines_failed_and_the_first_is_the_cause() -> None:
+def test_the_first_engine_to_fail_is_the_cause() -> None:
     updates, actor, fleet, _ = after_one({"engine-1": FAILED})
     polls = iter([False, False, True])
     report = actor.engine_failed
@@ -157,14 +155,14 @@ def test_an_engine_that_fails_its_first_update_ends_the_run(sender: str, error: 
     assert caught.value.message == f"weights version 7 did not reach every engine: engine-1: {error}"
 
 
-def test_the_successor_of_a_failed_engine_that_fails_too_ends_the_run() -> None:
+def test_a_second_failure_ends_the_run() -> None:
     updates, *_ = after_one({"engine-1": FAILED}, {"engine-1": FAILED})
     with pytest.raises(WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 "):
         push(updates)
 
 
 @pytest.mark.parametrize("fared", [DEAD, SILENT])
-def test_an_engine_that_dies_or_hangs_in_its_first_update_is_replaced(fared: Received | None) -> None:
+def test_an_engine_lost_in_its_first_update_is_replaced(fared: Received | None) -> None:
     actor, fleet = Group(), Group()
     fleet.fared.pop("engine-1")
     if fared is not None:
@@ -175,7 +173,7 @@ def test_an_engine_that_dies_or_hangs_in_its_first_update_is_replaced(fared: Rec
     ]  # fmt: skip
 
 
-def test_an_engine_that_died_too_often_ends_the_run_with_its_death() -> None:
+def test_an_engine_that_died_too_often_ends_the_run() -> None:
     updates, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
     fleet.allowed = 2
     with pytest.raises(WorkerDied, match="^its process died$"):
@@ -183,14 +181,14 @@ def test_an_engine_that_died_too_often_ends_the_run_with_its_death() -> None:
     assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
 
 
-def test_what_an_engine_says_counts_and_a_sender_that_lost_it_meets_it_again() -> None:
+def test_an_engines_own_answer_overrules_its_senders() -> None:
     updates, actor, fleet, _ = after_one({})
     actor.sent = evolve(actor.sent, engines={"engine-1": "the connection broke"})
     push(updates)
     assert fleet.log == ["receive 1"] and updates.address.token != "at first"
 
 
-def test_a_rank_that_dies_ends_the_push_without_waiting_for_engines() -> None:
+def test_a_dead_rank_ends_the_push_at_once() -> None:
     actor, fleet = Group(), Group()
     actor.failure = WorkerDied("its process died")
     fleet.answers = False
@@ -198,7 +196,7 @@ def test_a_rank_that_dies_ends_the_push_without_waiting_for_engines() -> None:
         push(make_updates(make_config(), actor, fleet, version=7))
 
 
-def test_engines_without_a_device_are_not_replaced_and_the_others_meet_elsewhere() -> None:
+def test_engines_without_a_device_are_not_replaced() -> None:
     updates, actor, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD})
 
     def fewer(message: str) -> None:
@@ -213,7 +211,7 @@ def test_engines_without_a_device_are_not_replaced_and_the_others_meet_elsewhere
     assert told(ears) == ["engine-1 is replaced: its process died"]
 
 
-def test_where_no_device_is_left_the_engines_death_is_the_error() -> None:
+def test_without_a_device_the_engines_death_is_the_error() -> None:
     updates, *_ = after_one({"engine-1": DEAD})
 
     def refuse(message: str) -> None:
@@ -282,7 +280,7 @@ class Overlapping(Source):
         self.log.append("go on")
 
 
-def test_nothing_is_sampled_in_an_update_and_the_dead_are_replaced_first() -> None:
+def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
     together, ears = Group(), Ears()
     updates, source = make_updates(make_config(), together, together, ears, version=7), Overlapping(together.log)
     push(updates, source)
@@ -302,7 +300,7 @@ def test_nothing_is_sampled_in_an_update_and_the_dead_are_replaced_first() -> No
     assert (updates.address.token, told(ears)) == ("another", ["engine-1 is replaced: its process died"])
 
 
-def test_an_engine_that_hangs_is_left_out_before_the_others_go_on() -> None:
+def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
     together = Group()
     together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
     push(make_updates(make_config(), together, together), Overlapping(together.log))
@@ -312,7 +310,7 @@ def test_an_engine_that_hangs_is_left_out_before_the_others_go_on() -> None:
     ]
 
 
-def test_a_new_engine_starts_while_ranks_sleep_on_a_device_that_it_shares() -> None:
+def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
     residency = sharing({"actor": both}, fleet=both)
     updates = make_updates(make_config(), both, both, residency=residency)
@@ -332,7 +330,7 @@ def test_a_new_engine_starts_while_ranks_sleep_on_a_device_that_it_shares() -> N
     ]
 
 
-def test_other_ranks_are_asked_for_both_manifests_where_adapters_travel_alone() -> None:
+def test_new_ranks_give_both_manifests() -> None:
     both = Group()
 
     def manifest(*, adapters: bool = False) -> Future[Any]:

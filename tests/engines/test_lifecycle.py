@@ -36,7 +36,7 @@ def served(serving: EngineLifecycle, directory: Path) -> EngineLifecycle:
     return serving
 
 
-def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_weights_meanwhile(
+def test_weights_do_not_change_while_calls_generate(
     tmp_path: Path,
 ) -> None:
     serving = served(EngineLifecycle("engine-0", 0, calls=2), tmp_path)
@@ -68,7 +68,7 @@ def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_
         raise AssertionError("it must not come to this")
 
 
-def test_it_is_paused_once_nothing_is_generated_and_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_pause_waits_until_nothing_is_generated(tmp_path: Path) -> None:
     serving = served(EngineLifecycle("engine-0", 0), tmp_path)
     begun = threading.Event()
 
@@ -128,7 +128,7 @@ class Lender(Receiver):
 
 
 @pytest.mark.parametrize("error", ["", "it does not fit"])
-def test_a_buckets_memory_is_free_before_the_sender_knows_the_end(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_a_buckets_memory_is_free_before_the_update_ends(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     address = Address(transport="ipc", engines=("engine-0",))
     lender = Lender(address, 0)
     monkeypatch.setattr(lifecycle, "open_receiver", lambda address, *, index: lender)
@@ -165,7 +165,7 @@ ADAPTERS: Shapes = {A: (8, 3), B: (2, 8)}
         ({**WHOLE, **ADAPTERS}, f"the model lacks 2 of the 4 tensors that were sent, such as {A!r}"),
     ],
 )
-def test_an_update_has_all_tensors_of_the_model_and_no_others(offered: Shapes, told: str) -> None:
+def test_an_update_has_exactly_the_models_tensors(offered: Shapes, told: str) -> None:
     assert shape_mismatch(offered, WHOLE) == told
 
 

@@ -78,7 +78,7 @@ def test_blocks_are_those_of_the_formula(shape: tuple[int, int], monkeypatch: py
     assert torch.equal(values.view(torch.uint8), bits)
 
 
-def test_halves_are_rounded_to_even_and_a_block_of_zeros_stays_so() -> None:
+def test_ties_round_to_even_and_zeros_stay_zero() -> None:
     weight = torch.zeros(128, 256)
     weight[0, :4] = torch.tensor([448.0, 17.0, 19.0, -21.0])  # between 16, 18, 20 and 22
     values, scales = torch.empty(128, 256, dtype=torch.float8_e4m3fn), torch.empty(1, 2)
@@ -116,7 +116,7 @@ def test_the_matrices_of_layers_are_quantized(name: str, shape: tuple[int, ...],
     assert is_quantized(name, shape, ["shared_expert_gate"]) is wanted
 
 
-def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin() -> None:
+def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
     sent = quantized(MANIFEST)
     assert sent.dtype == "uint8" and len(sent.buckets) == len(MANIFEST.buckets) == 3
     shapes = dict(SHAPES)
@@ -134,7 +134,7 @@ def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(transport: str, tmp_path: Path) -> None:
+def test_quantized_buckets_travel_and_are_verified_as_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
     sender = Sending(open_sender(address), address, 0, verify=True)
@@ -171,7 +171,7 @@ def test_equal_weights_make_equal_bytes_whatever_lay_there_before() -> None:
     assert torch.equal(first, second)
 
 
-def test_what_must_not_be_rounded_keeps_its_dtype_with_and_without_quantized_matrices() -> None:
+def test_precise_tensors_keep_their_dtype() -> None:
     name = "model.layers.0.norm.weight"
     exact = torch.linspace(1, 2, 130)
     assert not torch.equal(exact, exact.bfloat16().float())

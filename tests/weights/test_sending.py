@@ -14,7 +14,7 @@ from corerl_testing.inprocess import InProcessSender
 ADDRESS = Address(transport="in process", engines=("engine-0", "engine-1"))
 
 
-def test_sums_are_of_what_was_sent_and_the_sender_sends_it() -> None:
+def test_sums_are_of_what_was_sent() -> None:
     tensors = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.randn(5)}
     manifest = build_manifest(
         [(name, tuple(each.shape)) for name, each in tensors.items()], dtype="float32", bucket_bytes=28

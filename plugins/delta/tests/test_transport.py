@@ -84,9 +84,7 @@ CHANGES = {"changes-00000.bin", "changes-00001.bin"}
 BUCKETS = {"bucket-00000.safetensors", "bucket-00001.safetensors"}
 
 
-def test_engines_hold_the_trainers_bits_after_each_of_several_small_steps(
-    address: Address, receivers: list[DeltaReceiver]
-) -> None:
+def test_engines_hold_the_trainers_bits_after_small_steps(address: Address, receivers: list[DeltaReceiver]) -> None:
     sender, model = DeltaSender(address), Model()
     before = model.weights
     for version in range(1, 6):
@@ -149,9 +147,7 @@ def test_a_damaged_file_is_refused(address: Address, receivers: list[DeltaReceiv
         update(sender, receivers, model.weights, 2)
 
 
-def test_a_copy_that_somebody_has_written_to_is_found_by_the_checksum(
-    address: Address, receivers: list[DeltaReceiver]
-) -> None:
+def test_the_checksum_finds_a_damaged_copy(address: Address, receivers: list[DeltaReceiver]) -> None:
     sender, model = DeltaSender(address), Model()
     update(sender, receivers, model.weights, 1)
     receivers[0]._kept[1][7] = 1.0

@@ -99,7 +99,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("raises", ["save_pretrained", "server_arguments", "Popen"])
-def test_an_engine_that_does_not_get_as_far_as_a_server_leaves_nothing_behind(
+def test_an_engine_without_a_server_leaves_nothing_behind(
     raises: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     places = {
@@ -222,7 +222,7 @@ def await_holding(engine: SglangEngine, times: int = 1) -> None:
         time.sleep(0.05)
 
 
-def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
+def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> None:
     """One server for all that does not end it: starting one takes seconds."""
     engine = start(TIED, deterministic=True, context_length=CONTEXT)
     assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
@@ -427,9 +427,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
 
 
 @pytest.mark.nightly
-def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_nothing_is_dead(
-    start: Start, tmp_path: Path
-) -> None:
+def test_sums_show_what_a_rank_loads_wrongly(start: Start, tmp_path: Path) -> None:
     norm, experts = "model.norm.weight", "model.layers.1.mlp.experts.2.down_proj.weight"
     engine = start(MOE, ranks=2, health_timeout=3.0, stand_in={"damage": norm, "held_at": 3})
     tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
@@ -458,7 +456,7 @@ def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_noth
 
 
 @pytest.mark.nightly
-def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tmp_path: Path) -> None:
+def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
     """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
     weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
     engine = start(BLOCKS, ranks=2, weights=weights)
@@ -514,7 +512,7 @@ def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> N
         ("ignored", "had not ended requests 1.5 s after they were aborted and was killed"),
     ],
 )
-def test_a_server_that_answers_all_but_does_not_abort_keeps_no_pause_waiting(
+def test_a_server_that_does_not_abort_does_not_block_pause(
     start: Start, tmp_path: Path, aborts: str, what: str
 ) -> None:
     misbehaviour = {"held_at": 3, "aborts": aborts}
@@ -565,7 +563,7 @@ def check_greedy(model: Any, drawn: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_update_is_dead(
+def test_each_rank_receives_and_a_killed_server_is_dead(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(MOE, ranks=2, routed_experts=True, stand_in={"held_at": 3, "never_frozen": True})
@@ -626,9 +624,7 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
         engine.generate(request)
 
 
-def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once_the_weights_are_there(
-    start: Start, tmp_path: Path
-) -> None:
+def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Path) -> None:
     lora = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
     engine = start(TIED, ranks=2, lora=lora, stand_in={"held_in_lookup": [5, 6]})
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
@@ -692,7 +688,7 @@ def test_adapters_of_each_version_have_a_name_of_their_own_and_arrive_alone_once
     assert "send all weights first" in received.error
 
 
-def test_adapters_of_an_aborted_version_stay_loaded_since_unloading_would_wait_for_ever() -> None:
+def test_adapters_of_an_aborted_version_stay_loaded() -> None:
     posted: list[tuple[str, str]] = []
 
     class Server:

@@ -34,7 +34,7 @@ def pair() -> Iterator[tuple[Address, IpcSender, Engine]]:
     engine.close()
 
 
-def test_a_bucket_is_gathered_while_the_previous_one_loads_and_no_further(pair: Any) -> None:
+def test_one_bucket_is_gathered_while_the_previous_one_loads(pair: Any) -> None:
     address, sender, engine = pair
     go, seen, places, filled = threading.Semaphore(0), [], [], threading.Semaphore(0)
 
@@ -63,9 +63,7 @@ def test_a_bucket_is_gathered_while_the_previous_one_loads_and_no_further(pair: 
     assert places[0] == places[2] != places[1] == places[3]
 
 
-def test_the_engine_reads_the_memory_of_two_buffers_with_one_handle_each(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_opens_two_buffers_by_one_handle_each(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     address, sender, engine = pair
     given: list[Mapping[str, Any]] = []
     views: list[torch.Tensor] = []
@@ -94,7 +92,7 @@ def test_an_update_in_larger_buckets_than_the_last_arrives(pair: Any) -> None:
         assert received.result() == 64 and same(engine.loaded, sent)
 
 
-def test_each_rank_sends_to_its_own_receivers_and_one_without_any_sends_nothing() -> None:
+def test_each_rank_sends_to_its_own_receivers() -> None:
     address = address_of("ipc", "a", "a", "b", senders=(0, 1, 1))
     senders = [open_sender(address, rank=rank) for rank in range(3)]
     engines = [Engine(index) for index in range(3)]
@@ -114,7 +112,7 @@ def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
     assert {sender.sender_of(bucket) for bucket in MANIFEST.buckets} == {1}
 
 
-def test_an_engine_that_stops_loading_is_left_out_within_the_timeout() -> None:
+def test_an_engine_that_stops_loading_is_dropped_in_time() -> None:
     address, engine, go = address_of("ipc", "e", timeout=0.5), Engine(), threading.Event()
     sender = IpcSender(address, 0)
     received = engine.take(address, 1, FOUR, lambda bucket, flat: (go.wait(), None)[1])
@@ -132,7 +130,7 @@ def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         opened({"kind": "cuda", "device": "GPU-0", "parts": []}, [])
 
 
-def test_a_process_of_another_user_is_neither_heard_nor_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "_same_user", lambda connection: False)
     address = address_of("ipc", "e", timeout=0.3)
     sender, receiver = IpcSender(address, 0), IpcReceiver(address, 0)
@@ -148,7 +146,7 @@ def test_a_process_of_another_user_is_neither_heard_nor_listened_to(monkeypatch:
     sender.close()
 
 
-def test_a_sender_that_is_not_there_is_named_within_the_timeout() -> None:
+def test_a_missing_sender_is_named_within_the_timeout() -> None:
     receiver = IpcReceiver(address_of("ipc", "e", senders=(3,), timeout=0.2), 0)
     with pytest.raises(WeightUpdateError, match="trainer rank 3 did not start listening within 0.2 s"):
         next(iter(receiver.buckets(FOUR, 1)))

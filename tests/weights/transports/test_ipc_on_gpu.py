@@ -30,7 +30,7 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated(allocator: None) -> None:
+def test_engines_on_the_gpu_leave_nothing_allocated(allocator: None) -> None:
     address = address_of("ipc", "a", "b", device="cuda", timeout=60.0)
     sender = open_sender(address)
     before = torch.cuda.memory_allocated()
