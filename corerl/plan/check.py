@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config
+from corerl.config.schema import MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config
 from corerl.config.variables import RAYS, READ_AT_START
 from corerl.messages import did_you_mean, did_you_mean_path
 
@@ -50,7 +50,7 @@ def _mode(config: Config) -> Iterator[str]:
         yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
     if config.checkpoint.memory and config.cluster.address:
         yield (
-            f"checkpoint.memory: keeps copies in this machine's memory, but cluster.address={config.cluster.address!r} "
+            f"checkpoint.memory: is in this machine's memory, but cluster.address={config.cluster.address!r} "
             "may place ranks on others; leave it out, and set checkpoint.every to what may be lost"
         )
     if config.checkpoint.memory and not os.path.isdir("/dev/shm"):
@@ -263,16 +263,8 @@ def _asleep(config: Config) -> Iterator[str]:
     cluster, usual = config.cluster, ClusterConfig()
     why = {"cluster.offload": cluster.offload == "never", "cluster.placement": cluster.placement == "disaggregated"}
     awake = [f"{name}={getattr(cluster, name.partition('.')[2])!r}" for name, so in why.items() if so]
-    for setting in ("offload_kinds", "suspend_communicators", "max_residual_gib"):
-        if awake and getattr(cluster, setting) != getattr(usual, setting):
-            yield f"cluster.{setting}: set, but with {awake[0]} no rank sleeps; remove one of the two"
-    if stays := [kind for kind in KINDS if kind not in cluster.offload_kinds]:
-        for setting in ("suspend_communicators", "max_residual_gib"):
-            if value := getattr(cluster, setting):
-                yield (
-                    f"cluster.{setting}: {value!r} is for ranks that sleep whole, but with cluster.offload_kinds their "
-                    f"{' and '.join(stays)} stay on the device; remove one of the two"
-                )
+    if awake and cluster.offload_kinds != usual.offload_kinds:
+        yield f"cluster.offload_kinds: set, but with {awake[0]} no rank sleeps; remove one of the two"
 
 
 def _cluster(config: Config) -> Iterator[str]:

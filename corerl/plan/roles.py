@@ -106,8 +106,6 @@ def plan_role(
         frozen=cluster.frozen,
         resume=resume,
         sleeps=config.cluster.offload_kinds if role in offloaded(config, device) else (),
-        max_residual_gib=config.cluster.max_residual_gib,
-        suspend_communicators=config.cluster.suspend_communicators,
     )
     assignment = Assignment(
         context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),

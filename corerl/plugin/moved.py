@@ -33,6 +33,8 @@ MOVED: Mapping[tuple[int, int], Sequence[Moved]] = {  # the API that brought it 
             "Backend.forward_backward(batch, loss, outputs, last), which adds gradients, and "
             "Backend.optimizer_step(step, scale), which scales and clips them and takes the step",
         ),
+        Moved("counting applied steps in `Backend.adam_step`", "core counts them"),
+        Moved("`with Backend.using(weights)` in `forward`", "core puts the snapshot in place before `forward`"),
         Moved("Backend.initial_weights", "Backend.initial_weights(chunks): takes the chunks that are to be read"),
         Moved("Backend.update_weights", "Backend.update_weights(sender, version, adapters)"),
         Moved("Backend.stream", "Backend.stream_of(adapters=False)"),

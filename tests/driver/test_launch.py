@@ -175,6 +175,35 @@ def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: 
     assert "sleep" not in fleet.asked and fleet.polls > 999_000
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_dies_as_it_starts_restarts_all_ranks_once(restarts: int) -> None:
+    hears = Hears()
+    telling = Progress(Observers([("hears", hears)]), 0)
+
+    class Dies(Starts):
+        plan = SimpleNamespace(
+            train=SimpleNamespace(restarts=restarts),
+            assignments=[SimpleNamespace(config=SimpleNamespace(resume="a part"))],
+        )
+
+        def restart(self, resume: str) -> Future[Any]:
+            self.error = None
+            return self._call(f"restart from {resume}")
+
+    fleet, critic = Starts(2), Dies(1)
+    actor = Dies(1, WorkerDied("actor rank 1: its process died during init"))
+    groups: Any = {"critic": critic, "actor": actor}
+    if not restarts:
+        with pytest.raises(WorkerDied):
+            start_all(groups, fleet, telling, in_turns=False)  # type: ignore[arg-type]
+        return
+    found = start_all(groups, fleet, telling, in_turns=False)  # type: ignore[arg-type]
+    assert set(found) == {"critic", "actor"} and actor.asked == critic.asked == ["init", "restart from a part"]
+    assert fleet.asked == ["construct"]
+    (line,) = [event.text for event in hears.heard if isinstance(event, Notice)]
+    assert line == "actor rank 1: its process died during init; restarting all ranks"
+
+
 def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

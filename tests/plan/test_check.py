@@ -217,31 +217,17 @@ def test_all_contradictions_are_found_together() -> None:
     ]
 
 
-def test_what_is_for_ranks_that_sleep_is_refused_where_none_does() -> None:
+def test_offload_kinds_are_refused_where_no_rank_sleeps() -> None:
     def lines(**how: Any) -> list[str]:
-        cluster = ClusterConfig(suspend_communicators=True, max_residual_gib=2.5, **how)
+        cluster = ClusterConfig(offload_kinds=("grad",), **how)
         assert contradictions_of_a_group(evolve(VALID, cluster=cluster)) == []  # which its loop lets sleep
         return contradictions(evolve(VALID, cluster=cluster))
 
     assert lines(offload="auto") == lines(offload="always") == []
     for name, value in {"offload": "never", "placement": "disaggregated"}.items():
         assert lines(**{name: value}) == [
-            f"cluster.{setting}: set, but with cluster.{name}={value!r} no rank sleeps; remove one of the two"
-            for setting in ("suspend_communicators", "max_residual_gib")
+            f"cluster.offload_kinds: set, but with cluster.{name}={value!r} no rank sleeps; remove one of the two"
         ]
-
-
-def test_what_is_for_ranks_that_sleep_whole_is_refused_where_some_of_their_memory_stays() -> None:
-    def lines(*kinds: str) -> list[str]:
-        cluster = ClusterConfig(offload_kinds=kinds, suspend_communicators=True, max_residual_gib=2.5)
-        return contradictions(evolve(VALID, cluster=cluster))
-
-    assert lines("grad", "param", "optimizer", "master") == contradictions(VALID) == []
-    assert lines("grad", "optimizer") == [
-        f"cluster.{setting}: {value} is for ranks that sleep whole, but with cluster.offload_kinds their param and "
-        "master stay on the device; remove one of the two"
-        for setting, value in {"suspend_communicators": True, "max_residual_gib": 2.5}.items()
-    ]
 
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
@@ -403,11 +389,11 @@ def test_a_mode_that_could_do_nothing_is_refused() -> None:
     assert line.startswith("rollout.saved: set, but run.mode='train' does not read saved batches")
 
 
-def test_copies_in_memory_are_of_ranks_on_this_machine() -> None:
+def test_in_memory_checkpoints_are_of_ranks_on_this_machine() -> None:
     kept = evolve(VALID, checkpoint=CheckpointConfig(memory=True))
     assert contradictions(kept) == []
     (line,) = contradictions(evolve(kept, cluster=ClusterConfig(address="head:6379")))
-    assert line.startswith("checkpoint.memory: keeps copies in this machine's memory, but cluster.address='head:6379'")
+    assert line.startswith("checkpoint.memory: is in this machine's memory, but cluster.address='head:6379'")
 
 
 def test_checkpoints_are_where_weights_are_new() -> None:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from attrs import evolve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from corerl.backend import StateKey
-from corerl.checkpoint.copies import StateCopies
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -555,58 +552,6 @@ def test_a_worker_that_resumes_goes_on_where_the_saved_one_stood(
     resumed.shutdown("finished")
 
 
-def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_training_went_on(
-    worker: Worker, config: Config, tmp_path: Path
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    train(worker, batches[0])
-    before = logprobs(worker, batches[1])
-    copied = worker.copy(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
-    stepped = train(worker, batches[1], 1)
-    assert worker.copied(True)
-    assert (copied.complete, copied.bytes) == (False, (tmp_path / "rank-00000.safetensors").stat().st_size)
-    resumed = Worker(assigned(config, resume=str(tmp_path)))
-    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
-    assert np.array_equal(logprobs(resumed, batches[1]), before)
-    assert train(resumed, batches[1], 1) == stepped  # moments and Adam's step came along
-    resumed.shutdown("finished")
-    worker.sleep({MemoryKind.OPTIMIZER})
-    with pytest.raises(NotResident, match="copy on actor rank 0 needs memory that is asleep: optimizer"):
-        worker.copy(str(tmp_path), STEP)
-    worker.wake_up({MemoryKind.OPTIMIZER})
-
-
-def test_a_worker_that_takes_over_has_the_state_and_the_snapshots_bit_for_bit(
-    worker: Worker, config: Config, tmp_path: Path
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    worker.create_snapshot("first")
-    train(worker, batches[0])
-    worker.create_snapshot("second")
-    written = worker.hand_over(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
-    assert written == (tmp_path / "rank-00000.safetensors").stat().st_size
-    others = Worker(assigned(config, resume=str(tmp_path)))
-    assert others.init("127.0.0.1", 0).optimizer_step == 1
-    for weights in ("", "first", "second"):
-        assert np.array_equal(logprobs(others, batches[1], weights), logprobs(worker, batches[1], weights))
-    for key in StateKey:
-        pairs = zip(others.backend.local_state(key), worker.backend.local_state(key), strict=True)
-        assert all(torch.equal(one.view, other.view) for one, other in pairs)
-    assert train(others, batches[1], 1) == train(worker, batches[1], 1)
-    others.shutdown("finished")
-
-
-def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Worker, tmp_path: Path) -> None:
-    read: list[str] = []
-    copying = SimpleNamespace(begin=lambda pairs: lambda: read.append("waited") if not read else None)
-    worker.backend._copies = StateCopies(torch.device("cpu"), copying=copying, run=lambda job: None)
-    worker.copy(str(tmp_path), STEP)
-    samples = make_samples(5)
-    assert worker.forward_backward(samples, training_share(samples), LOSS, (), True).tokens and read == []
-    worker.optimizer_step(STEP, 1.0)
-    assert read == ["waited"]
-
-
 def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Worker, network: torch.nn.Module) -> None:
     batch = make_samples(5)
     train(worker, batch)
@@ -653,16 +598,6 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):
         logprobs(worker, batch, "trained")
     assert np.array_equal(logprobs(worker, batch), now)
-
-
-def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr("corerl.trainer.worker.empty_cache", lambda device: done.append(f"emptied {device}"))
-    monkeypatch.setattr(worker.backend, "hand_over", lambda *_: done.append("handed over"))
-    worker.hand_over("somewhere", STEP)
-    assert done == ["emptied cpu", "handed over"]
 
 
 def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:
