@@ -34,7 +34,7 @@ from benchmarks.empty_backend import empty_result
 from benchmarks.packing import arrays_of, forget_peak, status
 from benchmarks.report import commit, machine
 from corerl.algorithms.base import Estimate
-from corerl.cluster.group import Pending
+from corerl.cluster.heartbeat import Pending
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, TrainConfig
 from corerl.data.packing import pack
@@ -45,7 +45,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
@@ -197,12 +197,12 @@ class Ranks:
     def nodes(self) -> list[str]:
         return [f"node {layout.rank // NODE}" for layout in self.layouts]
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Pending:
         self.given = arguments
         began = time.perf_counter()
         refs = [self.reader.call.remote(method, *each) for each in arguments]
         self.calling += time.perf_counter() - began
-        return Pending(method, tuple(range(len(refs))), tuple(refs))
+        return Pending(method, 0, {}, tuple(refs))
 
     def wait(self, pending: Pending) -> list[Any]:
         began = time.perf_counter()
@@ -274,7 +274,7 @@ def measure(batch: Batch, reader: Any, *, ranks: int, dp_size: int) -> Row:
     processes = Ranks(layouts_of(ranks, dp_size), reader)
     group = TrainGroup(
         processes,  # type: ignore[arg-type]  # all that a group asks of its processes
-        plan_role("actor", CONFIG, experts=1, device="cpu", run_dir="", resume=""),
+        plan_role("actor", CONFIG, plugins_of(CONFIG), device="cpu"),
     )
     group.layouts = list(processes.layouts)
     ray.get([reader.call.remote("nothing") for _ in range(20)])  # Ray leases and connects

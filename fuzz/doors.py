@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import corerl.loop
 from corerl.cli.main import main
-from corerl.config.load import config_of, dump_toml, load_config, recorded, to_plain
+from corerl.config.load import config_of, dump_toml, load_config, recorded
 from corerl.config.schema import Config
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError, CorerlError, NothingLeft
 from corerl.plan.make import make_plan
 from corerl.rollout.encoding import encode
@@ -289,8 +290,6 @@ def _checked(case: Case, out: str) -> Finding | None:
         config = evolve(config, run=evolve(config.run, dir="another"))  # which a check allows, and a start may not
     plan = make_plan(config)
     rollout = plan.rollout
-    if rollout.check is not None:
-        rollout.check.finish()
     again = config_of(to_plain(recorded(config)))
     if not config.cluster.environment and again != config:
         return Finding(key="written config differs", text=dump_toml(recorded(config)))

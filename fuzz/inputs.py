@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
-from corerl.config.load import load_config, recorded, to_plain
+from corerl.config.load import load_config, recorded
 from corerl.config.schema import ModelConfig
+from corerl.config.toml_text import to_plain
 from corerl.data.load import load_prompts
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
@@ -200,10 +201,8 @@ def _inline(fields: dict[str, Any]) -> str:
 def _write_odd() -> None:
     """What a path may lead to."""
     os.makedirs("odd/empty")
-    os.mkfifo("odd/fifo")
     os.symlink("loop", "odd/loop")
     os.symlink("nowhere", "odd/dangling")
-    os.symlink("/dev/zero", "odd/zero")
     os.symlink("..", "odd/up")
     Path("odd/blank").touch()
     Path("odd/holes").touch()

@@ -20,8 +20,8 @@ from corerl.models.build import stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import look_at
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Context
+from corerl.plugin.spec import hookimpl
 from corerl.types import InitResult, MemoryKind, ParallelLayout
 
 

@@ -15,7 +15,7 @@ from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import model_files
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.spec import hookimpl
 from corerl.types import MemoryKind, SleepResult, WakeResult
 from corerl.weights.chunks import Chunk
 

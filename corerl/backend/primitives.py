@@ -12,11 +12,11 @@ import torch
 
 from corerl.config.schema import RoleConfig
 from corerl.models.config import hf_config
-from corerl.models.sources import initial_source
-from corerl.plugin.context import Context
+from corerl.models.files import initial_source
 from corerl.plugin.contract import HOOKS
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase
+from corerl.plugin.spec import hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -13,7 +13,7 @@ from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.spec import hookimpl
 from corerl.types import SaveResult, Step
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import Chunk, fill

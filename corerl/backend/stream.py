@@ -11,7 +11,7 @@ import torch
 
 from corerl.backend.primitives import Primitives
 from corerl.errors import Unsupported
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.spec import hookimpl
 from corerl.types import UpdateResult
 from corerl.weights.adapters import Adapters, is_adapter
 from corerl.weights.chunks import Chunk

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 
 from corerl.calls import wait_all
 from corerl.cluster import nodes
-from corerl.cluster.placement import Bundle, Room, Slot
+from corerl.cluster.placement import Bundle, ResourcePool, Slot
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
@@ -21,11 +21,10 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import EnginePlan, ProcessPlan
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders
 from corerl.plan.residency import REST
 from corerl.plan.roles import RolePlan
-from corerl.plan.sizes import REPLICAS
-from corerl.plan.transports import ENGINES, senders
+from corerl.plan.settle import REPLICAS
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address
@@ -36,7 +35,7 @@ class Groups:
     """The ranks of a run's roles and its engines: their plan, and their places."""
 
     plan: Plan  # of the groups as they are
-    room: Room
+    room: ResourcePool
     roles: Mapping[str, Role]
     updates: WeightUpdates | None
     residency: Residency
@@ -177,7 +176,7 @@ class Groups:
         before, after = self.plan.processes, plan.processes
         require_same_surroundings(before, after)
         engines = [ENGINES] if self.updates is not None else []
-        found = self.room.refit(after.placement, [*staying, *engines])
+        found = self.room.replace_lost(after.placement, [*staying, *engines])
         sent = _with_senders(after, found)
         self.room.take(found)
         self.plan = plan
@@ -198,7 +197,7 @@ class Groups:
         """Let engines that are about to be replaced start where their places are by now."""
         if self.updates is not None and (engine := self.plan.processes.engine) is not None:
             slots = self.room[ENGINES]
-            self.updates.fleet.reseat(with_devices(engine, slots), slots)
+            self.updates.fleet.reassign(with_devices(engine, slots), slots)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

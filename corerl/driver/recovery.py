@@ -10,11 +10,10 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from corerl.checkpoint.commit import read_state
-from corerl.cluster import services
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
 from corerl.errors import CorerlError, NoPlaces, WorkerDied
-from corerl.plan.start import Start
+from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
 
 
@@ -75,7 +74,7 @@ class Recovery:
 
     def _require_allowed(self, error: WorkerDied) -> None:
         ended = any(role.group.processes.ended for role in self.control.groups.roles.values())
-        if not ended or services.died() or self.control.stop.requested:
+        if not ended or self.control.stop.requested:
             raise error
         if self._used >= (allowed := self.control.groups.roles[ACTOR].train.restarts):
             if not allowed:

@@ -16,7 +16,6 @@ from attrs import asdict, define, evolve, field, frozen
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
-from corerl.cluster import services
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
@@ -47,7 +46,7 @@ from corerl.errors import SaveFailed
 from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
-from corerl.plan.run_dir import EXPORT
+from corerl.plan.resume import EXPORT
 from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet, evaluate
@@ -558,7 +557,6 @@ class Run:
             artifacts["to go on"] = (
                 f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
             )
-        services.arm(False)  # everything is written: nothing that dies from here on costs the run
         self.progress.tell(
             RunFinished(
                 reason=reason,

@@ -14,12 +14,11 @@ from corerl.config.schema import RewardConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.engines.base import UNLIMITED
-from corerl.engines.fleet import Counted, EngineFleet
+from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import in_thread
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.plan import Plan, RolloutPlan
-from corerl.rollout.rewards.base import Reward, Scorer, Scoring
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scoring
 from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampler import Sampler, SamplerContext
 from corerl.rollout.sources.asynchronous import Asynchronous
@@ -97,7 +96,7 @@ def source_at(
     if fleet is None or sampler is None:
         source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
     else:
-        source = make_source(rollout, fleet, sampler, reward, partial(progress.count, DRAWN), steps=plan.run.steps)
+        source = make_source(rollout, fleet, sampler, reward, progress, steps=plan.run.steps)
     stack.callback(source.close)
     if state:
         source.restore(state["source"], checkpoint)
@@ -128,12 +127,12 @@ def make_sampler(
 
 
 def make_source(
-    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, told: Counted, *, steps: int
+    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, progress: Progress, *, steps: int
 ) -> Source:
-    """The source that samples. `told` hears how many samples are drawn by one that draws ahead."""
-    settings = plan.settings
+    """The source that samples."""
+    settings, told = plan.settings, partial(progress.count, DRAWN)
     draws = BatchSampler(
-        stream=PromptStream(plan.prompts, plan.seed),
+        stream=PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
         sampler=sampler,
         reward=reward,
         params=plan.params,

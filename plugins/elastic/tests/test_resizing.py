@@ -67,6 +67,7 @@ def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Pat
     assert_same(run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
     asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
     one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
@@ -84,6 +85,7 @@ def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_
     assert_same(resized / "run", one_rank / "run")
 
 
+@pytest.mark.nightly
 def test_a_resized_run_that_samples_ahead_restarts_from_memory(tmp_path: Path, undisturbed: Path) -> None:
     killed = fault("optimizer_step", "kill", step=4, once=True)
     more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]

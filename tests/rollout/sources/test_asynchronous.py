@@ -20,8 +20,7 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.rewards.base import Reward, Scorer, Scores
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources.asynchronous import Asynchronous
 from corerl.rollout.sources.base import DynamicSampling, Scored
@@ -831,6 +830,7 @@ def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engine
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_quickstarts_task_is_learned_asynchronously_within_the_bound(tmp_path: Path) -> None:
     settings = [
         *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),

@@ -1,0 +1,132 @@
+"""Every way in which Ray says that a process has ended; a process that ends is in test_group.py."""
+
+from __future__ import annotations
+
+import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext  # type: ignore[attr-defined]
+from ray.exceptions import (
+    ActorDiedError,
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfMemoryError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+
+from corerl.cluster.failures import Failure, words
+
+# What Ray 2.60 says, with fewer of its lines.
+SAID = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 6aca) \
+was 6.01GB used / 23.54GB limit (0.255512)
+OOM kill reason: Memory usage 6453690368B exceeded threshold of 1263825536B (5.0% of 25276510208B limit)
+Ray killed 1 worker(s) based on the killing policy
+Considered workers: [
+Selected to kill: (Task: job ID=01, task name=Process.__init__, pid=16558, actual memory used=0.06GB, worker ID=2e)
+(Task: job ID=01, task name=Process.__init__, pid=16559, actual memory used=1.25GB, worker ID=2f)
+]
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+16127\t1.41\tpython -u other.py
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/. Consider provisioning"""
+
+
+def message(error: RayError) -> str:
+    failure = Failure.of(error, "engine-0", "generate")
+    assert failure is not None
+    died = failure.error
+    assert (died.failure, died.details) == (failure, str(error))
+    assert "\n" not in died.message
+    return died.message
+
+
+def test_a_death_names_the_hook_of_the_last_heartbeat() -> None:
+    died = Failure.of(WorkerCrashedError(), "actor rank 1", "train at optimizer step 3", "forward_backward")
+    assert died is not None
+    assert (died.kind, died.who, died.step) == ("died", "actor rank 1", "train at optimizer step 3")
+    assert str(died).startswith("actor rank 1: its process died during train at optimizer step 3 (")
+    assert "; last heartbeat in the hook forward_backward); unless someone killed it" in str(died)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (SAID, " (the process had 0.06 GB, 6.01 of the machine's 23.54 GB were in use)"),
+        # Several at once: Ray does not say which of them this was.
+        (SAID.replace("(Task", "Selected to kill: (Task"), " (6.01 of the machine's 23.54 GB were in use)"),
+        ("in words of another version", ""),
+    ],
+)
+def test_a_process_killed_for_memory_is_one_line_with_numbers(text: str, numbers: str) -> None:
+    assert message(OutOfMemoryError(text)) == (
+        f"engine-0: its process was killed by Ray during generate: the machine ran out of memory{numbers}; end other "
+        "programs there, use fewer ranks or engines on it, a lower precision or smaller batches, or raise Ray's limit "
+        "(the variable RAY_memory_usage_threshold, 0.95 by default)"
+    )
+
+
+def of_context(message: str, **more: object) -> ActorDiedError:
+    whose = {"class_name": "Process", "actor_id": b"\1" * 16, "pid": 7}
+    return ActorDiedError(ActorDiedErrorContext(error_message=message, **whose, **more))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            of_context(
+                "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
+                "detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes "
+                "include: (1) the process was killed by the OOM killer due to high memory usage."
+            ),
+            "Worker unexpectedly exits with a connection error code 2. End of file",
+        ),
+        (
+            of_context(
+                "The actor is dead because its node has died.\n\tthe node missed heartbeats", never_started=True
+            ),
+            "The actor is dead because its node has died. the node missed heartbeats",
+        ),
+        (ActorDiedError(), "The actor died unexpectedly before finishing this task"),
+        (NodeDiedError("the node 10.0.0.2 is dead"), "the node 10.0.0.2 is dead"),
+        (LocalRayletDiedError(), "The task's local raylet died. Check raylet.out for more information"),
+        (RuntimeEnvSetupError("agent timed out"), "Failed to set up runtime environment. agent timed out"),
+        (
+            ActorPlacementGroupRemoved(),
+            "The placement group corresponding to this Actor has been removed",
+        ),
+        (ActorUnschedulableError("no such node"), "The actor is not schedulable: no such node"),
+        (RaySystemError("the worker did not start"), "System error: the worker did not start"),
+    ],
+)
+def test_every_other_death_names_its_cause(error: RayError, why: str) -> None:
+    assert message(error) == (
+        f"engine-0: its process died during generate ({why}); unless someone killed it, see the machine's log (dmesg: "
+        "out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerCrashedError(), ActorUnavailableError("no connection", b"\0" * 16), ObjectLostError("ab", None, "")],
+)
+def test_a_process_that_cannot_be_reached_any_more_has_died(error: RayError) -> None:
+    assert message(error).startswith("engine-0: its process died during generate (")
+
+
+def test_what_a_dead_node_says_at_length_is_cut() -> None:
+    assert len(words(NodeDiedError("too many words " * 100))) == 300
+
+
+def test_an_exception_inside_a_process_is_no_death() -> None:
+    inside = RayTaskError("call", "Traceback", NodeDiedError("another's node")).as_instanceof_cause()
+    assert isinstance(inside, NodeDiedError)
+    assert Failure.of(inside, "engine-0", "generate") is None
+    assert Failure.of(RaySystemError(TypeError("no"), "Traceback"), "engine-0", "generate") is None
+    assert Failure.of(ObjectStoreFullError(), "engine-0", "generate") is None
