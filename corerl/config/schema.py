@@ -93,21 +93,6 @@ class ClusterConfig:
         validator=some_of(KINDS),
         needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
-    max_residual_gib: float = option(
-        "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "
-        "reports what holds the memory. If the driver cannot tell processes apart (some containers), engines on the "
-        "device count too; 0 sets no limit",
-        default=0.0,
-        validator=at_least(0),
-        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
-    )
-    suspend_communicators: bool = option(
-        "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB "
-        "for each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
-        "versions keep it and the run notes that once",
-        default=False,
-        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
-    )
     timeout: float = option(
         "seconds that ranks wait for each other in a collective before they fail",
         default=600.0,
@@ -239,8 +224,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
     restarts: int = option(
-        "how often, without a step that was not done before, the ranks of all roles are started anew from the newest "
-        "checkpoint after one of them has died or was frozen; 0 ends the run. The actor's counts",
+        "how often, without a new step, all ranks restart from the newest checkpoint after one has died or hung; 0 "
+        "ends the run. The actor's counts",
         default=1,
         validator=at_least(0),
     )
@@ -877,9 +862,9 @@ class CheckpointConfig:
         default="never",
     )
     memory: bool = option(
-        "also keep a copy of every step in this machine's memory (/dev/shm), but for those between the multiples of "
-        "weights.every and algorithm.reference_every, written while training continues, from which the ranks start "
-        "anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
+        "in-memory checkpoint (/dev/shm) after each step that is a multiple of weights.every and "
+        "algorithm.reference_every, used to restart failed ranks (train.restarts) and to resize; needs three times a "
+        "checkpoint's size, and ends with the run",
         default=False,
         needs="!cluster.address",
     )
@@ -990,8 +975,6 @@ class RoleConfig:
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: tuple[str, ...] = ()  # kinds of memory that the run puts to sleep: host memory is reserved at the start
-    max_residual_gib: float = 0.0  # device memory that a rank may hold while it sleeps; 0 is no bound
-    suspend_communicators: bool = False  # while all memory kinds sleep
 
 
 @frozen(kw_only=True)

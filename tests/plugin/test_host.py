@@ -642,37 +642,6 @@ def test_the_host_says_which_hook_runs() -> None:
     assert host.running == ""
 
 
-class Copied(Fake):
-    """Of which a copy is under way."""
-
-    def settle(self) -> None:
-        self.note("settle")
-
-
-def test_what_changes_or_moves_the_state_waits_for_a_copy_of_it_and_what_reads_it_does_not() -> None:
-    host, backend = ready(Copied())
-    host.forward_backward(BATCH, LOSS, (), True)
-    host.forward(BATCH, (), "")
-    host.update_weights(None, 1)
-    assert ("settle",) not in backend.calls
-    backend.calls.clear()
-    host.optimizer_step(STEP, 1.0)
-    host.forward(BATCH, (), "ref")  # swapped in, and out again
-    host.save("somewhere", STEP, True)
-    host.sleep({MemoryKind.OPTIMIZER})
-    assert [hook for hook, *_ in backend.calls] == [
-        "settle", "optimizer_step", "settle", "forward", "save", "settle", "sleep",
-    ]  # fmt: skip
-
-
-def test_a_copy_that_cannot_be_waited_for_fails_the_step_before_it_is_taken() -> None:
-    host, backend = ready(Copied(settle=RuntimeError("CUDA error")))
-    host.forward_backward(BATCH, LOSS, (), True)
-    with pytest.raises(HookFailed, match="^backend:mine, actor rank 1: optimizer_step failed at .*: CUDA error"):
-        host.optimizer_step(STEP, 1.0)
-    assert ([hook for hook, *_ in backend.calls], host.state) == (["forward_backward", "settle"], State.FAILED)
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
