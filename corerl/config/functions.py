@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, listed, one_line
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOWN = 5  # functions of a module that are listed if it lacks the one in question
 
 
@@ -58,37 +53,6 @@ def meant(name: str) -> str:
         return ""
     where = f", with PYTHONPATH={directory}" if directory else ""
     return f"; did you mean '{module}:{function or 'FUNCTION'}'{where}?"
-
-
-@contextmanager
-def interrupts(heard: list[BaseException]) -> Iterator[None]:
-    """Append to `heard` what the handlers of SIGINT and SIGTERM raise in the block, as for the user's Ctrl-C, and raise
-    it even if the block's code hides it: code may raise KeyboardInterrupt by itself. Signals interrupt the main thread
-    only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {
-        number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))
-    }
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        try:
-            before[number](number, frame)
-        except BaseException as error:
-            heard.append(error)
-            raise
-
-    for number in before:
-        signal.signal(number, hear)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is hear:  # not one that the block has set
-                signal.signal(number, handler)
-        if heard:
-            raise heard[0]
 
 
 def _missing(module_name: str, error: ModuleNotFoundError) -> str:

@@ -21,7 +21,7 @@ from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 # Settings whose values no message shows, and how they are set.
-SECRETS = {
+SECRETS: dict[Keys, str] = {
     ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
     ("cluster", "secrets"): """set cluster.secrets='["NAME"]'""",
 }

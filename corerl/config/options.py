@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from corerl.messages import did_you_mean, short_repr
+from corerl.messages import did_you_mean
 
 
 @frozen(kw_only=True)
@@ -94,19 +93,14 @@ def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """A validator of options: neither infinite nor NaN."""
-    if not _is_finite(value):
-        raise ValueError(f"must be finite, got {short_repr(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"must be finite, got {value!r}")
 
 
 def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
     for name, each in value.items():
-        if not _is_finite(each):
-            raise ValueError(f"each must be finite, got {name!r} = {short_repr(each)}")
-
-
-def _is_finite(value: float) -> bool:
-    """Whether a float can be `value`: `math.isfinite` raises an error for integers that are larger than any."""
-    return -sys.float_info.max <= value <= sys.float_info.max
+        if not math.isfinite(each):
+            raise ValueError(f"each must be finite, got {name!r} = {each!r}")
 
 
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:

@@ -36,7 +36,12 @@ def add_keeping(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--flag", action="store_true")
-    parser.set_defaults(run=lambda args: seen.append(args) or 0)
+    parser.set_defaults(run=keep)
+
+
+def keep(args: argparse.Namespace) -> int:
+    seen.append(args)
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

@@ -150,6 +150,7 @@ def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("joins", [True, False], ids=["existing cluster", "Ray of its own"])
 def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) -> None:
     code = f"from tests.cluster.test_existing_cluster import drive; drive({address if joins else ''!r})"
