@@ -75,10 +75,6 @@ def hook_failed() -> HookFailed:
     return error
 
 
-def test_the_subcommands_status_is_the_exit_status() -> None:
-    assert (run_failing(0), run_failing(7)) == (0, 7)
-
-
 @pytest.mark.parametrize(
     ("error", "status"), [(ConfigError("a: b"), 2), (PluginNotFound("a: b"), 2), (SaveFailed("a: b"), 1)]
 )
@@ -87,11 +83,6 @@ def test_an_error_is_one_line_with_the_status_of_its_class(
 ) -> None:
     assert run_failing(error) == status
     assert capsys.readouterr() == ("", "corerl: error: a: b\n")
-
-
-def test_each_problem_of_several_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(ConfigError("a: b\nc: d")) == 2
-    assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: error: c: d\n"
 
 
 def test_what_is_noted_of_an_error_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,11 +175,6 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert 'source = "caf\\xe9.jsonl"' in shown.stdout.splitlines()
-
-
-def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "corerl: interrupted\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["--no-such-option"], ["config"]])

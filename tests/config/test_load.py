@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from attrs import evolve, field, frozen
 
 from corerl.config.load import as_config, config_of, dump_toml, load_config
 from corerl.config.schema import (
@@ -17,7 +16,6 @@ from corerl.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
 
 SMALLEST = '[backend]\nname = "plain"\n'
@@ -132,12 +130,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
     for name in path:
         changed = getattr(changed, name)
     assert changed == value and type(changed) is type(value)
-
-
-def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Path) -> None:
-    path = write(tmp_path, SMALLEST + "[run]\nsteps = 1\nseed = 7\n")
-    run = load_config(path, ["run.steps=2", "run.steps=3"]).run
-    assert (run.steps, run.seed) == (3, 7)
 
 
 @pytest.mark.parametrize(
@@ -328,13 +320,6 @@ def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path
     assert unreadable.startswith(f"{binary}: is not UTF-8 text (invalid start byte at byte 5)")
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xef\xbb\xbf" + SMALLEST.encode())
-    marked = load_config(path)
-    assert marked == load_config(write(tmp_path, SMALLEST))
-
-
 def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
     overrides = [
         "backends.mine={x=1, deep={names=['a', 'b']}}",
@@ -350,21 +335,6 @@ def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
     again = write(tmp_path, dump_toml(config))
     assert load_config(again) == config
     assert dump_toml(load_config(again)) == dump_toml(config)
-
-
-@frozen(kw_only=True)
-class PluginOptions:
-    degree: int = 2
-    offload: bool | None = None
-    names: tuple[str, ...] = field(default=("a",))
-
-
-def test_a_plugins_own_class_is_written_as_its_table(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, SMALLEST))
-    resolved = evolve(config, backends={"plain": PluginOptions(), "other": {"x": 1}})
-    assert to_plain(resolved)["backends"] == {"plain": {"degree": 2, "names": ["a"]}, "other": {"x": 1}}
-    again = load_config(write(tmp_path, dump_toml(resolved)))
-    assert to_plain(again) == to_plain(resolved)
 
 
 # ---- files that are made to hurt -------------------------------------------------------------------------------------

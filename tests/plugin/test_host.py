@@ -196,15 +196,6 @@ def test_only_an_instance_that_extends_the_base_class_is_a_backend() -> None:
         PluginHost(Fake, name="mine", context=CONTEXT)
 
 
-def test_the_contract_is_checked_when_the_host_is_built() -> None:
-    class Steals:
-        @hookimpl
-        def save(self, path: str) -> None: ...
-
-    with pytest.raises(ContractError, match="extension:thief implements save itself, which only backend:mine may do"):
-        PluginHost(Fake(), name="mine", extensions=[("thief", Steals())], context=CONTEXT)
-
-
 def test_neither_host_nor_backend_can_be_pickled() -> None:
     host, backend = ready()
     with pytest.raises(ContractError, match="a PluginHost cannot be pickled; build it inside the worker"):
@@ -243,13 +234,6 @@ def test_whatever_leaves_a_half_of_a_step_leaves_only_shutdown(half: str, called
             call()
     host.shutdown("failed")
     assert [call[0] for call in backend.calls] == [*["forward_backward", "optimizer_step"][:called], "shutdown"]
-
-
-def test_a_failing_init_leaves_only_shutdown() -> None:
-    host = PluginHost(Fake(init=ModelError("no such tensor")), name="mine", context=CONTEXT)
-    with pytest.raises(ModelError, match="no such tensor"):
-        host.init(CONFIG, CONTEXT)
-    assert host.state is State.FAILED
 
 
 @pytest.mark.parametrize("hook", ["forward", "update_weights", "save", "sleep", "wake_up"])
@@ -528,20 +512,6 @@ def test_a_wrapper_that_drops_the_result_is_found_with_the_call_chain() -> None:
     assert host.state is State.FAILED
 
 
-def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers() -> None:
-    class Wrong(Fake):
-        @hookimpl
-        def save(self, path: str, step: Step, background: bool) -> Any:
-            return path
-
-    host, _ = ready(Wrong())
-    with pytest.raises(ContractError) as caught:
-        host.save("somewhere", STEP, False)
-    assert caught.value.message == (
-        "actor rank 1: save at optimizer step 12: save() returned str, expected SaveResult; call chain: backend:mine"
-    )
-
-
 @pytest.mark.parametrize(
     ("metrics", "told"),
     [
@@ -588,28 +558,10 @@ def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survi
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_error_that_no_line_of_the_backend_is_a_part_of_is_told_without_a_line() -> None:
-    class Elsewhere(Fake):
-        pass
-
-    Elsewhere.__module__ = "corerl_mine.backend"
-    host, _ = ready(Elsewhere(optimizer_step=RuntimeError("out of luck")))
-    with pytest.raises(HookFailed, match="RuntimeError: out of luck$"):
-        train(host)
-
-
 def test_a_backend_that_calls_exit_fails_instead_of_ending_the_worker() -> None:
     host, _ = ready(Fake(forward=SystemExit(3)))
     with pytest.raises(HookFailed, match="forward failed: SystemExit: 3"):
         host.forward(BATCH, (), "")
-
-
-def test_a_corerl_error_passes_through_as_it_is() -> None:
-    error = SaveFailed("disk full")
-    host, _ = ready(Fake(save=error))
-    with pytest.raises(SaveFailed) as caught:
-        host.save("somewhere", STEP, True)
-    assert caught.value is error
 
 
 def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> None:

@@ -54,20 +54,6 @@ def test_a_backend_is_found_by_its_name_alone_with_where_it_came_from(install: I
     ]
 
 
-def test_engines_and_extensions_are_other_groups(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_b:SPEC"}}, mine_b=backend_spec)
-    assert "mine" not in installed_names(Kind.ENGINES)
-    with pytest.raises(PluginNotFound, match=r"unknown engine 'mine'; installed: "):
-        load(Kind.ENGINES, "mine")
-
-
-def test_one_distribution_found_at_two_places_is_one_plugin(install: Install, backend_spec: str) -> None:
-    for site in ("lib", "lib64"):
-        install("corerl-mine", {"backends": {"mine": "mine_c:SPEC"}}, site=site, mine_c=backend_spec)
-    assert len(listed("mine")) == 1
-    assert load(Kind.BACKENDS, "mine").distribution == "corerl-mine"
-
-
 def test_stale_metadata_without_entry_points_does_not_hide_the_plugin(install: Install, backend_spec: str) -> None:
     install("corerl-mine", {"backends": {"mine": "mine_d:SPEC"}}, mine_d=backend_spec)
     install("corerl-mine", {}, site="stale")  # later on disk, earlier on sys.path
@@ -137,12 +123,6 @@ def test_a_broken_backend_says_its_real_cause_and_spoils_no_other(install: Insta
         None,
     )
     assert load(Kind.BACKENDS, "good").name == "good"
-
-
-def test_a_spec_that_exits_at_import_is_broken_and_ends_nothing(install: Install) -> None:
-    install("corerl-bad", {"backends": {"bad": "bad_i:SPEC"}}, bad_i="import sys\nsys.exit(3)")
-    with pytest.raises(PluginBroken, match=r"bad_i:SPEC: SystemExit: 3; repair or reinstall corerl-bad"):
-        load(Kind.BACKENDS, "bad")
 
 
 def test_an_entry_point_that_names_something_else_than_a_spec_is_broken(install: Install) -> None:
