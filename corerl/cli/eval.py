@@ -105,7 +105,7 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of
     from corerl.messages import note
-    from corerl.plan.state import read_run
+    from corerl.plan.resume import read_run
 
     run_dir = checkpoint.parent
     if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere

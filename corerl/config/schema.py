@@ -91,6 +91,7 @@ class ClusterConfig:
         "read), master (float32 copies, where a backend has them apart), grad, optimizer (moments)",
         default=KINDS,
         validator=some_of(KINDS),
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     max_residual_gib: float = option(
         "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "
@@ -98,12 +99,14 @@ class ClusterConfig:
         "device count too; 0 sets no limit",
         default=0.0,
         validator=at_least(0),
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     suspend_communicators: bool = option(
         "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB "
         "for each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
         "versions keep it and the run notes that once",
         default=False,
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     timeout: float = option(
         "seconds that ranks wait for each other in a collective before they fail",
@@ -132,6 +135,7 @@ class ClusterConfig:
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,
         validator=custom_resources,
+        needs="cluster.address",
     )
     environment: Mapping[str, str] = option(
         "environment variables set for every rank and engine before it imports torch; the run's own files name them "
@@ -286,6 +290,7 @@ class LoraConfig:
         "how A begins; kaiming: uniform within 1 / sqrt(inputs), gaussian: with a deviation of 1 / rank. B begins with "
         "zeros, so that the first policy is the model",
         default="kaiming",
+        needs="!.path",
     )
     path: str = option("a directory of PEFT with adapters to go on from; empty begins with new ones", default="")
 
@@ -358,6 +363,7 @@ class RolesConfig:
         "the policy that algorithm.kl_coef measures against, as a frozen model of its own: of another size, on another "
         "backend or on other devices; unset: a snapshot in the host memory of the actor's ranks",
         default=None,
+        needs="algorithm.kl_coef",
     )
 
     @property
@@ -382,11 +388,16 @@ class AlgorithmConfig:
         default="grpo",
         validator=filled,
     )
-    advantages: str = option("'module:function' in place of the algorithm's own advantages", default="")
+    advantages: str = option(
+        "'module:function' in place of the algorithm's own advantages",
+        default="",
+        needs="!rollout.source=streamed",
+    )
     postprocess: str = option(
         "'module:function' that maps the samples of a step, with log-probs, values and advantages, to those that are "
         "trained on",
         default="",
+        needs="!rollout.source=streamed",
     )
     loss: str = option("in place of the algorithm's own policy loss: clipped, or 'module:function'", default="")
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
@@ -399,26 +410,32 @@ class AlgorithmConfig:
         "directory of the reference policy's weights, in the actor's architecture; empty: those that the actor starts "
         "from",
         default="",
+        needs=("algorithm.kl_coef", "!roles.reference", "!lora"),
     )
     reference_every: int = option(
         "rollout steps after which the reference policy becomes the actor's current weights, again and again; 0 keeps "
         "it as it is",
         default=0,
         validator=at_least(0),
+        needs=("algorithm.kl_coef", "!roles.reference"),
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3-differentiated"] | None = option(
         "estimator of the KL's value (Schulman 2020). In the loss, the gradient is that of the KL with each of them "
         "except k3-differentiated (Shao et al. 2024); in the reward, only with k1. Unset: k3 in the loss, k1 in the "
         "reward",
         default=None,
+        needs={"k3-differentiated": "algorithm.kl_in=loss"},
     )
     kl_in: Literal["loss", "reward"] = option(
-        "apply the KL penalty in the loss, or subtract it from each token's reward", default="loss"
+        "apply the KL penalty in the loss, or subtract it from each token's reward",
+        default="loss",
+        needs={"reward": "algorithm.kl_coef"},
     )
     kl_target: float = option(
         "target KL per token, to which kl_coef adapts (Ziegler et al. 2019); 0 keeps kl_coef fixed",
         default=0.0,
         validator=[at_least(0), finite],
+        needs="algorithm.kl_coef",
     )
     kl_horizon: int = option(
         "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
@@ -438,21 +455,32 @@ class AlgorithmConfig:
         "engines hold; or those that they held before the last update, which have sampled the batch if rollout.source "
         "is 'one-step-off'. The latter two are kept in host memory",
         default="current",
+        needs=("algorithm.old_logprobs=recompute", "!run.mode=train-only"),
     )
     correction: Literal["none", "token", "sequence", "geometric"] = option(
         "importance weights that correct for the mismatch of engine and trainer log-probs: the ratio of probabilities "
         "of each token, their product over a sample, or their geometric mean over it (Yao et al. 2025; Liu et al. "
-        "2025); needs old_logprobs = 'recompute'",
+        "2025)",
         default="none",
+        needs="algorithm.old_logprobs=recompute",
     )
     correction_floor: float = option(
-        "the smallest importance weight, at most correction_cap", default=0.0, validator=[at_least(0), finite]
+        "the smallest importance weight, at most correction_cap",
+        default=0.0,
+        validator=[at_least(0), finite],
+        needs="algorithm.correction",
     )
-    correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    correction_cap: float = option(
+        "the largest importance weight",
+        default=2.0,
+        validator=above(0),
+        needs="algorithm.correction",
+    )
     correction_beyond: Literal["truncate", "mask"] = option(
         "what becomes of ratios below correction_floor or above correction_cap; truncate: the weight is that bound; "
         "mask: it is 0, so that the token (Ling Team 2025, IcePop) or the sample (Liu et al. 2025) teaches nothing",
         default="truncate",
+        needs="algorithm.correction",
     )
     on_mismatch: Literal["stop", "warn", "off"] = option(
         "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by more "
@@ -474,12 +502,14 @@ class AlgorithmConfig:
         'chose while sampling (R3). Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and '
         'Inference Routers"; Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs"',
         default="none",
+        needs={"recompute": "algorithm.old_logprobs=recompute"},
     )
     dynamic_sampling: int | None = option(
         "maximum number of times that groups whose rewards are all equal are dropped and other prompts sampled "
         "instead (Yu et al. 2025, section 3.2); 0 keeps such groups; unset: 0, unless the algorithm says otherwise",
         default=None,
         validator=at_least(0),
+        needs=("!run.mode=train-only", "!rollout.source=streamed", "!algorithm.kl_in=reward"),
     )
     dynamic_sampling_on: str = option(
         "the part of the reward by which dynamic_sampling takes a group's rewards for equal: the label of one of "
@@ -679,24 +709,33 @@ class RolloutConfig:
         "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
         "trains; asynchronous: all the time, paused for weight updates and continued with the new weights",
         default="synchronous",
+        needs="run.mode=train|eval",
     )
     max_staleness: int = option(
         "asynchronous: weight updates by which a sample's oldest token may lag behind the trainer; older samples are "
         "dropped and their prompts resampled",
         default=1,
         validator=at_least(1),
+        needs="rollout.source=asynchronous",
     )
     stale: Literal["discard", "wait"] = option(
         "asynchronous: what happens to samples that would become too old; discard: they are dropped and their prompts "
         "resampled, which costs tokens and, of slow prompts, most; wait: a batch is handed out only once the oldest "
         "samples can still be trained on in time, so that none is dropped",
         default="discard",
+        needs="rollout.source=asynchronous",
     )
     postprocess: str = option(
-        "'module:function' that maps a scored batch to another before advantages are computed", default=""
+        "'module:function' that maps a scored batch to another before advantages are computed",
+        default="",
+        needs="!rollout.source=streamed",
     )
     save: bool = option("save every batch under run.dir/rollouts; rollout-only always does", default=False)
-    saved: str = option("train-only: directory of saved batches to train from", default="")
+    saved: str = option(
+        "train-only: directory of saved batches to train from",
+        default="",
+        needs="run.mode=train-only",
+    )
 
 
 @frozen(kw_only=True)
@@ -713,6 +752,7 @@ class WeightsConfig:
         "rollout steps between weight updates; engines sample from weights up to this many steps old",
         default=1,
         validator=at_least(1),
+        needs="rollout.source=synchronous|streamed",
     )
     bucket_bytes: int = option(
         "bytes of weights sent at once; each rank allocates twice this. 0 uses a sixteenth of the weights, between "
@@ -734,6 +774,7 @@ class WeightsConfig:
         "so that weights are not rounded anew and only the adapters travel, but for engines that have slept or are "
         "new",
         default="merged",
+        needs={"adapter": ("lora", "!weights.quantize")},
     )
     unquantized: tuple[str, ...] = option(
         "substrings of the names of weights to leave unquantized, besides embeddings, head, norms and routers; the "
@@ -840,6 +881,7 @@ class CheckpointConfig:
         "weights.every and algorithm.reference_every, written while training continues, from which the ranks start "
         "anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
         default=False,
+        needs="!cluster.address",
     )
     export: bool = option("export a Hugging Face model directory at the end", default=True)
 

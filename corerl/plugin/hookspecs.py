@@ -30,8 +30,7 @@ from corerl.types import (
 
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
-    from corerl.plan.plan import Plan
-    from corerl.plan.ready import PlanReady
+    from corerl.plan.plan import Plan, PlanReady
     from corerl.plugin.events import Event
     from corerl.plugin.spec import PlanAnswer
 

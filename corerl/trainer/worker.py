@@ -20,7 +20,7 @@ from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
-from corerl.plan.assignment import Assignment
+from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import require_same
 from corerl.plugin.hookspecs import STATE

@@ -35,7 +35,7 @@ import corerl_testing
 from corerl import errors, types
 from corerl.config.schema import Config, RoleConfig
 from corerl.config.toml_text import FieldHelp, describe
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import TABLES
 from corerl.plugin import events, hookspecs
 from corerl.plugin.capabilities import Capability

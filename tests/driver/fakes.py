@@ -27,8 +27,8 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.resolve import resolve_tables
+from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
-from corerl.plan.start import Start
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
 from corerl.plugin.spec import hookimpl

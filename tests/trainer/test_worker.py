@@ -49,9 +49,8 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.assignment import Assignment
-from corerl.plan.resolve import resolve_tables
-from corerl.plan.roles import plan_role
+from corerl.plan.resolve import plugins_of, resolve_tables
+from corerl.plan.roles import Assignment, plan_role
 from corerl.plugin.transports import open_receiver
 from corerl.trainer.worker import Compilations, Worker
 from corerl.types import (
@@ -107,7 +106,7 @@ def assignment(config: Config) -> Assignment:
 
 
 def assigned(config: Config, resume: str = "") -> Assignment:
-    (assignment,) = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=resume).assignments
+    (assignment,) = plan_role("actor", config, plugins_of(config), device="cpu", resume=resume).assignments
     return assignment
 
 
@@ -211,7 +210,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=SideRoleChoice()))
     critic = resolve_tables(critic)
     loss = plan_algorithm(critic).objectives["critic"].loss
-    (assignment,) = plan_role("critic", critic, experts=1, device="cpu", run_dir="", resume="").assignments
+    (assignment,) = plan_role("critic", critic, plugins_of(critic), device="cpu").assignments
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     results = []

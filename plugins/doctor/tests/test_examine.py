@@ -42,6 +42,7 @@ def amiss(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
+@pytest.mark.nightly
 @forked
 def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
     distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")

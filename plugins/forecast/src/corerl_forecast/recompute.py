@@ -9,7 +9,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import role_options
 from corerl.plugin.capabilities import Capability
 
