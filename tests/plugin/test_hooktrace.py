@@ -23,7 +23,7 @@ class Pair:
     _right: Any = None
 
 
-def test_arrays_and_tensors_are_told_by_type_and_shape_and_never_read() -> None:
+def test_arrays_are_shown_by_shape_and_never_read() -> None:
     class Unreadable(torch.Tensor):
         def __repr__(self, **_: Any) -> str:
             raise AssertionError("read")
@@ -48,7 +48,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [re.sub(r" \d+\.\d ms ", " N ms ", line[13:]) for line in err]
 
 
-def test_each_call_is_told_with_who_is_in_it_outermost_first(
+def test_each_call_is_printed_with_its_plugins_outermost_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
@@ -77,7 +77,7 @@ def test_each_call_is_told_with_who_is_in_it_outermost_first(
     assert lines(capsys) == [*halves, *ends]
 
 
-def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
+def test_errors_are_printed_and_nested_calls_are_indented(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
