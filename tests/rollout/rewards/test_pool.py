@@ -72,7 +72,7 @@ def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_th
     assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
     assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
     assert found.first == (
-        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:23) on prompt 7 ('p') with the "
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:22) on prompt 7 ('p') with the "
         "response 'raise'"
     )
 
