@@ -165,7 +165,7 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     """A command tries imports in another process; only tests with the mark may start it. And all take a model for
     packable that is like one that was."""
-    if "corerl.models.layout" in sys.modules:
+    if "corerl.models.layouts" in sys.modules:
         from tests.forks.once import look_once
 
         look_once()

@@ -13,12 +13,11 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
-from corerl.cluster import services
-from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.group import RayGroup
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.nodes import elsewhere
-from corerl.cluster.placement import Room, Slot, reserved
-from corerl.cluster.process import Outcome
-from corerl.cluster.pulse import Bounds
+from corerl.cluster.placement import ResourcePool, Slot, reserved
+from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
@@ -47,7 +46,7 @@ from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
+from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
@@ -167,35 +166,21 @@ def _rescuing(run: Run) -> Iterator[None]:
         yield
     except SaveFailed:
         raise  # the save itself is what failed
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and not services.died():
-            raise  # a second signal: that stops at once and saves nothing
-        services.arm(False)
+    except Exception:  # not a KeyboardInterrupt, a second signal: that stops at once and saves nothing
         try:
-            run.checkpoints.rescue(ask=services.ranks_live())
+            run.checkpoints.rescue()
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
 
 
 def _close(run: Run) -> None:
-    """End what has done its work; if Ray dies meanwhile, the run has finished all the same."""
-    try:
-        services.arm(True)
-        if services.died():
-            raise KeyboardInterrupt
-        run.source.close()
-        for role in run.roles.values():
-            role.group.shutdown("finished")
-        if run.updates is not None:
-            run.updates.fleet.close()
-    except (CorerlError, KeyboardInterrupt):
-        services.arm(False)
-        if not (died := services.died()):
-            raise
-        run.progress.notice(f"Ray's {died.name} died when the run had finished; its log is {died.log}")
-    finally:
-        services.arm(False)
+    """End what has done its work."""
+    run.source.close()
+    for role in run.roles.values():
+        role.group.shutdown("finished")
+    if run.updates is not None:
+        run.updates.fleet.close()
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
@@ -358,7 +343,7 @@ def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, pr
 
 def _start_processes(
     plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
-) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], Room]:
+) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], ResourcePool]:
     """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready. `stack`
     ends them."""
     processes, engine = plan.processes, plan.processes.engine
@@ -369,8 +354,9 @@ def _start_processes(
     progress.begin(f"starting {_counted(room)}")
     watching = Watching(
         notify=progress.notice,
-        seconds=plan.cluster.watchdog,
-        bounds=Bounds(silence=plan.cluster.health_timeout, start=plan.cluster.start_timeout),
+        watchdog=plan.cluster.watchdog,
+        health_timeout=plan.cluster.health_timeout,
+        start_timeout=plan.cluster.start_timeout,
         on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
@@ -382,7 +368,9 @@ def _start_processes(
         fleet = make_fleet(engine, room[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
-    started = start_all(groups, fleet, progress, in_turns=bool(processes.sharing))
+    restarts = processes.roles[ACTOR].train.restarts
+    in_turns = bool(processes.sharing)
+    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return groups, fleet, started, room
 
 
@@ -406,20 +394,20 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
     )
 
 
-def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
+def tell_of(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
     """Report a call that `process` has answered."""
     progress.tell(
         CallFinished(
             process=process,
-            verb=outcome.method,
+            verb=result.method,
             call=pending.method,
             asked=pending.asked,
-            started=outcome.started,
-            ended=outcome.ended,
-            lane=outcome.lane,
-            error=outcome.error.message if outcome.error else "",
-            spans=outcome.spans,
-            waits=outcome.waits,
+            started=result.started,
+            ended=result.ended,
+            lane=result.lane,
+            error=result.error.message if result.error else "",
+            spans=result.spans,
+            waits=result.waits,
         )
     )
 
@@ -439,10 +427,12 @@ def start_all(
     progress: Progress,
     *,
     in_turns: bool,
+    restarts: int = 0,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded."""
+    start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
+    times."""
     starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
@@ -458,7 +448,16 @@ def start_all(
     else:
         progress.begin("loading the model into the ranks")
     starting |= {name: group.init() for name, group in groups.items()}
-    results = wait_all(starting)
+    while True:
+        try:
+            results = wait_all(starting)
+            break
+        except WorkerDied as error:
+            if not restarts:
+                raise
+            restarts -= 1
+            progress.notice(f"{error.message}; restarting all ranks")
+            starting |= {name: group.restart() for name, group in groups.items()}
     if fleet is not None and not in_turns:
         _replace(fleet, results[ENGINES], progress)
     return {name: results[name] for name in groups}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from attrs import define, field
 
-from corerl.cluster.watchdog import frame_of, stand
+from corerl.cluster.heartbeat import frame_of, where
 from corerl.observability.timing import Phases, Spans
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
@@ -123,7 +123,7 @@ class Progress:
         if current.unit.endswith(SCORED) and current.due and still >= current.due:
             current.due = 2 * still
             frame = frame_of(current.thread)
-            place = f"; the driver is at work ({stand(frame)[0]})" if frame is not None else ""
+            place = f"; the driver is at work ({where(frame)[0]})" if frame is not None else ""
             self.notice(
                 f"scoring has not moved for {still:.0f} s: {current.done} of {current.of} {current.unit}{place}"
             )

@@ -40,7 +40,6 @@ SHAPING: Mapping[str, float | None] = {
     **dict.fromkeys(("constraints", "watermarking_config")),
 }
 LARGEST = 2**31  # no token id is as large
-MOST_TOKENS = 2**24
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -74,8 +73,6 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
     vocabulary = loaded.get_vocab()
-    if (highest := max(vocabulary.values(), default=0)) >= MOST_TOKENS:  # tokenizers counts up to it, in memory
-        raise _no_tokenizer(setting, directory, f"a token has the id {highest}, wanted less than {MOST_TOKENS}")
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
     if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
@@ -170,7 +167,7 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     if not found:
         return ""
     listed = ", ".join(f"{name}={short_repr(value)}" for name, value in found.items())
-    return f"model.path: {GENERATION} asks for {listed}, which is not done: samples are drawn as [rollout] says"
+    return f"model.path: {GENERATION} asks for {listed}, which is ignored: sampling follows [rollout]"
 
 
 def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:
@@ -248,17 +245,17 @@ def require_same_tokens(
     by the tokenizer in its directory, or where that has none, by the `rows` of the actor's embedding (None if they are
     not known). With a tokenizer, embeddings may be padded differently.
 
-    Special tokens may differ in their names, as those of a base and a chat model do.
+    Special tokens may differ in their names, as in a base and a chat model.
     """
     files = (Path(model.path) / name for name in (TOKENIZER, TOKENIZER_CONFIG))
-    told = bool(model.path) and any(file.is_file() for file in files)
+    has_tokenizer = bool(model.path) and any(file.is_file() for file in files)
     size = config.get_text_config().vocab_size
-    if not told and rows is not None and size != rows:
+    if not has_tokenizer and rows is not None and size != rows:
         raise ModelError(
             f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens, and no "
-            f"tokenizer that tells which, but the actor's model has {rows}; choose a model with the actor's vocabulary"
+            f"tokenizer to compare them by, but the actor's model has {rows}; choose a model with its vocabulary"
         )
-    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if told else {}
+    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if has_tokenizer else {}
     for index, token in sorted(_texts(tokenizer).items()):
         if (other := theirs.get(index, token)) != token:
             raise ModelError(

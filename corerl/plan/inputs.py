@@ -28,7 +28,7 @@ from corerl.rollout.sampler import sampling_params
 from corerl.rollout.sources.base import Scored
 
 if TYPE_CHECKING:
-    from corerl.models.layout import Layout
+    from corerl.models.layouts import Layout
 
 
 def load_models(
@@ -163,7 +163,7 @@ def built_model(config: Config, role: str, hf: PreTrainedConfig) -> PreTrainedMo
 
 def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:
     """The ways through the roles' models."""
-    from corerl.models.layout import choose_layout  # slow to import: takes seconds
+    from corerl.models.layouts import choose_layout  # slow to import: takes seconds
 
     found: dict[str, Layout] = {}
     for role, model in built.items():
@@ -175,7 +175,7 @@ def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problem
 
 def require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
     """Check that each model has a position for every token of a sample."""
-    from corerl.models.positions import position_limit  # slow to import: takes seconds
+    from corerl.models.layouts import position_limit  # slow to import: takes seconds
 
     wanted = config.rollout.context_length
     for role, model in built.items():

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
 
 from corerl import hookimpl, loop
 from corerl.calls import Future
-from corerl.cluster.group import Pending, Watching
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.cluster.process import Outcome
+from corerl.cluster.process import CallResult
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
     launch,
@@ -102,10 +102,10 @@ class Hears:
 def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
     hears = Hears()
     telling = Progress(Observers([("hears", hears)]), 0)
-    pending = Pending("train at optimizer step 2", (0,), (), asked=1.0)
+    pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
-    done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
+    done = CallResult(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
     tell_of(telling, "actor rank 0", pending, done)
     whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
@@ -154,6 +154,34 @@ class Starts:
 
         self.asked.append(verb)
         return Future(self, self.ready, wait)
+
+
+class DiesAtFirst(Starts):
+    """Ranks of which one dies as they start, so many times."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(0, WorkerDied("actor rank 1: its process died during init"))
+        self.deaths = deaths
+
+    def restart(self) -> Future[Any]:
+        self.deaths -= 1
+        self.error = self.error if self.deaths else None
+        return self._call("restart")
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns: bool) -> None:
+    groups: Any = {"critic": DiesAtFirst(2), "actor": DiesAtFirst(2)}
+    for group in groups.values():
+        group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)
+    ears, fleet = Ears(), cast(Any, Starts(3))
+    fleet.sleep = lambda: None
+    results = start_all(groups, fleet, progress(ears), in_turns=in_turns, restarts=2)
+    assert results == {"critic": "restart is done", "actor": "restart is done"}
+    assert told(ears) == ["actor rank 1: its process died during init; restarting all ranks"] * 2
+    groups = {"actor": DiesAtFirst(2)}
+    with pytest.raises(WorkerDied, match="^actor rank 1: its process died during init$"):
+        start_all(groups, None, progress(), in_turns=False, restarts=1)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -293,7 +321,7 @@ class Saves:
         self.error = error
         self.asked = 0
 
-    def rescue(self, *, ask: bool) -> None:
+    def rescue(self, *, ask: bool = True) -> None:
         self.asked += ask
         if self.error is not None:
             raise self.error

@@ -65,8 +65,8 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         planned({"config": {**fields, "vocab_size": 32}})
     assert caught.value.message.startswith(
-        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer that tells which, but the "
-        "actor's model has 16"
+        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer to compare them by, but "
+        "the actor's model has 16"
     )
     directory = tmp_path / "teacher"
     with torch.random.fork_rng(devices=[]):
