@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from corerl.checkpoint.commit import latest, read_state
 from corerl.cli.main import main
 from corerl.driver.run_dir import occupied
-from corerl.rollout.rewards.base import short
 from corerl.rollout.sources.recorded import read_rollout, saved_rollouts
 from tests.cluster.nodes import cluster
 from tests.cluster.test_runtime import closed_port
@@ -28,7 +27,6 @@ from tests.driver.saved import make_config, make_model, save
 from tests.end_to_end.command import Command, content, metrics, steps_done, write_small
 from tests.end_to_end.faulty import fault
 from tests.end_to_end.user_functions import kind, unreliable
-from tests.machine import paced
 
 FUNCTIONS = "tests.end_to_end.user_functions"
 CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
@@ -220,39 +218,6 @@ def test_a_reward_that_fails_on_some_samples_is_counted_and_told_once_a_step_and
     assert len(notes) == len(told) == steps
     assert all(kinds[of] for of in range(3))  # each kind of failure has been there
     assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{steps:08d}"
-
-
-# A third of the limit would pass before there are further processes, which is tested with the pool.
-AT_ONCE = """
-from corerl.rollout.rewards import pool
-pool.HUNG = 0.02
-"""
-
-
-def test_samples_whose_reward_hangs_cost_their_batch_one_time_limit_and_are_told(tmp_path: Path) -> None:
-    limit, begun = paced(4.0), tmp_path / "begun"
-    begun.mkdir()
-    name = "tests.rollout.user_rewards:hangs_at_first"  # whose processes start in a moment: they import no torch
-    reward = [f"reward.name={name}", f"reward.options={{directory='{begun}',count=8}}", f"reward.timeout={limit}"]
-    run = [f"run.dir={tmp_path}/run", "run.steps=2", "rollout.save=true", "reward.failed_value=-1.0", CONSOLE]
-    with Command("train", write_small(tmp_path), *PLAIN, *run, *reward, logs=tmp_path, before=AT_ONCE) as command:
-        assert (command.finish(), command.err) == (0, "")
-        command.assert_nothing_is_left()
-
-    began = [path.stat().st_mtime for path in begun.iterdir()]
-    assert len(began) == 8 and max(began) - min(began) < 2 * limit  # in two processes alone, it would be three limits
-    scored = [read_rollout(path) for path in saved_rollouts(tmp_path / "run/rollouts")]
-    first = scored[0].rollout
-    lost = scored[0].rewards == -1.0
-    lengths = np.array([len(text) / 8 for text in first.texts], dtype=np.float32)
-    np.testing.assert_array_equal(scored[0].rewards, np.where(lost, np.float32(-1.0), lengths))
-    assert [int((each.rewards == -1.0).sum()) for each in scored] == [8, 0]
-    row = int(np.flatnonzero(lost)[0])
-    prompt = first.prompts[first.batch.rows["group"][row]]
-    assert (
-        f"note: step 0: 8 samples failed; the first: reward {name!r} took longer than reward.timeout={limit:g} seconds "
-        f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(first.texts[row])}"
-    ) in command.out
 
 
 # ---- the cluster -----------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ SKIP = "data.refused='skip' leaves such rows out"
         ),
         (
             '{"prompt": "1"}\n\n["prompt"]\n',
-            f"data.jsonl:3: got a list, expected a JSON object with the field 'prompt'; {SKIP}",
+            f"data.jsonl:3: got ['prompt'], expected a JSON object with the field 'prompt'; {SKIP}",
         ),
         (
             '{"prompt": "1"}\n{"promt": "2"}\n',
