@@ -830,6 +830,7 @@ def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engine
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_quickstarts_task_is_learned_asynchronously_within_the_bound(tmp_path: Path) -> None:
     settings = [
         *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),
