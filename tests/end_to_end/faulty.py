@@ -15,7 +15,7 @@ NAME = "tests.end_to_end.faulty:SPEC"
 
 @frozen(kw_only=True)
 class FaultyConfig(FsdpConfig):
-    hook: Literal["", "init", "optimizer_step", "save", "copy", "update_weights", "hand_over"] = option(
+    hook: Literal["", "init", "optimizer_step", "save", "update_weights"] = option(
         "where it fails; empty never", default=""
     )
     how: Literal["raise", "kill", "freeze", "wait", "full"] = option(
@@ -32,8 +32,8 @@ SPEC = evolve(FSDP, implementation="tests.end_to_end.faulty_backend:FaultyBacken
 
 
 def fault(hook: str, how: str, *, step: int = 0, once: bool = False) -> list[str]:
-    """The overrides of a run whose rank 1 fails: where it is not for `once`, as often as the ranks are started anew,
-    which is never."""
+    """The overrides of a run whose rank 1 fails: where it is not for `once`, as often as the ranks restart, which is
+    never."""
     table = f'backends."{NAME}"'
     told = {"hook": hook, "how": how, "step": step, "once": str(once).lower()}
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.weights.adapters import is_adapter
 from corerl_testing.harness import Setup, running, train
 from corerl_testing.scenarios.sleeping import alive
