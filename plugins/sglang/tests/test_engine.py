@@ -684,7 +684,7 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
 
     engine.sleep()
     engine.wake_up()
-    received, _ = push(engine, made, 4, address)
+    received = push(engine, made, 4, address)
     assert "send all weights first" in received.error
 
 
