@@ -17,7 +17,7 @@ from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
 from tests.driver.saved import make_config
 
 pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
-TOLD = "the sizes are changed when the step that runs has been trained on\n"
+TOLD = "the resize takes effect after the current step\n"
 
 
 @pytest.fixture

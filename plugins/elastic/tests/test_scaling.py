@@ -86,7 +86,7 @@ def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: 
     assert found == DONE
     assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
     assert taken[1] is None and asked(tmp_path) is None
-    assert told == ["the sizes are changed when the step that runs has been trained on"]
+    assert told == ["the resize takes effect after the current step"]
     assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
 
 
