@@ -64,14 +64,14 @@ from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
 from corerl.checkpoint.writer import MEMORY
 from corerl.cluster.heartbeat import ASIDE
+from corerl.cluster.process import cores
 from corerl.config.schema import CheckpointConfig
 from corerl.data.prompts import Prompt
-from corerl.descendants import descendants
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.rollout.rewards.pool import descendants
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources.base import Scored
 from corerl.rollout.sources.recorded import write_rollout
-from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
 

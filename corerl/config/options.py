@@ -33,7 +33,7 @@ class Need:
 
     def __str__(self) -> str:
         of = f"{self.value!r} " if self.value else ""
-        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.')}"
+        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.').replace('|', ' or ')}"
 
 
 Needs = str | Sequence[str]

@@ -243,12 +243,15 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
 # ---- notices ---------------------------------------------------------------------------------------------------------
 
 
-def notices_of_data(config: Config, sampled: Sampled, eval_sets: Sequence[EvalSet]) -> Iterator[str]:
-    """Lines about the prompts of a run that samples, and how they are sampled."""
+def notices_of_data(
+    config: Config, sampled: Sampled, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
+) -> Iterator[str]:
+    """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
     prompts, tokenizer = sampled.prompts, sampled.tokenizer
     assert prompts is not None and tokenizer is not None
     yield from prompts.notices
     yield from unanswered(config.data.answer_key, prompts)
+    yield from about_sets
     yield from held_out_and_trained_on(prompts, eval_sets)
     options, special = config.data.chat_template_options, config.reward.special_tokens
     yield from opened_reasoning(prompts, tokenizer, options, special_tokens=special)

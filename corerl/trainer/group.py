@@ -7,17 +7,16 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from attrs import evolve, frozen
 
 from corerl.calls import Calls, Future
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
-from corerl.cluster.placement import Slot, reserved
+from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
@@ -53,9 +52,6 @@ T = TypeVar("T")
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
-Placed: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
-
-
 class TrainGroup:
     """The ranks of one role, as `TrainGroup.start(config)` gives them.
 
@@ -66,19 +62,16 @@ class TrainGroup:
     """
 
     def __init__(
-        self,
-        processes: RayGroup,
-        plan: RolePlan,
-        again: Callable[[RolePlan, Sequence[Slot]], RayGroup] | None = None,
-        slots: Sequence[Slot] = (),
+        self, processes: RayGroup, plan: RolePlan, slots: Sequence[Slot] = (), watching: Watching | None = None
     ) -> None:
-        """`again` starts other processes in the place of `processes`, which have ended. These are in `slots`."""
+        """`processes` are of the plan, in these slots."""
         self.processes = processes
         self.plan = plan
         self.role = plan.role
-        self._again = again
         self._slots = slots
-        self._planned: Callable[..., AbstractContextManager[Placed]] | None = None  # by `start`, of other sizes
+        self._watching = watching
+        self._config: Config | None = None  # of `start`, and the bundles that it has reserved
+        self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -101,41 +94,25 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
-        from corerl.plan.settle import with_sizes
+        from corerl.plan.make import plan_group  # slow to import: takes seconds
 
-        current = as_config(config)
-        plan = plan_group(current, role, resume=resume)
+        config = as_config(config)
+        plan = plan_group(config, role, resume=resume)
         for line in plan.notices:
             notify(line)
+        cpus = max(plan.placement.cpus, CPUS)
         with (
-            ray_session(
-                address=plan.cluster.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()
-            ) as ends,
-            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
+            ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as ends,
+            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as pool,
         ):
-
-            @contextlib.contextmanager
-            def planned(**sizes: Any) -> Iterator[Placed]:
-                nonlocal current
-                changed = with_sizes(current, role, **sizes)
-                again = plan_group(changed, role, resume="")
-                slots: Mapping[str, Sequence[Slot]] = {}
-                try:
-                    found = room.arrange(again.placement)
-                    yield again.role, found[role]
-                    current, slots = changed, found
-                finally:
-                    room.take(slots)  # or give back what was reserved for ranks that did not come
-
             watching = Watching(
                 notify=notify,
                 watchdog=plan.cluster.watchdog,
                 health_timeout=plan.cluster.health_timeout,
                 start_timeout=plan.cluster.start_timeout,
             )
-            group = cls.launch(plan.role, room[role], watching=watching)
-            group._planned = planned
+            group = cls.launch(plan.role, pool[role], watching=watching)
+            group._config, group._pool = config, pool
             try:
                 group.init().result()
                 yield group
@@ -144,20 +121,9 @@ class TrainGroup:
                 group.processes.kill()
 
     @classmethod
-    def launch(
-        cls,
-        plan: RolePlan,
-        slots: Sequence[Slot],
-        *,
-        watching: Watching | None = None,
-    ) -> Self:
+    def launch(cls, plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
         """Start a process for each rank; returns at once."""
-
-        def processes(plan: RolePlan, slots: Sequence[Slot]) -> RayGroup:
-            names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-            return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
-
-        return cls(processes(plan, slots), plan, processes, slots)
+        return cls(_processes(plan, slots, watching), plan, slots, watching)
 
     def restart(
         self, resume: str | None = None, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
@@ -165,13 +131,13 @@ class TrainGroup:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
         directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
         these are given."""
-        assert self._again is not None  # it was launched
         self.processes.kill()
         self.plan = plan or self.plan
         if resume is not None:
-            self.plan = resuming(self.plan, resume)
+            assignments = [evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments]
+            self.plan = evolve(self.plan, assignments=tuple(assignments))
         self._slots = self._slots if slots is None else slots
-        self.processes = self._again(self.plan, self._slots)
+        self.processes = _processes(self.plan, self._slots, self._watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
@@ -185,10 +151,21 @@ class TrainGroup:
         Raises UserError with a line for each problem that can be known before a process starts, and CorerlError if the
         cluster has no room: then all is as before.
         """
-        if self._planned is None:
+        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
+        from corerl.plan.settle import with_sizes
+
+        if self._config is None or self._pool is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use restart")
-        with self._planned(ranks=ranks, backend=backend, options=options) as (plan, slots):
-            return self.restart(resume, plan, slots).result()
+        config = with_sizes(self._config, self.role, ranks=ranks, backend=backend, options=options)
+        plan = plan_group(config, self.role, resume="")
+        slots: Mapping[str, Sequence[Slot]] = {}
+        try:
+            found = self._pool.arrange(plan.placement)
+            result = self.restart(resume, plan.role, found[self.role]).result()
+            self._config, slots = config, found
+        finally:
+            self._pool.take(slots)  # or give back what was reserved for ranks that did not start
+        return result
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -455,11 +432,9 @@ class TrainGroup:
         return self.processes.start(method, *args, at=at)
 
 
-def resuming(plan: RolePlan, path: str) -> RolePlan:
-    """The plan of ranks that begin with what is in the directory `path`, or if it is empty with the model."""
-    return evolve(
-        plan, assignments=tuple(evolve(each, config=evolve(each.config, resume=path)) for each in plan.assignments)
-    )
+def _processes(plan: RolePlan, slots: Sequence[Slot], watching: Watching | None) -> RayGroup:
+    names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
+    return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
 
 
 @frozen

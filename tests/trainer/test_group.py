@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.heartbeat import Member, Pending
+from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
@@ -32,6 +32,7 @@ from corerl.errors import (
 )
 from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
+from corerl.trainer import group as group_module
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
@@ -643,45 +644,59 @@ class Starting(Answers):
         return super().construct(arguments)
 
 
-def test_a_restart_ends_the_ranks_and_loads_by_another_plan() -> None:
-    old, new = Starting(init=INIT), Starting(init=INIT)
-    started: list[tuple[RolePlan, Any]] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RolePlan, Any, Starting]]:
+    """The plan, slots and processes of each start of ranks."""
+    found: list[tuple[RolePlan, Any, Starting]] = []
 
-    def again(plan: RolePlan, slots: Any) -> Starting:
-        assert old.killed
-        started.append((plan, slots))
-        return new
+    def start(plan: RolePlan, slots: Any, watching: Watching | None) -> Starting:
+        found.append((plan, slots, Starting(init=INIT)))
+        return found[-1][2]
 
-    group = TrainGroup(old, PLAN, again, ["old slot"])  # type: ignore[arg-type]
+    monkeypatch.setattr(group_module, "_processes", start)
+    return found
+
+
+def test_a_restart_ends_the_ranks_and_loads_by_another_plan(started: list[tuple[RolePlan, Any, Starting]]) -> None:
+    group = TrainGroup.launch(PLAN, ["old slot"])  # type: ignore[list-item]
     assert group.restart("a part", AFTER, SLOTS).result() == INIT[0]
-    assert new.resumed == ["a part"] * 2 and group.processes is new  # type: ignore[comparison-overlap]
-    ((plan, slots),) = started
-    assert (dict(plan.environment), slots) == ({"OF": "the new ones"}, SLOTS)
+    (_, _, old), (plan, slots, new) = started
+    assert old.killed and not new.killed and group.processes is new  # type: ignore[comparison-overlap]
+    assert (new.resumed, dict(plan.environment), slots) == (["a part"] * 2, {"OF": "the new ones"}, SLOTS)
+    group.restart().result()
+    assert started[2][2].resumed == ["a part"] * 2 and started[2][1] is SLOTS
     group.restart("").result()
-    assert new.resumed == [""] * 2 and started[1][1] is SLOTS
+    assert started[3][2].resumed == [""] * 2
 
 
-def test_a_resize_plans_before_it_ends_a_rank() -> None:
-    old, new = Starting(init=INIT), Starting(init=INIT)
-    group = TrainGroup(old, PLAN, lambda plan, slots: new, SLOTS)  # type: ignore[arg-type, return-value]
+def test_a_resize_plans_before_it_ends_a_rank(
+    started: list[tuple[RolePlan, Any, Starting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = TrainGroup.launch(PLAN, SLOTS)
     with pytest.raises(CorerlError, match=r"^actor: resize needs a group of TrainGroup.start; use restart$"):
         group.resize("a part", ranks=4)
     asked: list[dict[str, Any]] = []
+    taken: list[Any] = []
 
-    @contextlib.contextmanager
-    def planned(**sizes: Any) -> Iterator[tuple[RolePlan, Any]]:
+    def with_sizes(config: Any, role: str, **sizes: Any) -> str:
         asked.append(sizes)
         if sizes["ranks"] == 4:
             raise ConfigError("roles.actor.ranks: 4 do not fit")
-        yield AFTER, SLOTS
+        return "resized"
 
-    group._planned = planned
+    monkeypatch.setattr("corerl.plan.settle.with_sizes", with_sizes)
+    plan: Any = SimpleNamespace(placement="a placement", role=AFTER)
+    monkeypatch.setattr("corerl.plan.make.plan_group", lambda config, role, resume: plan)
+    found = {"actor": SLOTS}
+    pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
+    group._config, group._pool = config_for(), pool
     with pytest.raises(ConfigError):
         group.resize("a part", ranks=4)
-    assert not old.killed
+    assert not started[0][2].killed
     assert group.resize("a part", backend="other", options={"shards": 2}) == INIT[0]
     assert asked[1] == {"ranks": 0, "backend": "other", "options": {"shards": 2}}
-    assert old.killed and new.resumed == ["a part"] * 2
+    assert (taken, group._config) == ([found], "resized")  # type: ignore[comparison-overlap]
+    assert started[0][2].killed and started[1][2].resumed == ["a part"] * 2
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------
