@@ -17,7 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And what shapes an operator gives: to keep that takes a third of a compilation, and each is seen once here.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
-from corerl.cli import trial
 from corerl_testing import pool
 from corerl_testing.marks import MARK
 from corerl_testing.outcomes import FOUNDATION, parameters_of, repeated
@@ -167,18 +166,12 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def untried(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A command tries imports in another process; only tests with the mark may start it. And all take a model for
-    packable that is like one that was."""
+def known_layouts() -> None:
+    """A model like one that was found packable is not examined again."""
     if "corerl.models.layouts" in sys.modules:
         from tests.forks.once import look_once
 
         look_once()
-    with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
-        if request.node.get_closest_marker("processes") is None:
-            own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
-            own.setattr(trial, "in_fork", lambda function: function())
-        yield
 
 
 @pytest.fixture(scope="module")

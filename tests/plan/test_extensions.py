@@ -51,12 +51,6 @@ def test_a_setting_of_an_extension_is_planned_and_recorded(tmp_path: Path) -> No
     assert [each.config.train.mini_batches for each in SEEN] == [1, 1, 2, 2]  # both see the plan that will run
 
 
-def test_a_table_is_set_as_a_whole(tmp_path: Path) -> None:
-    schedule = {"decay": "cosine", "steps": 3}
-    plan = planned(tmp_path, FIRST={"settings": {"train.schedule": schedule, "run.steps": 7}})
-    assert plan.record["train"]["schedule"].items() >= schedule.items() and plan.run.steps == 7
-
-
 def test_remarks_on_a_plan_go_with_it_and_reasons_stay(tmp_path: Path) -> None:
     plan = planned(tmp_path, FIRST={"does": "counts"}, SECOND={"settings": {"run.steps": 7}, "notices": ["as asked"]})
     assert plan.notices == ("as asked", "7 steps")
@@ -68,11 +62,6 @@ def test_a_setting_that_a_plan_had_is_free_in_the_next(tmp_path: Path) -> None:
     assert [each.config.run.seed for each in SEEN] == [0] * 4
     found = message(ConfigError, tmp_path, FIRST=kept, SECOND={"settings": {"run.seed": 3}})
     assert found.startswith("run.seed: extension:FIRST sets it to 0, and extension:SECOND to 3; ")
-
-
-def test_what_the_plan_has_is_not_planned_again(tmp_path: Path) -> None:
-    plan = planned(tmp_path, FIRST={"settings": {"train.recompute": "none", "run.seed": 0}})
-    assert len(SEEN) == 1 and plan.record["train"]["recompute"] == "none"
 
 
 def test_a_plan_is_read_with_what_was_asked_and_what_was_chosen(tmp_path: Path) -> None:

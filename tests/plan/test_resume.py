@@ -9,20 +9,15 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import read_state
-from corerl.config.load import recorded, to_plain
+from corerl.config.load import recorded
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.config.toml_text import to_plain
 from corerl.driver.export import export
 from corerl.errors import ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan
-from corerl.plan.run_dir import changed_settings, lost_checkpoints, resume_from
+from corerl.plan.resume import changed_settings, lost_checkpoints, require_writable, resume_from
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
-
-
-def test_long_values_that_begin_alike_are_named_by_their_ends() -> None:
-    folder = "/data/of/a/team/with/a/long/name/for/everything"
-    (line,) = changed_settings({"data": {"source": f"{folder}/a.jsonl"}}, {"data": {"source": f"{folder}/b.jsonl"}})
-    assert "b.jsonl (was" in line and line.endswith("a.jsonl)")
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
@@ -234,11 +229,6 @@ def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
     ]
 
 
-def test_many_changed_settings_are_counted() -> None:
-    (line,) = changed_settings({}, {f"key{n}": n for n in range(11)})
-    assert line == f"resumed with other settings: {', '.join(f'key{n}' for n in range(8))}, and 3 more"
-
-
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,3 +252,22 @@ def test_no_file_of_a_run_holds_the_value_of_a_variable_and_it_resumes_without_a
     assert (state["cluster"]["environment"], state["cluster"]["secrets"]) == ({}, ["HF_TOKEN", "API_KEY"])
     before, now = to_plain(recorded(small(tmp_path, *given))), to_plain(recorded(small(tmp_path, *other)))
     assert changed_settings(before, now) == []
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "not/there/yet")
+    assert not (tmp_path / "not").exists()
+    for place in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config_in(place), starting=False)
+        assert caught.value.message == (
+            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
+        )
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(
+        ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"
+    ):
+        require_writable(tmp_path / "run")

@@ -9,18 +9,15 @@ import pytest
 from attrs import evolve
 from transformers import PreTrainedConfig
 
+from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig
-from corerl.errors import Unsupported
 from corerl.models.files import look_at
-from corerl.plan.experts import against_aux_loss, unread_fields, without_adapters
-from corerl.plan.group import plan_group
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.check import check_capabilities
-from corerl.plugin.spec import BackendSpec
+from corerl.plan.make import plan_group
+from corerl.plan.models import RoleModel, against_aux_loss, load_models, notices_of, without_adapters
+from corerl.plan.resolve import plugins_of
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
-from corerl_testing.plain.spec import SPEC
-from tests.driver.saved import config_in
+from tests.driver.saved import config_in, make_config
 from tests.pictures import pictures_config
 
 
@@ -31,6 +28,17 @@ def config(tmp_path: Path) -> Config:
 
 def balancing(config: Config, coef: float = 0.25) -> Config:
     return evolve(config, train=evolve(config.train, aux_loss_coef=coef))
+
+
+def model_of(config: Config, hf: PreTrainedConfig, *, built: bool = False) -> RoleModel:
+    """The actor's, with another model in the place of its own."""
+    (model,) = load_models(make_config(), ["actor"], plugins_of(config), Problems()).values()
+    model = evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf)
+    return evolve(model, built=look_at(hf) if built else None)
+
+
+def lines(config: Config, hf: PreTrainedConfig) -> list[str]:
+    return list(notices_of(model_of(config, hf)))
 
 
 def router_loss(model_type: str, **fields: Any) -> PreTrainedConfig:
@@ -51,8 +59,8 @@ def test_a_coefficient_that_only_transformers_reads_is_said(
     line = (
         f"model.config: {name}=0.125 changes transformers' loss, not CoreRL's; set train.aux_loss_coef=0.125 to have it"
     )
-    assert unread_fields(config, {"actor": hf}) == [line]
-    assert unread_fields(balancing(config), {"actor": hf}) == []
+    assert lines(config, hf) == [line]
+    assert lines(balancing(config), hf) == []
 
 
 @pytest.mark.parametrize(
@@ -65,18 +73,18 @@ def test_a_coefficient_that_only_transformers_reads_is_said(
     ],
 )
 def test_a_coefficient_that_nobody_reads_is_not_said(config: Config, hf: PreTrainedConfig) -> None:
-    assert unread_fields(config, {"actor": hf}) == []
+    assert lines(config, hf) == []
 
 
 def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
-    (line,) = unread_fields(config, {"actor": smallest_config("bamba", z_loss_coefficient=0.5)})
+    (line,) = lines(config, smallest_config("bamba", z_loss_coefficient=0.5))
     assert line.startswith("model.config: z_loss_coefficient=0.5 changes transformers' loss, not CoreRL's, which has")
-    (line,) = unread_fields(config, {"actor": smallest_config("mixtral", router_jitter_noise=0.25)})
+    (line,) = lines(config, smallest_config("mixtral", router_jitter_noise=0.25))
     assert line.startswith("model.config: router_jitter_noise=0.25: trained without this noise here")
     hf = smallest_config("glm4_moe", num_nextn_predict_layers=1)
-    assert unread_fields(config, {"actor": hf}) == []  # from random weights nobody misses any
+    assert lines(config, hf) == []  # from random weights nobody misses any
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
-    (line,) = unread_fields(stored, {"actor": hf})
+    (line,) = lines(stored, hf)
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
 
 
@@ -86,10 +94,10 @@ def test_parts_that_are_not_trained_have_no_line_of_their_own(config: Config) ->
     hf.get_text_config().mtp_num_hidden_layers = 1  # an export has these layers, and the tower
     hf.projector_dropout = 0.125
     hf.architectures = ["Qwen3_5ForCausalLM"]
-    (line,) = unread_fields(stored, {"actor": hf})
+    (line,) = lines(stored, hf)
     assert "mtp_num_hidden_layers=1" in line
     hf.architectures = ["Qwen3_5ForConditionalGeneration"]
-    assert unread_fields(stored, {"actor": hf}) == []
+    assert lines(stored, hf) == []
 
 
 @pytest.mark.parametrize(
@@ -101,25 +109,18 @@ def test_parts_that_are_not_trained_have_no_line_of_their_own(config: Config) ->
     ],
 )
 def test_models_that_cannot_be_balanced_are_refused(config: Config, model_type: str, said: str) -> None:
-    built = {"actor": look_at(smallest_config(model_type))}
-    assert list(against_aux_loss(balancing(config), built)) == [f"train.aux_loss_coef: 0.25, {said}; set it to 0"]
-    assert list(against_aux_loss(config, built)) == []
+    hf = smallest_config(model_type)
+    assert list(against_aux_loss(model_of(balancing(config), hf, built=True), streamed=False)) == [
+        f"train.aux_loss_coef: 0.25, {said}; set it to 0"
+    ]
+    assert list(against_aux_loss(model_of(config, hf, built=True), streamed=False)) == []
 
 
 def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
-    built, asked = {"actor": look_at(tiny_config("qwen3-moe"))}, balancing(config)
-    assert list(against_aux_loss(asked, built)) == []
-    streamed = evolve(asked, rollout=evolve(asked.rollout, source="streamed"))
-    (line,) = against_aux_loss(streamed, built)
+    model = model_of(balancing(config), tiny_config("qwen3-moe"), built=True)
+    assert list(against_aux_loss(model, streamed=False)) == []
+    (line,) = against_aux_loss(model, streamed=True)
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
-
-
-def test_a_backend_that_does_not_know_the_loss_is_refused() -> None:
-    old = BackendSpec(implementation=SPEC.implementation, config=SPEC.config, api=SPEC.api, summary="")
-    needs = {Capability.AUX_LOSS: "train.aux_loss_coef = 0.25"}
-    with pytest.raises(Unsupported, match="0.25 requires 'aux-loss', which the backend 'old' .* does not declare it"):
-        check_capabilities(old, needs, name="old")
-    check_capabilities(SPEC, needs, name="plain")
 
 
 def test_experts_without_adapters_are_said_with_their_share(tmp_path: Path, config: Config) -> None:
@@ -127,14 +128,14 @@ def test_experts_without_adapters_are_said_with_their_share(tmp_path: Path, conf
     hf = tiny_config("qwen3-moe")
     weights = {name: param.numel() for name, param in look_at(hf).named_parameters()}
     covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
-    assert without_adapters(evolve(config, lora=lora), {"actor": hf}) == [
+    assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
         (
             f"lora: adapters cover {100 * covered / sum(weights.values()):.2g} % of the weights: 4 fused tensors of "
             "experts (gate_up_proj, down_proj) get none"
         )
     ]
-    assert without_adapters(evolve(config, lora=lora), {"actor": tiny_config("qwen3")}) == []
-    assert without_adapters(config, {"actor": hf}) == []
+    assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
+    assert list(without_adapters(model_of(config, hf))) == []
 
 
 def test_a_group_alone_is_told_the_same(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What probes say of libraries that they find, and do not find."""
+"""Findings about libraries, and the price of slow paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from importlib import metadata
 
 import pytest
 
-from corerl.plugin.probing import check_library, version_numbers
+from corerl.config.schema import ClusterInfo
+from corerl.kinds import InPieces, ModelSize
+from corerl.plugin.helpers import IN_PIECES, check_library, slow_attention, version_numbers
 from corerl.plugin.spec import Finding, Level
 
 
@@ -44,3 +46,10 @@ def test_a_versions_numbers_end_where_letters_begin() -> None:
         (3,),
         (2, 11),
     ]
+
+
+@pytest.mark.parametrize("why", list(InPieces))
+def test_every_reason_for_slow_packed_attention_has_a_price(why: InPieces) -> None:
+    size = ModelSize(layers=(1,), experts=(0,), embedding=1, head=1, rest=1, hidden=1, in_pieces=why)
+    found = list(slow_attention(ClusterInfo(device="cuda", ranks=1), size))
+    assert [each.price for each in found] == ([] if why is InPieces.OWN else [IN_PIECES[why]])

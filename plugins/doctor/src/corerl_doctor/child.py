@@ -26,96 +26,99 @@ LIMIT = 300.0  # seconds for one check: importing torch from a cold shared file 
 START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from corerl.cli.child import main
+from corerl_doctor.child import main
 main(sys.argv[2:])
 """
 
 
 @frozen
-class Begins:
+class CheckStarted:
     """What is about to be checked, for the report if the process dies."""
 
     what: str
     fix: str
 
 
-Told: TypeAlias = Begins | Finding
+Report: TypeAlias = CheckStarted | Finding
 
 
-def look(target: str, *args: Any) -> list[Finding]:
+def run_check(target: str, *args: Any) -> list[Finding]:
     """The findings of "module:function", called with plain arguments in a process with this one's `sys.path`.
 
-    The function yields Begins before each check, and Findings.
+    The function yields CheckStarted before each check, and Findings.
     """
-    return _look(target, *args)[0]
+    return _run_check(target, *args)[0]
 
 
-def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
-    """Like `look`, for a function that takes several items: one process for all of them, which is faster, and one for
-    each if that dies."""
-    findings, finished = _look(target, items)
+def run_checks(target: str, items: Sequence[Any]) -> list[Finding]:
+    """Like `run_check`, for a function that takes several items: one process for all of them, which is faster, and one
+    for each if that dies."""
+    findings, finished = _run_check(target, items)
     if finished or len(items) < 2:
         return findings
-    return [finding for item in items for finding in look(target, [item])]
+    return [finding for item in items for finding in run_check(target, [item])]
 
 
-def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
+def _run_check(target: str, *args: Any) -> tuple[list[Finding], bool]:
     """The findings, and whether the function finished."""
     with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
-        told, said = Path(scratch) / "told", Path(scratch) / "stderr"
-        words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
+        reports, errors = Path(scratch) / "reports", Path(scratch) / "stderr"
+        words = [json.dumps(sys.path), target, json.dumps(args), str(reports)]
         command = [sys.executable, "-P", "-X", "faulthandler", "-c", START, *words]
         why = "nothing can catch an error there: a worker would die silently"
         try:
-            with said.open("wb") as stderr:  # a pipe would stay open with what the code has started in the background
+            with errors.open("wb") as stderr:  # a pipe would stay open with what the code has started in the background
                 ended = subprocess.run(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, timeout=LIMIT
                 )
-            how = _how(ended.returncode, said.read_text(errors="replace"))
+            how = _how(ended.returncode, errors.read_text(errors="replace"))
         except subprocess.TimeoutExpired:
             how, why = f"did not end within {LIMIT:g} s", "a run would wait as long as it takes"
-        lines = told.read_text().splitlines() if told.exists() else []
-    findings, begun, finished = [], Begins("starting Python", f"{sys.executable} --version"), False
+        lines = reports.read_text().splitlines() if reports.exists() else []
+    findings, started, finished = [], CheckStarted("starting Python", f"{sys.executable} --version"), False
     for line in lines:
         kind, data = json.loads(line)
         if kind == "finding":
             findings.append(Finding(**data | {"level": Level(data["level"])}))
-        elif kind == "begins":
-            begun = Begins(**data)
+        elif kind == "started":
+            started = CheckStarted(**data)
         else:
             finished = True
     if not finished:
-        findings.append(Finding(level=Level.ERROR, what=f"{begun.what} {how}", why=why, fix=begun.fix))
+        findings.append(Finding(level=Level.ERROR, what=f"{started.what} {how}", why=why, fix=started.fix))
     return findings, finished
 
 
 def main(words: list[str]) -> None:
     """The entry point of the child process."""
-    target, arguments, told = words
-    with open(told, "a", encoding="utf-8") as file:
-        for each in _with_surprises(_told_by(target, json.loads(arguments))):
-            kind = "finding" if isinstance(each, Finding) else "begins"
+    target, arguments, reports = words
+    with open(reports, "a", encoding="utf-8") as file:
+        for each in _with_surprises(_reports_of(target, json.loads(arguments))):
+            kind = "finding" if isinstance(each, Finding) else "started"
             print(json.dumps([kind, asdict(each)]), file=file, flush=True)
         print(json.dumps(["finished", None]), file=file, flush=True)
 
 
-def _told_by(target: str, arguments: Sequence[Any]) -> Iterator[Told]:
+def _reports_of(target: str, arguments: Sequence[Any]) -> Iterator[Report]:
     module, _, function = target.partition(":")
-    yield Begins(f"importing {module}", f"fix what this shows: {sys.executable} -c 'import {module}'")
+    yield CheckStarted(f"importing {module}", f"fix what this shows: {sys.executable} -c 'import {module}'")
     yield from getattr(importlib.import_module(module), function)(*arguments)
 
 
-def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:
+def _with_surprises(reports: Iterable[Report]) -> Iterator[Report]:
     """Turn an unexpected error into a finding."""
-    begun = Begins("the doctor", "")
+    started = CheckStarted("the doctor", "")
     try:
-        for each in told:
-            if isinstance(each, Begins):
-                begun = each
+        for each in reports:
+            if isinstance(each, CheckStarted):
+                started = each
             yield each
     except (Exception, SystemExit) as error:
         yield Finding(
-            level=Level.ERROR, what=f"{begun.what} raised {one_line(error)}", why="a run does the same", fix=begun.fix
+            level=Level.ERROR,
+            what=f"{started.what} raised {one_line(error)}",
+            why="a run does the same",
+            fix=started.fix,
         )
 
 

@@ -1,13 +1,13 @@
-"""Settings in words."""
+"""Settings as text, with their help."""
 
 import tomllib
 
 from attrs import Factory, evolve, field, frozen
 
-from corerl.config.describe import FieldHelp, annotate, describe
-from corerl.config.load import dump_toml, to_plain
+from corerl.config.load import dump_toml
 from corerl.config.options import option
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice
+from corerl.config.toml_text import FieldHelp, describe, settings_with_help, to_plain
 
 CONFIG = Config(backend=BackendChoice(name="plain"))
 
@@ -32,7 +32,7 @@ class Options:
 
 
 def test_every_field_has_its_path_type_default_and_help() -> None:
-    assert describe(Options) == [
+    assert list(describe(Options)) == [
         FieldHelp(path="name", type="string", default="required", help="who"),
         FieldHelp(path="limit", type="integer", default="unset", help="at most"),
         FieldHelp(path="inner.share", type="number", default="0.5", help="a part"),
@@ -43,7 +43,7 @@ def test_every_field_has_its_path_type_default_and_help() -> None:
 
 
 def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
-    entries = describe(Config)
+    entries = list(describe(Config))
     assert [entry.path for entry in entries if not entry.help] == []
     assert [entry.path for entry in entries if entry.default == "required"] == [
         "backend.name",
@@ -64,26 +64,21 @@ def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
         assert tomllib.loads(f"x = {entry.default}")["x"] == value, entry.path
 
 
-def test_annotated_toml_says_the_same_with_help_above_each_setting() -> None:
-    resolved = evolve(CONFIG, backends={"mine": Options(name="a"), "other": {"name": "raw"}})
-    resolved = evolve(resolved, data=evolve(resolved.data, system="one\u2028line\x85still"))
-    toml = dump_toml(resolved)
-    annotated = annotate(toml, resolved)
-    assert tomllib.loads(annotated) == tomllib.loads(toml)
-    lines = annotated.split("\n")
-    assert lines[lines.index("steps = 250") - 1] == "# rollout steps to train for"
-    assert lines[lines.index("lr = 1e-06") - 1] == "# peak learning rate"
-    assert lines[lines.index('name = "a"') - 1] == "# who"
-    assert lines[lines.index("share = 0.5") - 1] == "# a part"
-    assert lines[lines.index('name = "raw"') - 1] == "[backends.other]"
-
-
-def test_options_of_algorithms_and_extensions_are_annotated_too() -> None:
+def test_each_setting_stands_below_its_help_and_loads_as_it_was() -> None:
     extensions = (ExtensionChoice(name="a"), ExtensionChoice(name="b", options=Other(name="c")))
-    unknown = ExtensionChoice(name="d", options={"name": "raw"})
-    extensions = (*extensions, unknown, ExtensionChoice(name="d", options=Options(name="e")))
-    resolved = evolve(CONFIG, algorithms={"mine": Options(name="f")}, extensions=extensions)
-    lines = annotate(dump_toml(resolved), resolved).split("\n")
-    assert lines[lines.index('name = "raw"') - 1] == "[extensions.options]"
-    above = {line: lines[at - 1] for at, line in enumerate(lines) if line in ('name = "c"', 'name = "e"', 'name = "f"')}
-    assert above == {'name = "c"': "# whom", 'name = "e"': "# who", 'name = "f"': "# who"}
+    resolved = evolve(CONFIG, backends={"mine": Options(name="a"), "other": {"name": "raw"}}, extensions=extensions)
+    resolved = evolve(resolved, data=evolve(resolved.data, system="one\u2028line\x85still"))
+    text = "\n".join(settings_with_help(resolved))
+    assert tomllib.loads(text) == tomllib.loads(dump_toml(resolved))
+    lines = text.split("\n")
+    for line, above in {
+        "steps = 250": "# rollout steps to train for (integer)",
+        "lr = 1e-06": "# peak learning rate (number)",
+        'name = "a"': "# who (string)",
+        'name = "c"': "# whom (string)",
+        "# limit =": "# at most (integer; unset)",
+        "share = 0.5": "# a part (number)",
+        'other = {name = "raw"}': "",
+    }.items():
+        if above:
+            assert lines[lines.index(line) - 1] == above, line

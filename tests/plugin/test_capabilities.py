@@ -4,8 +4,7 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import Unsupported
-from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.check import check_capabilities
+from corerl.plugin.capabilities import Capability, check_capabilities, not_implemented, unsupported
 from corerl.plugin.registry import Kind, load
 
 
