@@ -48,8 +48,8 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
 def test_with_copies_in_memory_no_step_is_lost(tmp_path: Path, undisturbed: Path) -> None:
     kept = ["checkpoint.memory=true", "checkpoint.every=0"]
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), *kept)
-    (told,) = re.findall("; all ranks are started anew from the copy in memory of step (.*)", killed.out)
-    assert told in ("3", "2; step 3 is done again")  # the one that was being written when the rank died
+    (step,) = re.findall("; all ranks are started anew from the copy in memory of step (.*)", killed.out)
+    assert step in ("3", "2; step 3 is done again")  # the one that was being written when the rank died
     assert_same(tmp_path / "run", undisturbed)
 
 
