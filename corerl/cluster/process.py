@@ -20,7 +20,7 @@ from attrs import frozen
 
 from corerl.cluster.heartbeat import ASIDE, Heartbeat, Recorder
 from corerl.cluster.nodes import interface_of, this_node
-from corerl.config.variables import GLOO_INTERFACE, READ_AT_START
+from corerl.config.options import GLOO_INTERFACE, READ_AT_START
 from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
 from corerl.messages import one_line

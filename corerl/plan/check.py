@@ -13,10 +13,9 @@ from typing import Any
 
 import attrs
 
-from corerl.config.options import Need
+from corerl.config.options import RAYS, READ_AT_START, Need
 from corerl.config.schema import MOST_SAMPLES, Config
 from corerl.config.toml_text import class_fields
-from corerl.config.variables import RAYS, READ_AT_START
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, did_you_mean_path, listed, short_repr
 

@@ -85,7 +85,7 @@ class Worker:
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
-        options = options_of(Kind.BACKENDS, loaded, assignment.config.options)
+        options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
         self.host = PluginHost(

@@ -122,7 +122,7 @@ def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(t
         planned(config, resume=saved_by(2, tmp_path), model=model_of(config, tiny_config("qwen3-moe")))
     assert caught.value.message.splitlines() == [
         (
-            f"a model with 4 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
+            f"a model with 8 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
             "yet; change that setting, or choose another backend"
         ),
         (
