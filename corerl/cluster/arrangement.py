@@ -1,4 +1,4 @@
-"""How processes share bundles of one device each: plain numbers, of which a config's check needs no Ray."""
+"""How processes share bundles of one device each, as plain numbers: checking a config needs no Ray."""
 
 from __future__ import annotations
 
