@@ -107,9 +107,6 @@ data.source=nope                                          | data.source         
 reward.name=exakt-match                                   | reward.name                | exakt-match
 reward.functions=[{{name="exact-match"}},{{name="x"}}]    | reward.functions[1].name   | unknown reward
 cluster.resources.h200=1                                  | cluster.resources          | needs cluster.address
-cluster.offload=never cluster.max_residual_gib=2.0        | cluster.max_residual_gib   | 'auto' or 'always'
-cluster.placement=disaggregated cluster.suspend_communicators=true | cluster.suspend_communicators | 'colocated'
-cluster.offload_kinds=["grad"] cluster.max_residual_gib=2.0 | cluster.max_residual_gib | param and master and optimizer
 cluster.secrets=["NOT_SET_X"]                             | cluster.secrets            | not set
 cluster.environment={{RAY_X="1"}}                         | cluster.environment        | for Ray
 {TURNS} weights.every=2 checkpoint.every=4                | weights.every              | share memory
