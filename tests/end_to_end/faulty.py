@@ -15,7 +15,7 @@ NAME = "tests.end_to_end.faulty:SPEC"
 
 @frozen(kw_only=True)
 class FaultyConfig(FsdpConfig):
-    hook: Literal["", "init", "optimizer_step", "save", "copy", "update_weights", "hand_over"] = option(
+    hook: Literal["", "init", "optimizer_step", "save", "update_weights"] = option(
         "where it fails; empty never", default=""
     )
     how: Literal["raise", "kill", "freeze", "wait", "full"] = option(

@@ -131,13 +131,6 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
     assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{steps:08d}"
 
 
-# A third of the limit would pass before there are further processes, which is tested with the pool.
-AT_ONCE = """
-from corerl.rollout.rewards import pool
-pool.HUNG = 0.02
-"""
-
-
 # ---- the cluster -----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from attrs import evolve, field, frozen
 
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
-from corerl.backend.base import SAVED, StateKey
+from corerl.backend.primitives import SAVED, StateKey
 from corerl.checkpoint.format import BUFFER
 from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch._subclasses import FakeTensor
 
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.memory.storage import resident_bytes
 from corerl.models.config import hf_config
