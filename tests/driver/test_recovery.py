@@ -36,7 +36,7 @@ class Groups:
 
     @property
     def updates(self) -> Any:
-        return SimpleNamespace(given_up=lambda: self.log.append("given up"))
+        return SimpleNamespace(ranks_ended=lambda: self.log.append("given up"))
 
     def end_ranks(self) -> None:
         self.log.append("end")

@@ -71,7 +71,7 @@ def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
     assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
-    case.updates.renewed(case.updates.source)  # when ranks have started
+    case.updates.meet()  # when ranks have started
     assert case.updates.address.engines == ("engine-0",)
 
 
@@ -279,7 +279,7 @@ def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, mon
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.updates.address.senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    case.updates.renewed(case.updates.source)  # when ranks have started
+    case.updates.meet()  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
     assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
