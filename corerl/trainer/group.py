@@ -1,4 +1,4 @@
-"""Drive a role's ranks as one object: a dozen verbs, each of which starts its work and returns a `Future`."""
+"""Drive a role's ranks as one object: each verb starts its work and returns a `Future`."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ class TrainGroup:
         finally:
             if not self.processes.ended:
                 self.processes.kill()
-        self._calls.raise_unheard()
+        self._calls.raise_unread()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class TrainGroup:
         """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
         if self.processes.ended:
-            self._calls.raise_unheard()
+            self._calls.raise_unread()
         places = [(node, layout.dp_rank) for node, layout in zip(self.processes.nodes, self.layouts, strict=True)]
         read: dict[str, set[int]] = defaultdict(set)
         for node, dp_rank in places:
@@ -429,7 +429,7 @@ class TrainGroup:
 
     def _start(self, method: str, *args: Any, at: str = "") -> Pending:
         if self.processes.ended:
-            self._calls.raise_unheard()
+            self._calls.raise_unread()
         return self.processes.start(method, *args, at=at)
 
 

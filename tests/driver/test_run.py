@@ -862,6 +862,8 @@ def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_ru
 class Asking:
     """Extensions that are asked; these groups are changed."""
 
+    plan = SimpleNamespace(record={})
+
     def __init__(self, changed: set[str]) -> None:
         self.changed, self.saved = changed, list[Path]()
 

@@ -72,14 +72,14 @@ def test_a_killed_run_leaves_its_directory_free_and_no_process(
             )
         ]
         before = content(run_dir)
-        for own, told in (
+        for own, refusal in (
             ("checkpoint.resume=auto", f"another run is writing to {run_dir}; set another directory, or wait for "),
             ("checkpoint.resume=never", f"{run_dir} already holds a run (step-00000002); continue it with "),
         ):
             assert main(["train", str(config), f"run.dir={run_dir}", "run.steps=9", *FAKE, own]) == 2
             out, err = capsys.readouterr()
             (line,) = err.splitlines()
-            assert out == "" and line.startswith(f"corerl: error: run.dir: {told}")
+            assert out == "" and line.startswith(f"corerl: error: run.dir: {refusal}")
         assert content(run_dir) == before
 
         (run_dir / "go").touch()
@@ -91,7 +91,7 @@ def test_a_killed_run_leaves_its_directory_free_and_no_process(
         os.kill(first.process.pid, signal.SIGKILL)
         assert first.finish() == -signal.SIGKILL
         with occupied(run_dir):
-            first.assert_nothing_is_left()
+            first.assert_nothing_is_left(killed=True)
     newest = latest(run_dir)
     assert newest is not None and read_state(newest)["rollout_step"] >= 2
 
@@ -109,7 +109,7 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
         assert (command.finish(), command.err) == (0, "")
         command.assert_nothing_is_left()
 
-    told = {line["step"]: line for line in metrics(tmp_path / "run") if "train/loss" in line}
+    rows = {line["step"]: line for line in metrics(tmp_path / "run") if "train/loss" in line}
     notes = [line for line in command.out.splitlines() if line.startswith("note: ")]
     kinds: Counter[int] = Counter()
     for step, path in enumerate(saved_rollouts(tmp_path / "run/rollouts")):
@@ -121,12 +121,12 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
         ]
         np.testing.assert_array_equal(scored.rewards, np.array(wanted, dtype=np.float32))
         failed = sum(of < 3 for of in each)
-        assert told[step]["rollout/failed"] == failed > 0
-        assert told[step]["rollout/reward"] == pytest.approx(np.mean(wanted))
+        assert rows[step]["rollout/failed"] == failed > 0
+        assert rows[step]["rollout/reward"] == pytest.approx(np.mean(wanted))
         beginning = f"note: step {step}: {failed} samples failed; the first: reward '{FUNCTIONS}:unreliable' "
         assert sum(line.startswith(beginning) for line in notes) == 1
         kinds.update(each)
-    assert len(notes) == len(told) == steps
+    assert len(notes) == len(rows) == steps
     assert all(kinds[of] for of in range(3))  # each kind of failure has been there
     assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{steps:08d}"
 

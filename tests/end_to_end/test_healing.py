@@ -45,13 +45,11 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
     assert found == wanted and len(found) == 2
 
 
-@pytest.mark.parametrize("hook", ["optimizer_step", "save"])
-def test_with_in_memory_checkpoints_at_most_one_step_is_replayed(tmp_path: Path, undisturbed: Path, hook: str) -> None:
+def test_with_in_memory_checkpoints_at_most_one_step_is_replayed(tmp_path: Path, undisturbed: Path) -> None:
     kept = ["checkpoint.memory=true", "checkpoint.every=0"]
-    killed = run(tmp_path, *fault(hook, "kill", step=3, once=True), *kept)
-    (told,) = re.findall("; restarting all ranks from in-memory checkpoint step (.*)", killed.out)
-    # In a step, the checkpoint of the one before may be complete or not.
-    assert told in {"optimizer_step": ("3", "2; replaying step 3"), "save": ("2; replaying step 3",)}[hook]
+    killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), *kept)
+    (step,) = re.findall("; restarting all ranks from in-memory checkpoint step (.*)", killed.out)
+    assert step in ("3", "2; replaying step 3")  # the one that was being written when the rank died
     assert_same(tmp_path / "run", undisturbed)
 
 

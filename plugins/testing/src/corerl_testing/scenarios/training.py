@@ -21,6 +21,7 @@ from corerl.types import (
     TrainResult,
 )
 from corerl_testing.harness import (
+    LIKELIHOOD,
     LOSS,
     Setup,
     State,
@@ -33,7 +34,6 @@ from corerl_testing.harness import (
     step_at,
     train,
 )
-from corerl_testing.losses import LIKELIHOOD
 from corerl_testing.require import require_equal
 
 EXPERTS = Output.ROUTED_EXPERTS.value
