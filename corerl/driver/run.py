@@ -7,10 +7,10 @@ import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from attrs import asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
@@ -175,7 +175,15 @@ class Run:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.updates is None:
             return self.loop.run(work)
-        return self.updates.fleet.serve(work, partial(self.ensure_serving, force=True))
+        fleet, future = self.updates.fleet, self.loop.begin(work)
+        try:
+            while not fleet.wait(future):
+                with fleet.renewing():
+                    self.ensure_serving(force=True)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
@@ -213,7 +221,8 @@ class Run:
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
-            staleness = staleness_metrics(samples, self.updates.version - 1)
+            versions = self.updates.weights_of(np.append(samples.columns["versions"], self.updates.version - 1))
+            staleness = staleness_metrics(samples.with_columns(versions=versions[:-1]), int(versions[-1]))
             batch = evolve(batch, metrics={**staleness, **batch.metrics})
         if settings.kl_target and batch.kl is not None:
             self.kl_coef = adapted_coefficient(
@@ -344,7 +353,7 @@ class Run:
         self.source = self.source_of(point.state, point.checkpoint)
         if self.updates is not None:
             self.source.renumber(self.updates.version - point.version)
-            self.updates.renewed(self.source)
+            self.updates.meet()  # the old ranks are still part of what was built at the old address
             self.loop.run(self.updates.fleet.begin_anew())
         self.ensure_serving(force=True)
         self.evaluate()
@@ -388,7 +397,7 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push()
+        self.updates.push(self.source, self.control)
         self.residency.updated()
         new = self._pushed_at != self.actor.optimizer_step
         if new:

@@ -94,7 +94,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
-                "control": SimpleNamespace(plan=plan),
+                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None),
+                "source": Source(),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
@@ -438,7 +439,7 @@ def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
     make_run: Callable[..., Run], engines: Engines
 ) -> None:
     actor, ears, source = Group(), Ears(), Synchronous(drawing(engines), steps=1)
-    updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
+    updates = make_updates(make_config(), actor, engines.fleet, ears)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
@@ -513,6 +514,10 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.with_advantages(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
+    assert run.updates is not None
+    run.updates._again = [4]  # the weights of 3, sent again as an engine had failed
+    metrics = run.with_advantages(scored()).metrics
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
 
@@ -856,6 +861,8 @@ def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_ru
 
 class Asking:
     """Extensions that are asked; these groups are changed."""
+
+    plan = SimpleNamespace(record={})
 
     def __init__(self, changed: set[str]) -> None:
         self.changed, self.saved = changed, list[Path]()

@@ -30,6 +30,7 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics
+from tests.engines.services import serve
 from tests.in_process import execute_here, small
 from tests.rollout.engines import LIMIT, Engines, aside, logprobs, row_of
 from tests.rollout.sources import drawing
@@ -729,8 +730,10 @@ def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sampl
             request = GenerateRequest(
                 tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=drawing.PARAMS
             )
-            answer = engines.fleet.serve(
-                engines.fleet.generate(request, urgent=True), lambda: engines.update(source, engines.version)
+            answer = serve(
+                engines.fleet,
+                engines.fleet.generate(request, urgent=True),
+                lambda: engines.update(source, engines.version),
             )
             assert answer.tokens.tolist() == row_of(5, 0, 6)
         if scored.step == 3:  # nobody knows before the update
@@ -805,7 +808,7 @@ def test_requests_that_come_just_as_the_last_replica_has_died_wait_for_another(
         fleet.replace(fleet.died)
         engines.take_weights(0)
 
-    assert fleet.serve(fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
+    assert serve(fleet, fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
     assert [each.result(LIMIT).tokens.tolist() for each in later] == [row_of(6, 0, 6)]
 
 
@@ -824,7 +827,7 @@ def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engine
         assert len(fleet.received(receiving, LIMIT)) == 2
 
     engines.die()
-    assert fleet.serve(fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
+    assert serve(fleet, fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from corerl_testing.tolerances import LOSS, WEIGHTS_L2
 from tests import reference
 from tests.end_to_end.command import numbers
 from tests.engines.models import plain_logprobs, random_model
+from tests.engines.services import serve
 from tests.in_process import execute_here, small
 from tests.rollout.engines import LIMIT, Engines, aside
 from tests.rollout.sources import drawing
@@ -292,7 +293,7 @@ def test_where_no_engine_is_left_the_batch_is_drawn_anew_by_those_in_their_place
     if at == "updating":
         ensure()
     for _ in range(3):
-        scored = engines.fleet.serve(source.next(), ensure)
+        scored = serve(engines.fleet, source.next(), ensure)
         assert scored is not None
         steps.append(scored)
     assert (texts(steps), [*map(indices, steps)]) == (texts(wanted), [*map(indices, wanted)])

@@ -17,6 +17,7 @@ from corerl.errors import CheckpointError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.rewards.base import Reward, Scoring
 from corerl.rollout.sources.base import DynamicSampling, Scored
 from corerl.rollout.sources.synchronous import Synchronous
+from tests.engines.services import serve
 from tests.rollout.engines import LIMIT, Engines
 from tests.rollout.sources.conftest import Use
 from tests.rollout.sources.drawing import REWARD, drawing
@@ -191,4 +192,4 @@ def test_an_interruption_ends_the_wait_and_what_was_waited_for(use: Use[Engines]
     dying = use(Engines())
     dying.deaths = 1
     with pytest.raises(KeyboardInterrupt):
-        dying.fleet.serve(source(dying).next(), ensure)
+        serve(dying.fleet, source(dying).next(), ensure)
