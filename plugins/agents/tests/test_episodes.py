@@ -49,11 +49,7 @@ async def impatient(episode: Episode) -> float:
 @pytest.mark.parametrize(
     ("function", "kind", "told"),
     [
-        (
-            lambda episode: 10**5000,
-            "no-number",
-            "returned int that is too large to be shown, wanted a finite number,",
-        ),
+        (lambda episode: 10**5000, "no-number", "returned a value that raised ValueError: "),
         (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number, numbers"),
         (lambda episode: {"right": None}, "no-number", "returned {'right': None}, wanted a finite number, numbers"),
         (
