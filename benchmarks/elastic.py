@@ -68,9 +68,9 @@ from corerl.config.schema import CheckpointConfig
 from corerl.data.prompts import Prompt
 from corerl.descendants import descendants
 from corerl.driver.checkpoints import Checkpoints, copies_of
+from corerl.rollout.recorded import write_rollout
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import write_rollout
+from corerl.rollout.scored import ScoredRollout
 from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
@@ -588,7 +588,9 @@ def write_samples(args: argparse.Namespace, directory: Path, steps: int) -> None
         prompts = tuple(Prompt(index=index, text="", answer="") for index in range(int(rows["group"][-1]) + 1))
         rollout = Rollout(batch=evolve(batch, columns=columns, rows=rows), prompts=prompts, texts=[""] * count)
         rewards = np.random.default_rng(number).random(count, dtype=np.float32)
-        write_rollout(directory, Scored(step=number, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
+        write_rollout(
+            directory, ScoredRollout(step=number, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
+        )
 
 
 def settings(args: argparse.Namespace, saved: Path, steps: int) -> list[str]:

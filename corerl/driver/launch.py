@@ -21,27 +21,17 @@ from corerl.cluster.process import Outcome
 from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
-from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
 from corerl.driver.control import Control
-from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.groups import Groups, with_devices
-from corerl.driver.idle import SCORING
+from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency
 from corerl.driver.restarts import Restarts
-from corerl.driver.roles import Role, resume_schedules
-from corerl.driver.run import Run, answers_in
+from corerl.driver.roles import Role, roles_of
+from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.sampling import (
-    in_scoring_thread,
-    rows_of_a_call,
-    samplers_of_sets,
-    source_at,
-    start_scorer,
-    start_source,
-    unseen_tokens,
-)
+from corerl.driver.sampling import Sampling, rows_of_a_call, start_rewards
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
@@ -64,11 +54,8 @@ from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.rollout import templates
-from corerl.rollout.rewards.base import Scorer, Scoring
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
-from corerl.types import InitResult, SampleBatch
+from corerl.types import InitResult
 from corerl.weights.transport import Address
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
@@ -186,7 +173,7 @@ def _close(run: Run) -> None:
         services.arm(True)
         if services.died():
             raise KeyboardInterrupt
-        run.source.close()
+        run.sampling.source.close()
         for role in run.roles.values():
             role.group.shutdown("finished")
         if run.updates is not None:
@@ -206,21 +193,13 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     if check is not None:
         check.begin()
         stack.callback(check.stop)
-    # First: its processes start while Ray does.
-    start_one = functools.partial(start_scorer, progress=progress, stack=stack)
-    scorer: Scorer = start_one(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward
-    scorers = [None if each.reward is None else start_one(each.reward, each.rewarding) for each in plan.eval_sets]
     loop = EventLoop("rollout")
     stack.callback(loop.close)
+    rewards = start_rewards(plan, loop, progress, stack)  # first: their processes start while Ray does
     beside = check.future if check is not None else None
     groups, fleet, inits, room = _start_processes(plan, loop, progress, stack, beside=beside)
-    roles = {
-        name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
-    }
+    roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
-    if start.state and trains:
-        for text in resume_schedules(start.state, trained.values()):
-            progress.notice(text)
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
     for text in snapshots.begin(progress.step, resumed=bool(start.state)):
@@ -231,26 +210,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             progress.count(CHECKED, check.done, check.of)
         for text in check.finish():
             progress.notice(text)
-    reward = Scoring(
-        scorer,
-        loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
-        noted=functools.partial(progress.spans, SCORING),
-    )
-    source, sampler = start_source(plan, fleet, reward, progress, stack)
-    evaluating = samplers_of_sets(plan, fleet, sampler, progress, stack)
-    sharing = plan.processes.sharing
-    residency = Residency(
-        plan=residency_plan(
-            sharing,
-            passed={each.role for each in plan.algorithm.passes},
-            frozen=roles.keys() - trained.keys(),
-            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
-        ),
-        groups={name: groups[name] for name in sharing},
-        fleet=fleet,
-        progress=progress,
-        measures=plan.cluster.offload == "auto",
-    )
+    sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
+    residency = _residency(plan, roles, fleet, progress)
 
     def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
         return address_of(processes, receivers, start.run_dir, plan.cluster)
@@ -261,7 +222,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
-            source=source,
+            source=sampling.source,
             manifest=groups[ACTOR].manifest().result(),
             adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.adapters_apart else None,
             address=groups[ACTOR].meeting(address(plan.processes, fleet.receivers)),
@@ -282,11 +243,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress.notice(f"checkpoint.memory: no copies in memory are kept: {ON_OTHERS}")
     elif plan.checkpoint.memory and trains:
         copies = stack.enter_context(contextlib.contextmanager(copies_of)(checkpoints))
-    settings = plan.algorithm.settings
-
-    def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
-        return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
-
     groups_now = Groups(
         plan=plan,
         room=room,
@@ -307,17 +263,9 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         roles=roles,
         updates=updates,
         snapshots=snapshots,
-        gate=make_gate(plan, fleet, sampler, progress),
+        logprob_check=LogprobCheck.of(plan, sampling.sampler, progress),
         residency=residency,
-        loop=loop,
-        source=source,
-        sampler=sampler,
-        reward=reward,
-        held_out=[
-            (each, samples, reward if own is None else reward.by(own))
-            for each, samples, own in zip(plan.eval_sets, evaluating, scorers, strict=True)
-            if each.source.held_out_prompts()
-        ],
+        sampling=sampling,
         checkpoints=checkpoints,
         copies=copies,
         restarts=Restarts(
@@ -332,40 +280,26 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             stop=stop,
         ),
         control=control,
-        source_of=source_of,
-        kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
-        before=answers_in(start.state) if trains else (),
-        notices=StepNotices(
-            algorithm=plan.algorithm,
-            samples=plan.run.samples,
-            unseen=unseen_tokens(rollout) if plan.run.samples else {},
-            rewarding=rollout.rewarding,
-            max_tokens=rollout.params.max_tokens if plan.run.samples else 0,
-        ),
+        notices=StepNotices.of_run(plan),
     )
     if fleet is not None:
         progress.begin("sending the first weights")
     return run
 
 
-def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress) -> Gate | None:
-    """The gate of a run whose samples are to be trained on, unless it is switched off."""
-    algorithm = plan.algorithm.settings
-    if fleet is None or sampler is None or plan.run.mode == "eval" or algorithm.on_mismatch == "off":
-        return None
-
-    async def drawn() -> SampleBatch:
-        # A stream of its own, so that the run's stays where it is.
-        prompts = PromptStream(plan.rollout.prompts, plan.run.seed).take(PROMPTS)
-        return await draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
-
-    return Gate(
-        bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
-        stops=algorithm.on_mismatch == "stop",
-        every=plan.weights.verify_every,
-        draw=drawn,
-        run_dir=plan.start.run_dir,
+def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None, progress: Progress) -> Residency:
+    sharing = plan.processes.sharing
+    return Residency(
+        plan=residency_plan(
+            sharing,
+            passed={each.role for each in plan.algorithm.passes},
+            frozen={name for name, role in roles.items() if role.loss is None},
+            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
+        ),
+        groups={name: roles[name].group for name in sharing},
+        fleet=fleet,
         progress=progress,
+        measures=plan.cluster.offload == "auto",
     )
 
 
@@ -484,21 +418,6 @@ def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Prog
         progress.notice(f"{engine} is replaced: {error.message}")
     if died:
         fleet.replace(died)
-
-
-def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> Role:
-    """The role of a group that has started, in a run of so many rollout `steps`."""
-    objective, train = group.plan.objective, group.plan.train
-    return Role(
-        name=group.role,
-        group=group,
-        loss=objective.loss if objective else None,
-        train=train,
-        seed=seed,
-        first_step=objective.first_step if objective else 0,
-        rollout_steps=train.schedule.steps or steps,
-        optimizer_step=init.optimizer_step,
-    )
 
 
 def _notices(plan: Plan) -> Iterator[str]:

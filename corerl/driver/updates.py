@@ -17,7 +17,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.plugin.transports import give_up
-from corerl.rollout.sources.base import Source
+from corerl.rollout.source import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address

@@ -27,7 +27,7 @@ from corerl.rollout.encoding import require_encodable
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
 from corerl.rollout.sampler import sampling_params
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 
 if TYPE_CHECKING:
     from corerl.models.layout import Layout
@@ -95,7 +95,7 @@ def load_sampled(
     return prompts, reward, params
 
 
-def load_postprocess(rollout: RolloutConfig, problems: Problems) -> Callable[[Scored], Any] | None:
+def load_postprocess(rollout: RolloutConfig, problems: Problems) -> Callable[[ScoredRollout], Any] | None:
     """The user's function that processes samples; None if it is not set, or wrong."""
     if rollout.postprocess:
         with problems.stage("rollout.postprocess"):

@@ -65,7 +65,7 @@ from corerl.plan.sizes import with_other_sizes
 from corerl.plan.start import find_start
 from corerl.plan.user_code import require_no_code_of_a_model
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.recorded import SavedRollouts
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:

@@ -58,7 +58,7 @@ MOVED: Mapping[tuple[int, int], Sequence[Moved]] = {  # the API that brought it 
         Moved("corerl.rollout.serving", "corerl.engines: EngineLifecycle"),
         Moved("corerl.rollout.rewards:Reward", "corerl.rollout: Reward"),
         Moved("corerl.rollout.rewards:position_match", "corerl.rollout: position_match"),
-        Moved("corerl.rollout.sources:Scored", "corerl.rollout: Scored"),
+        Moved("corerl.rollout.sources:Scored", "corerl.rollout: ScoredRollout"),
         Moved("corerl.testing", "corerl_testing, which pip install 'corerl[testing]' brings"),
         Moved("the commands `corerl backends`, `engines`, `extensions` and `algorithms`", "`corerl plugins KIND`"),
         Moved(

@@ -82,6 +82,8 @@ class Rollout:
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
         """Concatenate rollouts, renumbering their groups and episodes."""
+        if len(parts) == 1:  # nothing is copied
+            return parts[0]
         batch = SampleBatch.concatenate(_with_experts([part.batch for part in parts]))
         numbers = {"group": [len(part.prompts) for part in parts]}
         if "episode" in batch.rows:

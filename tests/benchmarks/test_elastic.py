@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.elastic import SHAPES, Found, Watching, arguments, most_parameters, parameters, write_samples
 from benchmarks.report import Comparison, Number, Report, finish, load
-from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.recorded import SavedRollouts
 
 
 def test_the_largest_shape_leaves_room_for_one_rank_beside_one_of_two() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import streamed
 from benchmarks.streamed import AHEAD, STREAMED, SYNCHRONOUS, InTurns, Killing, Sampled
-from corerl.rollout.sources.base import Source
+from corerl.rollout.source import Source
 
 
 def test_a_trainer_that_is_never_idle_ends_after_what_comes_last() -> None:
@@ -57,9 +57,11 @@ class Stream:
 class Told(Source):
     """Says what it was asked, and takes a prompt for each step."""
 
+    streams = overlaps = False
+
     def __init__(self, name: str, stream: Stream, heard: list[tuple[Any, ...]], *, streams: bool, overlaps: bool):
         self.name, self.stream, self.heard = name, stream, heard
-        self.streams, self.overlaps = streams, overlaps  # type: ignore[misc]
+        self.streams, self.overlaps = streams, overlaps
 
     async def next(self) -> Any:
         self.stream.position += 1
@@ -85,7 +87,7 @@ def test_sources_take_turns_from_where_the_other_has_come() -> None:
     seen = []
     for _ in range(5):
         streams = both.streams
-        assert list(asyncio.run(both.arrived())) == []
+        assert asyncio.run(both.arrived()) is None
         seen.append((asyncio.run(both.next()), streams, both.overlaps))  # an update follows each step
     assert seen == [
         (SYNCHRONOUS, False, False),

@@ -183,7 +183,7 @@ def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
 
     monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
     monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
-    monkeypatch.setattr(driver, "start_scorer", lambda *_, **__: None)
+    monkeypatch.setattr(driver, "start_rewards", lambda *_: None)
     monkeypatch.setattr(driver, "_start_processes", start)
     config = config_in(tmp_path / "run", cluster={"device": "cpu"}, **chats_of(tmp_path, bad=13))
     with pytest.raises(DataError, match=r"chats.jsonl:14: the tokenizer's chat template rejects its messages"):
@@ -209,20 +209,6 @@ def test_in_turns_engines_load_and_sleep_before_ranks_load_and_each_is_told() ->
         "loading the model into 2 engines, which will sleep while the ranks load",
         "loading the model into the ranks",
     ]
-
-
-@pytest.mark.parametrize(
-    ("fleet", "phase"),
-    [
-        (Starts(2), "loading the model into the ranks and into 2 engines"),
-        (None, "loading the model into the ranks"),
-    ],
-)
-def test_at_once_what_loads_is_told_in_one_phase(fleet: Any, phase: str) -> None:
-    hears, ranks = Hears(), Starts(0)
-    found: Any = start_all({"actor": ranks}, fleet, Progress(Observers([("hears", hears)]), 0), in_turns=False)  # type: ignore[dict-item]
-    assert (found, ranks.asked) == ({"actor": "init is done"}, ["init"])
-    assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [phase]
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_changed(
@@ -279,7 +265,7 @@ def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_proc
     for module, name, seconds in (
         (loop, "make_plan", 10.0),
         (driver, "_start_processes", 75.0),
-        (driver, "start_source", 2.0),
+        (driver, "Sampling", 2.0),
     ):
         usual = getattr(module, name)
 
@@ -293,20 +279,6 @@ def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_proc
     monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
     execute_here(small(tmp_path, "run.mode=eval"))
     assert [event.seconds for event in hears.heard if isinstance(event, RunFinished)] == [87.0]
-
-
-def test_an_evaluation_shows_the_answers_that_it_heard_and_not_those_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hears = Hears()
-    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
-    given = ["eval.every=1", "run.steps=1", "train.optimizer.lr=0.05"]
-    execute_here(small(tmp_path, *given))
-    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000001"
-    execute_here(small(tmp_path, *given, "run.mode=eval", resume, f"run.dir={tmp_path}/eval"))
-    trained, scored = (event for event in hears.heard if isinstance(event, RunFinished))
-    assert trained.before != trained.after
-    assert scored.before == scored.after == trained.after
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------

@@ -89,16 +89,6 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     )
 
 
-@pytest.mark.parametrize(("phase", "done"), [("rollout", 7), ("train", 0), ("eval", 7)])
-def test_another_thread_counts_only_while_the_main_one_waits_for_samples_or_an_evaluation(
-    progress: Progress, hears: Hears, phase: str, done: int
-) -> None:
-    progress.begin(phase)
-    aside(lambda: progress.count(DRAWN, 7, 8))
-    told = beat(progress, hears)
-    assert isinstance(told, PhaseProgress) and told.done == done
-
-
 def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
     progress: Progress, hears: Hears, clock: Clock
 ) -> None:
@@ -122,20 +112,6 @@ def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
     clock.now = 180.0
     progress.beat()
     assert len(notices()) == 3
-
-
-def test_of_sampling_the_engines_watchdog_speaks_and_of_nothing_where_there_is_none(
-    progress: Progress, hears: Hears, clock: Clock
-) -> None:
-    progress.begin("rollout")
-    progress.count(DRAWN, 3, 8)
-    clock.now = 1000.0
-    progress.beat()
-    progress.watchdog = 0.0
-    progress.count(SCORED, 3, 8)
-    clock.now = 2000.0
-    progress.beat()
-    assert not any(isinstance(event, Notice) for event in hears.heard)
 
 
 def test_beats_come_from_a_thread_until_the_block_ends(hears: Hears, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,6 @@ def test_the_rate_goes_on_where_it_was_with_other_mini_batches_or_epochs(
     assert later.lr(done + left) == later.lr(done + left - 1) == pytest.approx(0.0)
 
 
-def test_a_warm_up_goes_on_step_by_step_with_other_mini_batches() -> None:
-    schedule = {"decay": "linear", "warmup_steps": 20}
-    earlier, later, _ = resumed_at(10, 10, {"schedule": schedule}, {"mini_batches": 4, "schedule": schedule})
-    assert [later.lr(step) for step in range(10, 20)] == [earlier.lr(step) for step in range(10, 20)]
-    assert later.lr(10 + 4 * 30 - 1) == 0.0 < later.lr(10 + 4 * 30 - 2)
-
-
 def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     two, four, one = ({"mini_batches": n, "schedule": {"decay": "linear"}} for n in (2, 4, 1))
     _, second, _ = resumed_at(10, 20, two, four)
@@ -144,15 +137,3 @@ def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     _, third, lines = resumed_at(15, 40, four, one, state)
     assert lines == [] and third.lr(40) == second.lr(40) == earlier.lr(40)
     assert third.lr(40 + 24) == 0.0 < third.lr(40 + 23)
-
-
-def test_other_mini_batches_leave_the_advice_on_the_length_as_it_is() -> None:
-    tables = [{"mini_batches": n, "schedule": {"decay": "linear", "steps": steps}} for n, steps in ((1, 20), (2, 40))]
-    _, later, lines = resumed_at(10, 10, *tables)
-    assert later.lr(10) == pytest.approx(1 - 10 / 39)
-    assert lines == [
-        (
-            "actor: the learning rate continues at 0.744, not at 0.474, because the schedule spans 40 rollout steps, "
-            "not 20; set train.schedule.steps=20 to keep it"
-        )
-    ]

@@ -24,15 +24,12 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, SaveFailed
-from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
-from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
+from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
-from corerl.rollout.sources.synchronous import Synchronous
+from corerl.rollout.scored import ScoredRollout
 from corerl.types import Compilation, Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
@@ -50,9 +47,9 @@ from tests.driver.fakes import (
     told,
 )
 from tests.driver.saved import TEACHER, make_config
+from tests.rollout import sampling
 from tests.rollout.engines import Engines
 from tests.rollout.listed import Listed
-from tests.rollout.sources.drawing import drawing
 
 TRAIN = {
     "mini_batches": 2,
@@ -81,6 +78,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             tags=plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
         )
+        sampling = {"loop": SimpleNamespace(run=asyncio.run), "source": None, "sampler": "a sampler", "held_out": []}
+        sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
@@ -89,14 +88,13 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "snapshots": snapshots,
                 "progress": progress(ears, step=rollout_step),
                 "notices": StepNotices(algorithm=plan.algorithm, samples=plan.run.samples),
-                "sampler": "a sampler",
+                "sampling": SimpleNamespace(**sampling, restart=lambda state, checkpoint: None),
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
                 "control": SimpleNamespace(plan=plan),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
-                "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
             }
         )
@@ -130,10 +128,10 @@ def batch() -> SampleBatch:
     )
 
 
-def scored() -> Scored:
+def scored() -> ScoredRollout:
     rollout = Rollout(batch=batch(), prompts=(Prompt(index=0, text="a", answer="b"),), texts=["b", "bb"])
     rewards = np.array([1.0, 0.0], np.float32)
-    return Scored(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={"rollout": 1.0})
+    return ScoredRollout(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={"rollout": 1.0})
 
 
 # ---- learning rate ---------------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_r
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
 
 
-def with_experts() -> Scored:
+def with_experts() -> ScoredRollout:
     rollout = scored().rollout
     return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
 
@@ -217,10 +215,6 @@ def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_t
     columns = run.with_advantages(with_experts()).samples.columns
     assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
-
-
-def test_experts_that_nobody_asked_for_are_left_out(make_run: Callable[..., Run]) -> None:
-    assert "routed_experts" not in make_run(make_config()).with_advantages(with_experts()).samples.columns
 
 
 @pytest.mark.parametrize(
@@ -268,27 +262,6 @@ def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss
     run.kl_coef = 0.75
     run.optimize(run.with_advantages(scored()))
     assert actor.losses[1].params["kl_coef"] == 0.75
-
-
-def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Callable[..., Run]) -> None:
-    cut = evolve(scored(), rollout=evolve(scored().rollout, batch=batch().with_rows(truncated=np.array([False, True]))))
-    kept = make_run(make_config()).with_advantages(cut).samples
-    masked = make_run(make_config(algorithm={"overlong": "mask"})).with_advantages(cut).samples
-    assert kept.columns["loss_mask"].tolist() == [False, True, False, True, True]
-    assert masked.columns["loss_mask"].tolist() == [False, True, False, False, False]
-
-
-def test_a_coefficient_that_is_taken_off_rewards_is_not_in_the_loss_too(make_run: Callable[..., Run]) -> None:
-    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_in": "reward"}
-    actor, config = Group(), make_config(algorithm=algorithm)
-    run = make_run(
-        config,
-        roles={
-            "actor": role("actor", actor, config, loss=plan_algorithm(resolve_tables(config)).objectives["actor"].loss)
-        },
-    )
-    run.optimize(run.with_advantages(scored()))
-    assert [loss.params["kl_coef"] for loss in actor.losses] == [0.0]
 
 
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
@@ -405,11 +378,11 @@ class Two:
     def __init__(self) -> None:
         self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
 
-    async def next(self) -> Scored | None:
+    async def next(self) -> ScoredRollout | None:
         return self.steps.pop(0) if self.steps else None
 
 
-def halve(batch: Scored) -> Scored:
+def halve(batch: ScoredRollout) -> ScoredRollout:
     return evolve(batch, rewards=batch.rewards / 2)
 
 
@@ -437,7 +410,7 @@ def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
 def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
     make_run: Callable[..., Run], engines: Engines
 ) -> None:
-    actor, ears, source = Group(), Ears(), Synchronous(drawing(engines), steps=1)
+    actor, ears, source = Group(), Ears(), sampling.source(engines, steps=1)
     updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
@@ -452,59 +425,7 @@ def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(), ears=ears)
-    same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
-    line = (
-        "all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from that; check "
-        "reward.name, data.answer_key and the samples; if these are right, set algorithm.dynamic_sampling, which "
-        "samples other prompts in their place, or use prompts that this model answers right sometimes"
-    )
-    for expected in (0, 0, 1, 1):
-        run.report(same, None, {})
-        assert told(ears) == [line] * expected
-    run.report(scored(), None, {})
-    for _ in range(3):
-        run.report(same, None, {})
-    assert told(ears) == [line] * 2
-    assert [step.metrics["rollout/groups_without_spread"] for step in ears.steps] == [1.0] * 4 + [0.0] + [1.0] * 3
-
-
-def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    # Tokens 0 and 2 are the prompts'.
-    run = make_run(make_config(), ears=ears)
-    run.notices.unseen = {0: "<box>", 2: "<box>", 4: "<think>"}
-    for _ in range(2):
-        run.report(scored(), None, {})
-    line = (
-        "1 of 2 samples contain special tokens, such as '<think>', which the reward's text leaves out; set "
-        "reward.special_tokens=true if it needs them"
-    )
-    assert told(ears) == [line]
-    run.notices.unseen = {0: "<box>"}
-    run.report(scored(), None, {})
-    assert told(ears) == [line]
-
-
-def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(), ears=ears)
-    failed = evolve(scored(), failures={"timeout": 2, "died": 1}, first_failure="reward 'mine:f' took 30 s on 'a'")
-    run.report(failed, None, {})
-    assert told(ears) == ["step 4: 3 samples failed; the first: reward 'mine:f' took 30 s on 'a'"]
-    assert ears.steps[0].metrics["rollout/failed"] == 3.0
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-def test_restarts_are_counted_anew_after_a_step(make_run: Callable[..., Run]) -> None:
-    fleet = Group()
-    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet))
-    run.report(scored(), None, {})
-    assert fleet.log == ["completed"]
 
 
 def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
@@ -599,20 +520,20 @@ def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ra
 
 
 class Judging:
-    """A gate that is due, and what it is given."""
+    """A check that is due, and what it is given."""
 
     due = True
 
     def __init__(self, chosen: SampleBatch) -> None:
         self.chosen = chosen
-        self.drawn = batch().with_rows(group=np.array([7, 7]))
+        self.sampled = batch().with_rows(group=np.array([7, 7]))
         self.judged: list[SampleBatch] = []
 
     def choose(self, samples: SampleBatch) -> SampleBatch:
         return self.chosen
 
-    async def draw(self) -> SampleBatch:
-        return self.drawn
+    async def sample(self) -> SampleBatch:
+        return self.sampled
 
     def judge(self, samples: SampleBatch, trainer: Any) -> None:
         np.testing.assert_array_equal(trainer, np.where(samples.columns["loss_mask"], -1.0, 0.0))
@@ -624,12 +545,14 @@ def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_ba
 ) -> None:
     some, none = batch(), batch().take(np.zeros(0, np.int64))
     for chosen in (some, none):
-        gate = Judging(chosen)
-        make_run(make_config(), gate=gate, pushed_at=0).with_advantages(scored())
-        (judged,) = gate.judged
-        assert judged.rows["group"].tolist() == (some if len(chosen) else gate.drawn).rows["group"].tolist()
-        make_run(make_config(), gate=gate, pushed_at=3).with_advantages(scored())  # engines hold other weights
-        assert len(gate.judged) == 1
+        check = Judging(chosen)
+        make_run(make_config(), logprob_check=check, pushed_at=0).with_advantages(scored())
+        (judged,) = check.judged
+        assert judged.rows["group"].tolist() == (some if len(chosen) else check.sampled).rows["group"].tolist()
+        make_run(make_config(), logprob_check=check, pushed_at=3).with_advantages(
+            scored()
+        )  # engines hold other weights
+        assert len(check.judged) == 1
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -737,16 +660,6 @@ def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(mak
         assert len(source.saved) == (last_step == 4)  # beside the roles' files
         # Interrupted, so nothing is exported.
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
-
-
-@pytest.mark.parametrize(("target", "kept"), [(0.1, [0.25]), (0.0, [])])
-def test_a_coefficient_that_is_not_adapted_is_in_no_checkpoint(
-    make_run: Callable[..., Run], target: float, kept: list[float]
-) -> None:
-    saves, config = Saves(4), make_config(algorithm={"kl_coef": 0.5, "kl_target": target})
-    end = {"rollout_step": 5, "stop": Stop(True), "source": Source(), "run_dir": Path("/run")}
-    make_run(config, checkpoints=saves, kl_coef=0.25, **end).finish()
-    assert [state["kl_coef"] for state in saves.states if "kl_coef" in state] == kept
 
 
 def test_the_last_save_finds_what_it_writes_in_memory(make_run: Callable[..., Run]) -> None:

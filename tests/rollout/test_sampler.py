@@ -17,7 +17,6 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
 from tests.rollout.samplers import prompt_sampler
-from tests.rollout.scored import scored
 
 TOKENIZER = load_tokenizer(
     tokenizer="characters:0123456789>s", path=""
@@ -106,20 +105,6 @@ def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_ou
     assert batch.temperature == 0.5
     assert rollout.texts == ["12", "9", "5", "000"]
     assert rollout.prompts == tuple(PROMPTS)
-
-
-def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() -> None:
-    drawn = Generation(  # responses "102", which ends with a stop token, and "200"
-        tokens=np.array([5, 4, 6, 6, 4, 4]),
-        offsets=np.array([0, 3, 6]),
-        logprobs=np.zeros(6, dtype=np.float32),
-        versions=np.zeros(6, dtype=np.int64),
-        truncated=np.array([False, True]),
-    )
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
-    rollout = sample(sampler, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
-    assert rollout.texts == ["10", "200"]
-    assert rollout.batch.rows["response_length"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(("kept", "texts"), [(False, ["12", "1"]), (True, ["<think>1<unk>2", "<think>1"])])
@@ -219,12 +204,6 @@ def test_noise_belongs_to_seed_step_prompt_and_sample_and_not_to_the_prompts_pla
     assert not set(here) & set(keys(seed=1)) and not set(here) & set(keys(step=1))
 
 
-def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time() -> None:
-    twice = keys(prompts=[PROMPTS[0], PROMPTS[0]])
-    assert len(set(twice)) == 4
-    assert twice[:2] == keys()[:2]
-
-
 def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_others_stay_texts() -> None:
     config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
@@ -240,18 +219,6 @@ def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained
     rollout = sample(sampler, params=evolve(PARAMS, stop=("00", "5")))
     assert rollout.texts == ["12", "9", "", ""]
     assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
-
-
-def test_prompts_are_taken_and_joined_with_their_samples() -> None:
-    given = scored().rollout
-    second = given.take(np.array([1]))
-    assert (second.prompts, second.texts) == (given.prompts[1:], ["zzz", "x"])
-    assert second.batch.rows["group"].tolist() == [0, 0]
-    assert second.batch.tokens.tolist() == given.batch.tokens[5:].tolist()
-    joined = Rollout.concatenate([second, given])
-    assert [prompt.index for prompt in joined.prompts] == [2, 7, 2]
-    assert joined.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert joined.texts == ["zzz", "x", "x", "yy", "zzz", "x"]
 
 
 def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:

@@ -9,12 +9,12 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import CheckpointError, DataError
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.recorded import SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.scored import ScoredRollout
 from tests.rollout.scored import scored
 
 
-def rest(source: SavedRollouts) -> list[Scored]:
+def rest(source: SavedRollouts) -> list[ScoredRollout]:
     """The steps that it still has."""
     return list(iter(lambda: asyncio.run(source.next()), None))
 
