@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 from corerl.cli import trial
-from corerl.rollout import templates
 from corerl_testing import pool
 from corerl_testing.marks import MARK
 from tests import machine
@@ -164,9 +163,9 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def untried(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A command tries imports in another process, and renders chat templates in one; only tests with the mark may
-    start them. And all take a model for packable that is like one that was."""
-    if "corerl.models.layout" in sys.modules:
+    """A command tries imports in another process; only tests with the mark may start it. And all take a model for
+    packable that is like one that was."""
+    if "corerl.models.layouts" in sys.modules:
         from tests.forks.once import look_once
 
         look_once()
@@ -174,9 +173,6 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
             own.setattr(trial, "in_fork", lambda function: function())
-            own.setattr(
-                templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
-            )
         yield
 
 

@@ -76,7 +76,7 @@ from benchmarks.steps import (
     timed,
 )
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.packable import packed_call
+from corerl.models.layouts import packed_call
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import MemoryKind, PackedBatch

@@ -15,9 +15,8 @@ from benchmarks.empty_backend import empty_result
 from benchmarks.report import ENVIRONMENT, Comparison, Number, Report, finish, in_turns, parser
 from benchmarks.samples import make_batch, plan_one_step
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.objects import put
 from corerl.cluster.placement import reserved
-from corerl.cluster.runtime import ray_session
+from corerl.cluster.runtime import put, ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables

@@ -63,7 +63,7 @@ from benchmarks.streamed import mortal as dies
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
 from corerl.checkpoint.copies import MEMORY
-from corerl.cluster.process import STATUS
+from corerl.cluster.heartbeat import ASIDE
 from corerl.config.schema import CheckpointConfig
 from corerl.data.prompts import Prompt
 from corerl.descendants import descendants
@@ -256,7 +256,7 @@ class Watching:
 
     def follow(self, group: TrainGroup) -> None:
         """From now on, until `close`."""
-        for actor in group.processes._actors:
+        for actor in (member.actor for member in group.processes._members):
             self.ends.append({})
             self._begin(functools.partial(self._follow, actor, self.ends[-1]))
         self._begin(self._weigh)
@@ -273,7 +273,7 @@ class Watching:
     def _follow(self, actor: Any, ends: dict[str, float]) -> None:
         last = "process"
         while last and not self._over.is_set():
-            asked = actor.status.options(concurrency_group=STATUS).remote()
+            asked = actor.heartbeat.options(concurrency_group=ASIDE).remote()
             while not ray.wait([asked], timeout=POLL_SECONDS)[0] and not self._over.is_set():
                 pass
             try:

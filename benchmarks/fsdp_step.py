@@ -27,8 +27,8 @@ from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
-from corerl.models.packed import PackedPolicy
-from corerl.models.random import RandomSource
+from corerl.models.initial import RandomSource
+from corerl.models.layouts import PackedPolicy
 from corerl.ops.attention import PackedSequences
 from corerl.types import LossSpec, MicroBatch, Output, SampleBatch, Step
 from corerl_testing.harness import Setup, start

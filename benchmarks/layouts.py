@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
 from corerl.models.build import materialize, move_buffers, recompute_layers
-from corerl.models.layout import make_policy, own_attention
+from corerl.models.layouts import make_policy, own_attention
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
 

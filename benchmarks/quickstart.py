@@ -26,7 +26,7 @@ from corerl.config.schema import Config
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptStream
 from corerl.models.config import hf_config
-from corerl.models.random import RandomSource
+from corerl.models.initial import RandomSource
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import resolve_tables, settle_algorithm

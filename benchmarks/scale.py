@@ -34,7 +34,7 @@ from benchmarks.empty_backend import empty_result
 from benchmarks.packing import arrays_of, forget_peak, status
 from benchmarks.report import commit, machine
 from corerl.algorithms.base import Estimate
-from corerl.cluster.group import Pending
+from corerl.cluster.heartbeat import Pending
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, TrainConfig
 from corerl.data.packing import pack
@@ -197,12 +197,12 @@ class Ranks:
     def nodes(self) -> list[str]:
         return [f"node {layout.rank // NODE}" for layout in self.layouts]
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Pending:
         self.given = arguments
         began = time.perf_counter()
         refs = [self.reader.call.remote(method, *each) for each in arguments]
         self.calling += time.perf_counter() - began
-        return Pending(method, tuple(range(len(refs))), tuple(refs))
+        return Pending(method, 0, {}, tuple(refs))
 
     def wait(self, pending: Pending) -> list[Any]:
         began = time.perf_counter()

@@ -5,61 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import functools
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
-IDLE = "idle"  # the name of a thread that waits for a call of `in_thread`
-IDLE_SECONDS = 5.0  # after which it ends
 HEARING_SECONDS = 1.0  # Ctrl-C just before the main thread begins to wait is heard only when that wait ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
-
-
-Call: TypeAlias = tuple[str, Callable[[], Any], "Future[Any]"]  # name, function, and where its result goes
-_idle: list[queue.SimpleQueue[Call]] = []  # of threads with nothing to do, where they wait
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """Is woken once for all that other threads have for it until it looks: each waking is a system call, at which the
-    caller loses Python's lock and waits for it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arrived: deque[tuple[asyncio.Handle, Callable[[], object]]] = deque()
-        self._woken = False
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        if context is None:
-            context = contextvars.copy_context()  # the caller's, as `_take` runs in that of the first who called
-        handle = asyncio.Handle(callback, args, self, context)
-        self._arrived.append((handle, functools.partial(self.call_soon, callback, *args, context=context)))
-        if not self._woken or self.is_closed():  # which is told there
-            self._woken = True
-            super().call_soon_threadsafe(self._take)
-        return handle
-
-    def _take(self) -> None:
-        self._woken = False  # first: what arrives from now on may come too late for this
-        while self._arrived:
-            handle, call = self._arrived.popleft()
-            if not handle.cancelled():
-                call()
 
 
 class EventLoop:
     """An event loop that runs until `close`, in a daemon thread: at exit nothing must wait for it."""
 
     def __init__(self, name: str) -> None:
-        self._loop = _Loop()
+        self._loop = asyncio.new_event_loop()
         self._closed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # for the thread in `run`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -98,7 +60,7 @@ class EventLoop:
         done: Future[T] = Future()
 
         def call() -> None:
-            _called(function, done)()
+            _call(function, done)
             if not done.cancelled() and isinstance(error := done.exception(), KeyboardInterrupt):
                 raise error
 
@@ -111,7 +73,7 @@ class EventLoop:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
+        if not self.inside:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
@@ -145,45 +107,19 @@ async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:
-    """Call `function` in a daemon thread that has nothing else to do: one that never returns keeps neither the program
-    nor others from ending. If the awaiting task is cancelled, the call goes on, and its result is dropped. Later calls
-    may come in the same thread, with a context of their own."""
+    """Call `function` in a daemon thread of its own: one that never returns keeps neither the program nor others from
+    ending, as a thread of asyncio's executor would. If the awaiting task is cancelled, the call goes on, and its result
+    is dropped."""
     done: Future[T] = Future()
-    call = (name, function, done)
-    try:
-        _idle.pop().put(call)
-    except IndexError:
-        calls = queue.SimpleQueue[Call]()
-        calls.put(call)
-        threading.Thread(target=_serve, args=(calls,), daemon=True).start()
+    call = contextvars.Context().run
+    threading.Thread(target=call, args=(_call, function, done), name=name, daemon=True).start()
     return await asyncio.wrap_future(done)
 
 
-def _serve(calls: queue.SimpleQueue[Call]) -> None:
-    """Answer what comes, until nothing has for a while; a thread for each call would cost a millisecond to start."""
-    thread = threading.current_thread()
-    while True:
-        try:
-            name, function, done = calls.get(timeout=IDLE_SECONDS)
-        except queue.Empty:
-            try:
-                _idle.remove(calls)
-            except ValueError:  # a call is on its way
-                continue
-            return
-        thread.name = name
-        settle = contextvars.Context().run(_called, function, done)
-        thread.name = IDLE
-        _idle.append(calls)  # first: who hears of the result may call again
-        settle()
-        del function, done, settle  # and what they hold
-
-
-def _called(function: Callable[[], T], done: Future[T]) -> Callable[[], None]:
-    """Call the function; what it returns settles `done`."""
+def _call(function: Callable[[], T], done: Future[T]) -> None:
     if not done.set_running_or_notify_cancel():
-        return lambda: None
+        return
     try:
-        return functools.partial(done.set_result, function())
+        done.set_result(function())
     except BaseException as error:
-        return functools.partial(done.set_exception, error)
+        done.set_exception(error)

@@ -289,8 +289,6 @@ def _checked(case: Case, out: str) -> Finding | None:
         config = evolve(config, run=evolve(config.run, dir="another"))  # which a check allows, and a start may not
     plan = make_plan(config)
     rollout = plan.rollout
-    if rollout.check is not None:
-        rollout.check.finish()
     again = config_of(to_plain(recorded(config)))
     if not config.cluster.environment and again != config:
         return Finding(key="written config differs", text=dump_toml(recorded(config)))

@@ -4,7 +4,7 @@
     tree     file, keys, operation, argument        of TOML, JSON, JSON lines and a safetensors header
     setting  file, keys, value                      of TOML; tables on the way are made
     text     file, whole text
-    become   file, what the path is instead         a directory, a link in a circle, a pipe, ...
+    become   file, what the path is instead         a directory, a link in a circle, ...
     sizes    file                                   checkpoint.json is told the new sizes of the files beside it
 
 A value that plain data cannot hold is {"raw": text, "times": n, "close": text}: `raw` n times and `close` n times.
@@ -27,7 +27,7 @@ import tomli_w
 Edit = Sequence[Any]
 Keys = tuple[str | int, ...]
 BYTES = ("flip", "cut", "insert", "zeros", "repeat", "encode", "length")
-ODD = ("directory", "loop", "fifo", "dangling", "zero", "blank", "holes", "nothing", "model", "saved")
+ODD = ("directory", "loop", "dangling", "blank", "holes", "nothing", "model", "saved")
 
 
 def apply(edits: Sequence[Edit], inputs: Path) -> None:
@@ -232,14 +232,10 @@ def _become(path: Path, what: str) -> None:
             pass
         case "directory":
             path.mkdir()
-        case "fifo":
-            os.mkfifo(path)
         case "loop":
             path.symlink_to(path.name)
         case "dangling":
             path.symlink_to("nowhere")
-        case "zero":
-            path.symlink_to("/dev/zero")
         case "blank":
             path.touch()
         case "holes":

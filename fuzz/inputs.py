@@ -200,10 +200,8 @@ def _inline(fields: dict[str, Any]) -> str:
 def _write_odd() -> None:
     """What a path may lead to."""
     os.makedirs("odd/empty")
-    os.mkfifo("odd/fifo")
     os.symlink("loop", "odd/loop")
     os.symlink("nowhere", "odd/dangling")
-    os.symlink("/dev/zero", "odd/zero")
     os.symlink("..", "odd/up")
     Path("odd/blank").touch()
     Path("odd/holes").touch()

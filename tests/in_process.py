@@ -58,10 +58,10 @@ class Objects:
             self._objects = [self._class(*each) for each in arguments]
         return Calls({})
 
-    def start(self, method: str, *args: Any) -> Calls:
+    def start(self, method: str, *args: Any, at: str = "") -> Calls:
         return self.start_each(method, [args] * len(self))
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Calls:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Calls:
         return self.start_some(method, dict(enumerate(arguments)))
 
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Calls:

@@ -71,7 +71,7 @@ def answering(*answers: Any) -> tuple[Ranks, list[Future[str]]]:
 # ---- one future ------------------------------------------------------------------------------------------------------
 
 
-def test_a_future_is_polled_and_asked_as_often_as_one_likes_and_fetched_once() -> None:
+def test_a_future_is_fetched_once_and_read_often() -> None:
     ranks = Ranks()
     future = ranks.start("a")
     assert not future.done() and not future.ready(0.001)
@@ -83,7 +83,7 @@ def test_a_future_is_polled_and_asked_as_often_as_one_likes_and_fetched_once() -
     assert future.done() and ranks.log == ["a"]
 
 
-def test_an_error_is_the_same_each_time_and_by_either_way() -> None:
+def test_an_error_is_the_same_each_time() -> None:
     died = WorkerDied("its process died")
     _, (future,) = answering(died)
 
@@ -96,7 +96,7 @@ def test_an_error_is_the_same_each_time_and_by_either_way() -> None:
         assert caught.value is died
 
 
-def test_an_interrupted_wait_leaves_a_future_that_can_be_asked_again() -> None:
+def test_an_interrupted_wait_can_be_repeated() -> None:
     answers: list[Any] = [KeyboardInterrupt(), "a"]
 
     def fetch() -> str:
@@ -111,7 +111,7 @@ def test_an_interrupted_wait_leaves_a_future_that_can_be_asked_again() -> None:
     assert [future.result(), future.result()] == ["a", "a"]
 
 
-def test_what_is_made_of_a_result_is_made_once_and_an_error_passes_through() -> None:
+def test_then_maps_results_once_and_passes_errors() -> None:
     ranks, (good, bad) = answering("a", SaveFailed("disk full"))
     made: list[str] = []
     longer = good.then(lambda result: made.append(result) or result + "!")  # type: ignore[func-returns-value]
@@ -126,7 +126,7 @@ def test_what_is_made_of_a_result_is_made_once_and_an_error_passes_through() -> 
 # ---- in an event loop ------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_awaits_several_groups_at_once_and_runs_other_tasks_meanwhile() -> None:
+def test_a_loop_awaits_several_groups_at_once() -> None:
     log: list[str] = []
     first, second = Ranks(log), Ranks(log)
 
@@ -152,7 +152,7 @@ def test_a_loop_awaits_several_groups_at_once_and_runs_other_tasks_meanwhile() -
     assert log == ["started a", "started b", "b", "got bB", "a", "got aA"]
 
 
-def test_more_awaits_than_an_executor_has_threads_wait_side_by_side() -> None:
+def test_more_awaits_than_executor_threads_run_together() -> None:
     ranks = [Ranks() for _ in range(40)]
 
     async def all_of_them() -> list[str]:
@@ -165,7 +165,7 @@ def test_more_awaits_than_an_executor_has_threads_wait_side_by_side() -> None:
     assert asyncio.run(all_of_them()) == ["aA"] * 40
 
 
-def test_a_cancelled_await_leaves_the_call_running_and_its_error_unheard() -> None:
+def test_a_cancelled_await_leaves_the_call_running() -> None:
     ranks = Ranks()
     failed = SaveFailed("disk full")
     futures = [ranks.start("a"), ranks.start(failed)]
@@ -184,7 +184,7 @@ def test_a_cancelled_await_leaves_the_call_running_and_its_error_unheard() -> No
         ranks.calls.raise_unheard()
 
 
-def test_threads_and_a_loop_that_ask_at_once_get_the_same() -> None:
+def test_threads_and_a_loop_get_the_same_result() -> None:
     ranks = Ranks()
     futures = [ranks.start(answer) for answer in "abc"]
     found: list[str] = []
@@ -208,7 +208,7 @@ def test_threads_and_a_loop_that_ask_at_once_get_the_same() -> None:
 # ---- one group -------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_that_ends_the_group_is_that_of_all_later_calls_whichever_is_asked_first() -> None:
+def test_an_error_that_ends_the_group_fails_later_calls() -> None:
     died = WorkerDied("its process died in b")
     ranks, futures = answering("a", died, "c", "d")
     for future in (futures[3], futures[1], futures[2]):
@@ -220,7 +220,7 @@ def test_an_error_that_ends_the_group_is_that_of_all_later_calls_whichever_is_as
     ranks.calls.raise_unheard()
 
 
-def test_an_error_that_nobody_asked_for_is_raised_once_when_the_group_is_done_with() -> None:
+def test_an_unread_error_is_raised_once_at_the_end() -> None:
     failed = SaveFailed("disk full")
     ranks, futures = answering(failed, "b", SaveFailed("still full"))
     assert futures[1].result() == "bB"  # the failed save changed nothing
@@ -243,16 +243,16 @@ def named(**looks: int) -> dict[str, Future[str]]:
     return {name: Looks(after, name.upper()).future() for name, after in looks.items()}
 
 
-def test_results_come_in_the_order_of_the_calls_whoever_is_ready_first() -> None:
+def test_results_come_in_the_order_of_calls() -> None:
     assert list(wait_all(named(a=3, b=0)).items()) == [("a", "A"), ("b", "B")]
 
 
-def test_the_first_error_is_raised_while_others_would_wait_for_ever() -> None:
+def test_the_first_error_is_raised_while_others_hang() -> None:
     with pytest.raises(WorkerDied, match="^its process died$"):
         wait_all({**named(hangs=-5), "dies": Looks(1, died()).future()})
 
 
-def test_calls_of_one_group_are_looked_at_one_after_the_other() -> None:
+def test_calls_of_one_group_are_polled_in_order() -> None:
     group, later = object(), Looks(-5, "late")
     futures = {"dies": Looks(3, died()).future(group), "waits": later.future(group), **named(other=0)}
     with pytest.raises(WorkerDied, match="^its process died$"):
@@ -260,7 +260,7 @@ def test_calls_of_one_group_are_looked_at_one_after_the_other() -> None:
     assert later.looks == -5
 
 
-def test_an_error_beside_the_calls_is_raised_at_once_and_a_result_is_not_waited_for() -> None:
+def test_a_concurrent_error_is_raised_and_its_result_not_awaited() -> None:
     with pytest.raises(WorkerDied, match="^its process died$"):
         wait_all(named(hangs=-5), beside=Looks(3, died()).future())
     assert wait_all(named(a=2, b=0), beside=Looks(-5, died()).future()) == {"a": "A", "b": "B"}

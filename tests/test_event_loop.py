@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 
-from corerl import event_loop
 from corerl.event_loop import EventLoop, in_thread
 
 LIMIT = 60.0  # seconds, against hangs
@@ -30,7 +27,7 @@ async def name() -> str:
     return threading.current_thread().name
 
 
-def test_coroutines_run_in_the_loops_thread_and_functions_where_they_are_sent(loop: EventLoop) -> None:
+def test_coroutines_and_functions_run_in_their_threads(loop: EventLoop) -> None:
     here = threading.current_thread().name
 
     async def work() -> list[str]:
@@ -64,7 +61,7 @@ def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventL
         loop.run(in_thread(broken, name="mine"))
 
 
-def test_an_interruption_while_a_function_runs_here_is_raised_here_and_cancels_the_coroutine(loop: EventLoop) -> None:
+def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
     cancelled = threading.Event()
 
     def interrupted() -> None:
@@ -94,9 +91,7 @@ def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_task_that_exits_as_the_loop_ends_leaves_the_others_to_be_cancelled(
-    turns: int, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_an_exit_while_closing_still_cancels_other_tasks(turns: int, recwarn: pytest.WarningsRecorder) -> None:
     loop, ended = EventLoop("exits"), list[str]()
 
     async def waits() -> None:
@@ -121,78 +116,7 @@ def test_a_task_that_exits_as_the_loop_ends_leaves_the_others_to_be_cancelled(
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_what_arrives_while_the_loop_is_busy_is_done_in_its_order_and_none_is_lost(loop: EventLoop) -> None:
-    busy, go, done = threading.Event(), threading.Event(), list[int]()
-
-    async def work(number: int) -> None:
-        done.append(number)
-
-    async def blocks() -> None:
-        busy.set()
-        go.wait(LIMIT)
-
-    blocking = loop.begin(blocks())
-    assert busy.wait(LIMIT)
-    early = [loop.begin(work(number)) for number in range(50)]
-    go.set()
-    blocking.result(LIMIT)
-    late = [loop.begin(work(number)) for number in range(50, 100)]  # some before it has looked, some behind that
-    for future in (*early, *late):
-        future.result(LIMIT)
-    assert done == list(range(100))
-
-    async def one_of_two() -> list[int]:
-        ours, called = asyncio.get_running_loop(), list[int]()
-        given_up, kept = (ours.call_soon_threadsafe(called.append, number) for number in (1, 2))
-        given_up.cancel()
-        await asyncio.sleep(0.01)
-        assert given_up.cancelled() and not kept.cancelled()
-        return called
-
-    assert loop.run(one_of_two()) == [2]
-
-
-def test_what_is_begun_together_has_the_variables_of_who_began_it_each_its_own(loop: EventLoop) -> None:
-    variable = contextvars.ContextVar("variable", default=-1)
-    go, blocked = threading.Event(), threading.Event()
-
-    async def blocks() -> None:
-        blocked.set()
-        go.wait(LIMIT)
-
-    async def seen() -> int:
-        await asyncio.sleep(0)
-        return variable.get()
-
-    def begin(number: int) -> Future[int]:
-        variable.set(number)
-        return loop.begin(seen())
-
-    blocking = loop.begin(blocks())
-    assert blocked.wait(LIMIT)
-    begun = [contextvars.copy_context().run(begin, number) for number in range(5)]
-    go.set()
-    blocking.result(LIMIT)
-    assert [future.result(LIMIT) for future in begun] == list(range(5))
-
-
-def test_a_thread_takes_one_call_after_another_and_ends_when_none_comes(
-    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_loop, "_idle", [])
-    monkeypatch.setattr(event_loop, "IDLE_SECONDS", 0.2)
-
-    async def threads() -> list[threading.Thread]:
-        return [await in_thread(threading.current_thread, name="mine") for _ in range(3)]
-
-    first, *others = loop.run(threads())
-    assert others == [first] * 2
-    first.join(LIMIT)
-    assert not first.is_alive() and event_loop._idle == []
-    assert loop.run(threads())[0] is not first
-
-
-def test_closing_cancels_what_runs_and_does_not_wait_for_threads_that_hang() -> None:
+def test_closing_cancels_tasks_and_leaves_hung_threads() -> None:
     loop, go, ended = EventLoop("tested"), threading.Event(), threading.Event()
 
     async def work() -> None:

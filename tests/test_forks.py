@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models import layout
+from corerl.models import layouts
 from corerl.models.files import look_at
 from corerl_testing.models import tiny_config, tiny_fields
 from tests.forks.asking import RAYS, SOCKET, WORKERS
@@ -245,11 +245,11 @@ def test_a_model_like_one_that_passed_is_not_passed_through_again_and_one_that_f
         if model.config.model_type == "llama":
             raise ModelError("it cannot be packed")
 
-    monkeypatch.setattr(layout, "require_packed_attention", look)
+    monkeypatch.setattr(layouts, "require_packed_attention", look)
     look_once()
     deeper = {**tiny_fields("qwen3"), "num_hidden_layers": 3}
     for fields in (tiny_fields("qwen3"), tiny_fields("qwen3"), deeper):
-        assert layout.choose_layout(look_at(AutoConfig.for_model(**fields)), "auto").name == "packed"
+        assert layouts.choose_layout(look_at(AutoConfig.for_model(**fields)), "auto").name == "packed"
     for _ in range(2):
-        assert layout.choose_layout(look_at(tiny_config("llama")), "auto").name == "whole"
+        assert layouts.choose_layout(look_at(tiny_config("llama")), "auto").name == "whole"
     assert seen == ["qwen3", "qwen3", "llama", "llama"]

@@ -98,7 +98,7 @@ SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.gspo:GSPO",
     config=Options,
     api=(2, 0),
-    summary="GRPO whose ratio and clip are those of whole samples (Zheng et al. 2025)",
+    summary="GRPO with the ratio and the clip of whole samples (Zheng et al. 2025)",
     by_prompt=True,
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )

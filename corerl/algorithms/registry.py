@@ -108,7 +108,7 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
     """The parameters after the first, which is the LossInputs. ConfigError unless all of them can be passed by name."""
     signature = signature_of(function)
     if signature is None:
-        raise ConfigError(f"loss {name!r} does not tell its parameters; wrap it in a function of Python")
+        raise ConfigError(f"loss {name!r} has no readable signature; wrap it in a function of Python")
     inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
     by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
     if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:

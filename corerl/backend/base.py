@@ -35,8 +35,7 @@ from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
-from corerl.models.files import look_at, model_files
-from corerl.models.sources import initial_source
+from corerl.models.files import initial_source, look_at, model_files
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS

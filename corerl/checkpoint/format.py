@@ -23,7 +23,6 @@ from attrs import asdict, field, frozen
 
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.messages import short_repr
-from corerl.plain_json import read_json_file
 from corerl.weights.chunks import Box
 
 FORMAT = "corerl-checkpoint-2"
@@ -170,7 +169,7 @@ def checksum_of_json(content: Mapping[str, Any]) -> int:
 def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
     """Read a JSON file of `checkpoint`. Raises CheckpointError if it is missing, damaged or of another format."""
     try:
-        content = read_json_file(path)
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise unusable(
             checkpoint, f"{path} is missing; the checkpoint is incomplete, so resume from another one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import os
 import socket
 import struct
 import time
@@ -15,6 +16,7 @@ from attrs import frozen
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from corerl.errors import CorerlError
 from corerl.messages import last_line
 
 LOOK_SECONDS = 0.5  # between two looks whether nodes answer
@@ -50,6 +52,18 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
+
+
+def require_ray() -> None:
+    """Raise CorerlError if the Ray of this machine has died: new processes would wait for it for ever."""
+    own = ray.get_runtime_context().get_node_id()
+    if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
+        raise CorerlError(f"Ray's raylet on this machine has died; see its logs ({logs()})")
+
+
+def logs() -> str:
+    """Where Ray's logs are, on each of its machines."""
+    return os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
 
 
 def elsewhere(nodes: Iterable[str]) -> set[str]:

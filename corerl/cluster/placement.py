@@ -14,9 +14,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from corerl.cluster import nodes, services
+from corerl.cluster import nodes
 from corerl.cluster.arrangement import Placement
-from corerl.cluster.deaths import cause
+from corerl.cluster.failures import words
+from corerl.cluster.process import started_with
 from corerl.errors import CorerlError
 from corerl.messages import first_line
 
@@ -33,7 +34,7 @@ class Gpu:
 
     @classmethod
     def named(cls, name: str, visible: Sequence[str]) -> Gpu:
-        return cls(int(name) if name.isdecimal() else visible.index(name), name)
+        return cls(int(name) if name.isdecimal() else visible.index(name) if name in visible else 0, name)
 
 
 @frozen
@@ -81,7 +82,7 @@ class Slot:
         return {} if self.gpus or not self.devices else {VISIBLE: ",".join(self.devices)}
 
 
-class Room(Mapping[str, Sequence[Slot]]):
+class ResourcePool(Mapping[str, Sequence[Slot]]):
     """The bundles that a run has reserved, as the slots of each group's processes. More are reserved as it grows.
 
     Bundles that are free are used in (node, device) order."""
@@ -113,7 +114,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
-            self.look_again()  # machines may be gone on which no process was, and others may have come
+            self.refresh()  # machines may be gone on which no process was, and others may have come
         kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
         if any(slot.lost for slots in kept.values() for slot in slots):
             raise CorerlError(
@@ -152,8 +153,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         used = {bundle.group for slots in self._slots.values() for slot in slots for bundle in slot.bundles}
         for group in {bundle.group for bundle in self._bundles} - used:
             self._bundles = [bundle for bundle in self._bundles if bundle.group != group]
-            if services.gcs_lives():
-                remove_placement_group(group)
+            remove_placement_group(group)
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         """Find out which machines are gone, and where the cluster has put the bundles that were there. Slots are where
         it has put them, or `lost`, as those are whose GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
-        self.look_again()
+        self.refresh()
 
     @property
     def bundles(self) -> Sequence[Bundle]:
@@ -190,7 +190,7 @@ class Room(Mapping[str, Sequence[Slot]]):
         """The bundles that processes of these groups are on, or were."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
-    def refit(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
+    def replace_lost(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
         """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups
         in `staying` that are still wanted keep theirs, if these are not lost. Raises like `arrange`."""
         wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
@@ -202,7 +202,7 @@ class Room(Mapping[str, Sequence[Slot]]):
             found[name] = [next(others) if slot.lost else slot for slot in slots]
         return found
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Look where bundles are by now, of machines that are known to be gone and of others."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
@@ -242,10 +242,9 @@ class Room(Mapping[str, Sequence[Slot]]):
         }
 
     def release(self) -> None:
-        """Give all bundles back, unless Ray has died."""
-        if services.gcs_lives():  # else this would wait until Ray ends this process
-            for group in self._groups:
-                remove_placement_group(group)
+        """Give all bundles back."""
+        for group in self._groups:
+            remove_placement_group(group)
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
         group = placement_group([dict(bundle)] * count, strategy="PACK")
@@ -257,8 +256,7 @@ class Room(Mapping[str, Sequence[Slot]]):
             if silent:
                 raise CorerlError(f"{next(iter(silent.values()))}; see Ray's logs on that machine")
         except BaseException:
-            if services.gcs_lives():
-                remove_placement_group(group)
+            remove_placement_group(group)
             raise
         new = [Bundle(group, index, at[index], numbers.get(index)) for index in physical_order(at, numbers)]
         self._bundles += new
@@ -319,10 +317,10 @@ def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
 
 
 @contextlib.contextmanager
-def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[Room]:
+def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[ResourcePool]:
     """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless Ray itself ends
-    then. `timeout`: seconds to wait until the cluster has them free. Raises like `Room.arrange`."""
-    room = Room(timeout=timeout)
+    then. `timeout`: seconds to wait until the cluster has them free. Raises like `ResourcePool.arrange`."""
+    room = ResourcePool(timeout=timeout)
     try:
         room.take(room.arrange(placement))
         yield room
@@ -349,7 +347,7 @@ def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[di
         try:
             found[index] = ray.get(probe, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
-            why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else cause(error)
+            why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else words(error)
             silent[index] = f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}"
             ray.cancel(probe, force=True)
     return found, silent
@@ -357,6 +355,5 @@ def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[di
 
 @ray.remote
 def _gpu_of_bundle() -> Gpu:
-    # What the machine's Ray was started with; of this process, Ray has set it. Read in Ray 2.59 and 2.60.
-    visible = ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"]
-    return Gpu.named(ray.get_runtime_context().get_accelerator_ids()["GPU"][0], visible or ())
+    visible = started_with().get(VISIBLE, "").split(",")  # the machine's Ray's; this process's own was set by Ray
+    return Gpu.named(ray.get_runtime_context().get_accelerator_ids()["GPU"][0], visible)

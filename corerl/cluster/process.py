@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from attrs import evolve, frozen
+from attrs import frozen
 
+from corerl.cluster.heartbeat import ASIDE, Heartbeat, Recorder
 from corerl.cluster.nodes import interface_of, this_node
-from corerl.cluster.spans import Recorder
-from corerl.cluster.watchdog import Status, frame_of, stand
 from corerl.config.variables import GLOO_INTERFACE, READ_AT_START
 from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
@@ -28,16 +27,16 @@ from corerl.messages import one_line
 from corerl.plugin.events import Span
 from corerl.spare import cores
 
-STATUS = "status"  # the concurrency group that answers while all other threads are busy
 THREADS = "OMP_NUM_THREADS"
 # What Ray adds to the niceness of its workers: 15 by default, so that beside other programs a run would hardly get on
 # while its driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h
 
 
 @frozen
-class Outcome:
+class CallResult:
     """The result of a call: a value, or an error that survives pickling."""
 
     value: Any = None
@@ -46,10 +45,9 @@ class Outcome:
     started: float = 0.0
     method: str = ""
     phase: str = ""  # of startup that the process was in after the call; "" once it has started
-    # If the process is traced:
-    lane: int = 0  # above 0 for calls that run beside others in the process
-    spans: tuple[Span, ...] = ()
-    waits: tuple[Span, ...] = ()  # in collectives
+    lane: int = 0  # above 0 for calls that run while others do in the process
+    spans: tuple[Span, ...] = ()  # of an object that records them
+    waits: tuple[Span, ...] = ()  # in collectives, if the process is traced
 
 
 def portable(error: BaseException, where: str, failure: type[CorerlError] = HookFailed) -> CorerlError:
@@ -71,10 +69,9 @@ def portable(error: BaseException, where: str, failure: type[CorerlError] = Hook
 class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
 
-    The object may have `phase`, the name of its startup phase, and `collectives()`, the collectives it has begun by
-    process group, and `counts()`, how many parts of a thread's call have ended, of how many, by thread; all are for the
-    watchdog. If the process is `traced`, the object's `trace`, if any, gets the
-    recorder before its first call. `neighbors` is the number of bundles on this machine. `niceness` is the driver's,
+    The object may have `phase`, the name of its startup phase; `hook`, the plugins' method that it is in; `counts()`,
+    how many parts of a thread's call have ended, of how many, by thread; and `trace(recorder)`, called before its first
+    call if the process is `traced`. `neighbors` is the number of bundles on this machine. `niceness` is the driver's,
     and `here` its working directory, where a user's own loss or backend may be.
     """
 
@@ -97,20 +94,21 @@ class Process:
         known = ray.util.get_node_ip_address() if ray.is_initialized() else ""
         if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
             os.environ[GLOO_INTERFACE] = interface
-        if niceness is not None:
+        if niceness is not None:  # started by `spawn`
             take_niceness(niceness)
+            end_with_raylet()
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
         self.name = name
         self.target = target
         self.failure = failure
-        self.recorder = Recorder() if traced else None
+        self.recorder = Recorder(traced=traced)
+        self.traced = traced
         self.held: Any = None
-        self._beginning = "process"  # import, then start, until the object exists
-        self._working: dict[int, str] = {}  # thread -> Ray's id of its call, or its method; oldest call first
+        self._starting = "process"  # import, then start, until the object exists
 
-    def listen(self) -> Outcome:
+    def listen(self, number: int) -> CallResult:
         """Open a listening socket for code in this process to take over; returns (host, port, file descriptor). Nobody
         can take the port between its choice and its use. Only this machine reaches it if the cluster has no other, else
         the interface by which Ray knows this node."""
@@ -123,77 +121,76 @@ class Process:
             listening.listen()
             return host, listening.getsockname()[1], listening.detach()
 
-        return self._outcome("listen", find)
+        return self._run(number, "listen", find)
 
-    def construct(self, *args: Any) -> Outcome:
+    def construct(self, number: int, *args: Any) -> CallResult:
         def make() -> None:
             module, _, attribute = self.target.partition(":")
-            self._beginning = "import"
+            self._starting = "import"
             with uncollected():
                 made = getattr(importlib.import_module(module), attribute)
-            self._beginning = "start"
+            self._starting = "start"
             try:
                 self.held = made(*args)
             except PluginError as error:
                 # The driver could load it, but it is missing or different on this node: name the node.
                 raise type(error)(f"{self.name} on {this_node()}: {error.message}") from error
-            if self.recorder is not None and hasattr(self.held, "trace"):
+            if self.traced and hasattr(self.held, "trace"):
                 self.held.trace(self.recorder)
 
-        return self._outcome("start", make)
+        return self._run(number, "start", make)
 
-    def call(self, method: str, *args: Any) -> Outcome:
-        return self._outcome(method, lambda: getattr(self.held, method)(*args))
+    def call(self, number: int, method: str, *args: Any) -> CallResult:
+        return self._run(number, method, lambda: getattr(self.held, method)(*args))
 
-    def status(self) -> Status:
-        """Where the current call is; answered in a thread of its own."""
-        frame = frame_of(next(iter(list(self._working)), 0))
-        place, waits, stack = stand(frame) if frame is not None else ("", False, 0)
-        collectives = self.held.collectives() if hasattr(self.held, "collectives") else {}
+    def heartbeat(self) -> Heartbeat:
+        """Answered in a thread of its own."""
         counts = self.held.counts() if hasattr(self.held, "counts") else {}
-        return Status(
-            phase=self._phase,
-            hook=getattr(self.held, "hook", ""),
-            place=place,
-            waits=waits,
-            collectives=collectives,
-            stack=stack,
-            counts={call: counts[thread] for thread, call in list(self._working.items()) if thread in counts},
-        )
+        return self.recorder.heartbeat(self._phase, getattr(self.held, "hook", ""), counts)
 
     @property
     def _phase(self) -> str:
-        return self._beginning if self.held is None else getattr(self.held, "phase", "")
+        return self._starting if self.held is None else getattr(self.held, "phase", "")
 
-    def _outcome(self, method: str, work: Any) -> Outcome:
-        # Asked outside Ray, as in tests, it would start one.
-        call = ray.get_runtime_context().get_task_id() if ray.is_initialized() else None
-        self._working[threading.get_ident()] = call or method
-        if self.recorder is not None:
-            self.recorder.begin()
-        started, value, failed = time.time(), None, None
+    def _run(self, number: int, method: str, work: Callable[[], Any]) -> CallResult:
+        """`number` is that of the call in the driver's group."""
+        self.recorder.start(number)
+        value, failed = None, None
         try:
             value = work()
         except (Exception, SystemExit) as error:  # the latter would end the process without a word of why
             failed = portable(error, f"{self.name}: {method}", self.failure)
         finally:
-            del self._working[threading.get_ident()]
-            ended = time.time()
-            record = self.recorder.end(ended) if self.recorder is not None else None
-        outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method, phase=self._phase)
-        if record is None:
-            return outcome
-        return evolve(outcome, lane=record.lane, spans=tuple(record.spans), waits=tuple(record.waits))
+            record, ended = self.recorder.end()
+        return CallResult(
+            value=value,
+            error=failed,
+            ended=ended,
+            started=record.started,
+            method=method,
+            phase=self._phase,
+            lane=record.lane,
+            spans=tuple(record.spans),
+            waits=tuple(record.waits),
+        )
 
 
-def started_with() -> set[str]:
-    """Names of the environment variables this process started with (from its `environment`, the machine's Ray, or
-    Ray's parent), without those set since."""
+def started_with() -> Mapping[str, str]:
+    """The environment variables this process started with (from its `environment`, the machine's Ray, or Ray's parent),
+    without those set since."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return set(os.environ)  # not Linux: cannot tell
-    return {entry.partition(b"=")[0].decode() for entry in entries}
+        return dict(os.environ)  # not Linux: cannot tell
+    variables = (entry.decode(errors="replace").partition("=") for entry in entries)
+    return {name: value for name, _, value in variables}
+
+
+def end_with_raylet() -> None:
+    """Let the kernel end this process with its parent, Ray's raylet. By itself it would notice only between two
+    imports, or after a minute if GCS has died too, and hold its device so long."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def put_last(directory: str) -> None:
@@ -205,9 +202,7 @@ def put_last(directory: str) -> None:
 
 def take_niceness(niceness: int) -> None:
     """Give the process this niceness; one without privileges cannot become less nice than its Ray is."""
-    for thread in Path("/proc/self/task").glob(
-        "*"
-    ):  # Linux has one for each, which new threads take from their creator
+    for thread in Path("/proc/self/task").glob("*"):  # Linux has one for each; new threads take their creator's
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
@@ -236,7 +231,7 @@ def spawn(
     early[NICENESS] = "0"
     late = {variable: value for variable, value in environment.items() if variable not in early}
     # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
-    groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
+    groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
         name, target, failure, traced, neighbors, late, os.nice(0), os.getcwd()

@@ -18,7 +18,6 @@ from corerl.config.variables import READ_AT_START
 from corerl.config.words import class_fields, parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
-from corerl.regular import require_regular
 
 __all__ = ["as_config", "config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
@@ -27,7 +26,6 @@ SECRET = ("cluster", "environment")  # the table whose values no message shows
 NAMES = ("cluster", "secrets")  # which may be taken for the place of the values themselves
 CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an override
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
-WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 UNKNOWN = "unknown key; known: "  # how a problem begins for which there is no better advice
 # Tables of what all plugins of a kind have in common, with those of what only one knows.
 PLUGINS = {
@@ -54,8 +52,6 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, more: More =
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
-        if not WRITTEN_BY_A_SHELL.fullmatch(str(path)):
-            require_regular(path)
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         lines.append(f"{path}: no such file; pass the path of a TOML file{did_you_mean_path(path)}")

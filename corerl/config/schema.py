@@ -108,21 +108,20 @@ class ClusterConfig:
         validator=[above(0), finite],
     )
     watchdog: float = option(
-        "seconds after which a call that stands still reports which ranks or engines it waits for, and where they are, "
-        "and scoring where the driver is; 0 never reports",
+        "seconds after which a call that does not move reports which ranks or engines it waits for and where they "
+        "are, and scoring where the driver is; 0 never reports",
         default=60.0,
         validator=[at_least(0), finite],
     )
     health_timeout: float = option(
-        "seconds after which a rank or an engine that has started and no longer answers when it is asked, beside its "
-        "work, whether it is there, is taken for frozen and ended: an engine is replaced, all ranks start anew or "
-        "end the run with an error that names the one (train.restarts); 0 waits for ever",
+        "seconds without a heartbeat before a rank or engine counts as hung and is killed; an engine is replaced, "
+        "ranks are restarted (train.restarts) or end the run; 0 waits for ever",
         default=120.0,
         validator=[at_least(0), finite],
     )
     start_timeout: float = option(
-        "seconds after which a rank or an engine that is busy starting (its process, imports, building, loading) is "
-        "ended, as above; of ranks that wait for each other the one that they wait for; 0 waits for ever",
+        "seconds of work (imports, building, loading) before a rank or engine that has not started is killed, as "
+        "above; of ranks that wait for each other the one that they wait for; 0 waits for ever",
         default=3600.0,
         validator=[at_least(0), finite],
     )
@@ -535,8 +534,8 @@ class DataConfig:
     """The prompts of a run."""
 
     source: str = option(
-        "a generated task (sort-digits), a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', a directory of "
-        "such files, or a directory saved by the `datasets` library",
+        "a generated task (sort-digits), a .jsonl file, a .parquet, .csv, .arrow or .json file, a pattern such as "
+        "'data/*.jsonl', a directory of such files, or a directory saved by the `datasets` library",
         default="sort-digits",
     )
     split: str = option("the split of a directory that is read; empty: train", default="")
@@ -555,8 +554,7 @@ class DataConfig:
     )
     refused: Literal["fail", "skip"] = option(
         "rows that cannot be shown to the model, such as those with pictures, without a prompt, or with a chat that "
-        "the chat template refuses; fail: an error names the first one before the first step; skip: they are left out "
-        "and counted",
+        "the chat template refuses; fail: an error names the first one; skip: they are left out and counted",
         default="fail",
     )
     ignore: tuple[str, ...] = option(

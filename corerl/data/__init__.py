@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.data.chat import parse_json as parse_json
     from corerl.data.chat import read_message as read_message
     from corerl.data.load import load_prompts as load_prompts
     from corerl.data.plan import plan_forward as plan_forward
     from corerl.data.plan import plan_steps as plan_steps
     from corerl.data.prompts import Prompt as Prompt
-    from corerl.plain_json import parse_json as parse_json
 else:
     from corerl.imports import on_demand
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,26 @@ from attrs import evolve
 from corerl.data import media
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.messages import short_repr
-from corerl.plain_json import parse_json
 
+# Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 SHOWN = 60  # characters of a value that a message shows
 Messages = tuple[Mapping[str, Any], ...]
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` for what data, clients and policies write: whatever is wrong is a ValueError, also brackets without
+    end, and half a surrogate pair, which no tokenizer takes."""
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested more deeply than can be read") from None
+    except UnicodeEncodeError:
+        raise ValueError("a text in it has half a surrogate pair, which is no character") from None
+    return value
 
 
 def read_messages(value: Sequence[Any]) -> Messages:

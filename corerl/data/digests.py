@@ -19,19 +19,24 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str
 
 
 def digest(row: Mapping[str, Any], *keys: str) -> int:
-    """Of a row without nulls (an object of a parquet file has one where a JSON object lacks a field) and without lists
-    of numbers, and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it is another
-    row."""
-    held = {key: value for key, value in row.items() if key in keys or not _is_vector(value)}
+    """Of a row without nulls (an object of a parquet file has one where a JSON object lacks a field), without lists of
+    numbers and without bytes; and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it
+    is another row."""
+    held = {key: value for key, value in row.items() if key in keys or _counts(value)}
     return xxh3_64_intdigest(_canonical([keys, held]).encode())
 
 
-def _is_vector(value: Any) -> bool:
-    """Whether it is a list of numbers, at any depth of lists, or of nothing."""
+def _counts(value: Any) -> bool:
+    """Whether it is neither a list of numbers, at any depth of lists, or of nothing, nor bytes or what has some, as a
+    picture."""
     first = value
     while isinstance(first, list) and first:
         first = first[0]
-    return isinstance(value, list) and (first == [] or isinstance(first, int | float))
+    if isinstance(first, dict):
+        return not any(isinstance(each, bytes) for each in first.values())
+    return not isinstance(first, bytes) and not (
+        isinstance(value, list) and (first == [] or isinstance(first, int | float))
+    )
 
 
 def digest_of_text(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Several prompt sources as one, drawn by weight."""
+"""Prompt sources made of others: several as one, mixed by weight; one whose prompts are only evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 from attrs import evolve
 
 from corerl.data.prompts import Prompt, PromptSource
-from corerl.types import offsets_of
+from corerl.errors import DataError
+from corerl.types import IntArray, offsets_of
 
 
 class MixedPrompts(PromptSource):
@@ -60,3 +61,27 @@ class MixedPrompts(PromptSource):
         """The source that a prompt comes from, and its index there."""
         at = int(np.searchsorted(self._starts, index, side="right")) - 1
         return at, index - int(self._starts[at])
+
+
+class HeldOut(PromptSource):
+    """These prompts of a source. It leaves out what the source does, and may leave out more."""
+
+    def __init__(self, source: PromptSource, indices: IntArray) -> None:
+        self._source, self.chat = source, source.chat
+        self.shares, self.asked, self.notices = source.shares, source.asked, source.notices
+        self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
+        self.train, self.held_out = np.zeros(0, np.int64), indices
+
+    def prompt(self, index: int) -> Prompt:
+        return self._source.prompt(index)
+
+    def where(self, index: int) -> str:
+        return self._source.where(index)
+
+    def held_out_prompts(self) -> list[Prompt]:
+        return [each for each in super().held_out_prompts() if each.index not in self._source.left_out]
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        self.left_out |= indices
+        if self.left_out.issuperset(self.held_out.tolist()):
+            raise DataError(f"all {len(self)} prompts are skipped")

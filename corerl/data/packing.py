@@ -42,7 +42,7 @@ def pack(
 
 @frozen(kw_only=True, eq=False)
 class LazyMicroBatches:
-    """Builds each micro-batch when a loop reaches it; every loop starts anew."""
+    """Builds each micro-batch when a loop reaches it; it can be looped over again."""
 
     batch: SampleBatch
     share: StepShare

@@ -21,7 +21,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 @frozen(kw_only=True, eq=False)
 class StepShare:
-    """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get beside the samples."""
+    """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get with the samples."""
 
     rows: IntArray  # [n] of the samples that the ranks are given
     samples: IntArray  # [n] the same as indices in the rollout batch
@@ -124,7 +124,7 @@ def plan_part(
     unit: float = 1.0,
 ) -> tuple[StepPlan, float]:
     """One part of a step whose other parts are elsewhere, and what it adds to the step's denominator. All samples of an
-    episode are in one part. Weights are those of `plan_steps` times the denominator, over `unit`: with the gradients of
+    episode are in one part. Weights equal `plan_steps`' times the denominator, over `unit`: with the gradients of
     all parts, `TrainGroup.optimizer_step(step, scale=unit / denominator)` takes its step. A `unit` near the denominator
     keeps gradients of their usual size, which matters to formats of a small range.
     """

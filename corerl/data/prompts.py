@@ -1,11 +1,11 @@
-"""Prompts to sample from: split once into training and held-out prompts, and drawn in an order fixed by the seed."""
+"""Prompts to sample from: split once into training and held-out prompts, and taken in an order fixed by the seed."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,6 @@ from xxhash import xxh3_64_hexdigest
 
 from corerl.data.digests import packed
 from corerl.errors import CheckpointError, DataError
-from corerl.messages import short_repr
 from corerl.types import IntArray, UIntArray
 
 
@@ -81,14 +80,12 @@ class PromptSource(ABC):
     first_unanswered: int = 0  # index of the first of them, if there is one
     notices: tuple[str, ...] = ()  # lines for the user: what is not read, or not shown to the model
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
-    # Of the longest prompt, if all are ASCII texts and that is known without reading each one.
-    characters: int | None = None
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
 
     def where(self, index: int) -> str:
-        """Where the prompt stands, for messages, such as its file and line."""
+        """The prompt's place for messages: its file and line, say."""
         return f"prompt {index}"
 
     def __len__(self) -> int:
@@ -136,9 +133,13 @@ class PromptSource(ABC):
         indices = self.left_out | indices
         for share in self.shares:
             if indices.issuperset(share.train.tolist()):
-                of = f" of source {share.name!r}" if share.name else ""
-                raise DataError(f"all {len(share.train)} training prompts{of} are skipped")
+                raise _all_skipped(share)
         self.left_out = indices
+
+
+def _all_skipped(share: Share) -> DataError:
+    of = f" of source {share.name!r}" if share.name else ""
+    return DataError(f"all {len(share.train)} training prompts{of} are skipped")
 
 
 def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> Share:
@@ -158,8 +159,6 @@ def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> S
 class SortDigits(PromptSource):
     """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Random weights can learn it."""
 
-    characters = len("35018>")
-
     def __init__(self, *, held_out: int, seed: int) -> None:
         order = np.random.default_rng([seed, 0]).permutation(10**5)
         self.asked = np.arange(10**5, dtype=np.uint64)
@@ -171,13 +170,11 @@ class SortDigits(PromptSource):
 
 
 class _Epochs:
-    """An endless stream of one share's indices: every epoch goes through all of them in a new order, and skips those
-    that are left out."""
+    """An endless stream of one share's prompts: every epoch goes through all of them in a new order."""
 
-    def __init__(self, share: Share, seed: int, left_out: frozenset[int]) -> None:
+    def __init__(self, share: Share, seed: int) -> None:
         self._share = share
         self._seed = seed
-        self._left_out = left_out
         self.start(epoch=0, offset=0, taken=0)
 
     def start(self, *, epoch: int, offset: int, taken: int) -> None:
@@ -185,18 +182,20 @@ class _Epochs:
         self._order = self._share.epoch(epoch, self._seed)
 
     @property
-    def stand(self) -> dict[str, int]:
+    def position(self) -> dict[str, int]:
         return {"epoch": self.epoch, "offset": self.offset, "prompts": len(self._order), "taken": self.taken}
 
-    def take(self) -> int:
-        while True:
+    def take(self, prompt: Callable[[int], Prompt | None]) -> Prompt:
+        """The next prompt, without those that are None. Raises DataError if all of an epoch are."""
+        for _ in range(2 * len(self._order)):  # what is left of this epoch, and the next one
             if self.offset == len(self._order):
                 self.start(epoch=self.epoch + 1, offset=0, taken=self.taken)
-            index = int(self._order[self.offset])
+            found = prompt(int(self._order[self.offset]))
             self.offset += 1
-            if index not in self._left_out:
+            if found is not None:
                 self.taken += 1
-                return index
+                return found
+        raise _all_skipped(self._share)
 
 
 class PromptStream:
@@ -206,25 +205,56 @@ class PromptStream:
     So every batch has the requested mix: no source is ever a full prompt ahead of its share.
     """
 
-    def __init__(self, source: PromptSource, seed: int) -> None:
+    def __init__(
+        self,
+        source: PromptSource,
+        seed: int,
+        *,
+        check: Callable[[Prompt], str] | None = None,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        """`check` says why a prompt is skipped, "" if it is not, or raises DataError. `notify` gets a line about the
+        first that is skipped, the 10th, the 100th ..."""
         self._source = source
         self._seed = seed
+        self._check, self._notify = check, notify
         self._shares = source.shares
-        self._epochs = [_Epochs(share, seed, source.left_out) for share in self._shares]
+        self._epochs = [_Epochs(share, seed) for share in self._shares]
         weights = [Fraction(share.weight) for share in self._shares]  # exact, so that every machine sees the same ties
         self._parts = [weight / sum(weights) for weight in weights]
         self._returned: deque[int] = deque()  # indices
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, returned prompts first; if an epoch ends, continue with the next."""
-        return [self._source.prompt(self._take()) for _ in range(n)]
+        """The next n prompts, returned prompts first; if an epoch ends, continue with the next. Raises DataError for a
+        prompt that the check refuses."""
+        return [self._take() for _ in range(n)]
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken, to be drawn again."""
+        """Return a prompt that was taken, to be taken again."""
         self._returned.append(prompt.index)
 
-    def _take(self) -> int:
-        return self._returned.popleft() if self._returned else self._epochs[self._next()].take()
+    def _take(self) -> Prompt:
+        while self._returned:
+            if (found := self._usable(self._returned.popleft())) is not None:
+                return found
+        return self._epochs[self._next()].take(self._usable)
+
+    def _usable(self, index: int) -> Prompt | None:
+        """The prompt, unless it is skipped."""
+        if index in self._source.left_out:
+            return None
+        prompt = self._source.prompt(index)
+        try:
+            why = self._check(prompt) if self._check is not None else ""
+        except DataError as error:
+            raise DataError(f"{self._source.where(index)}: {error.message}") from error
+        if not why:
+            return prompt
+        self._source.left_out |= {index}
+        count = len(self._source.left_out)
+        if self._notify is not None and str(count).strip("0") == "1":
+            self._notify(f"data: {count} prompts are skipped so far; the last: {self._source.where(index)}: {why}")
+        return None
 
     def _next(self) -> int:
         """The share that the next prompt comes from; the first one on a tie."""
@@ -238,7 +268,7 @@ class PromptStream:
     def position(self) -> dict[str, Any]:
         """The stream's position, as plain data for a checkpoint."""
         position = {"data": self._source.record["identity"], "seed": self._seed}
-        return {**position, "sources": [epochs.stand for epochs in self._epochs], **self._given_back(self._returned)}
+        return {**position, "sources": [epochs.position for epochs in self._epochs], **self._given_back(self._returned)}
 
     def position_without(self, prompts: Iterable[Prompt]) -> dict[str, Any]:
         """What `position` would be if these prompts were given back first."""
@@ -253,10 +283,10 @@ class PromptStream:
     def restore(self, position: Mapping[str, Any]) -> bool:
         """Continue from `position`; False if these prompts replace those of the position, and begin with the first.
         Raises CheckpointError for the position of another seed or in other data."""
-        stands, data = position["sources"], position["data"]
+        positions, data = position["sources"], position["data"]
         self._returned = deque()
         if data == self._source.replaces:
-            epoch = 1 + max(stand["epoch"] for stand in stands)  # an order of its own
+            epoch = 1 + max(each["epoch"] for each in positions)  # an order of its own
             for epochs in self._epochs:
                 epochs.start(epoch=epoch, offset=0, taken=0)
             return False
@@ -267,21 +297,11 @@ class PromptStream:
                 f"the checkpoint's data position has {name}={position[name]}, but this run has "
                 f"{name}={self.position[name]}; resume with the same [data] and run.seed"
             )
-        for epochs, stand in zip(self._epochs, stands, strict=True):
-            epochs.start(epoch=stand["epoch"], offset=stand["offset"], taken=stand["taken"])
-            if stand["prompts"] > (there := epochs.stand["prompts"]):
-                raise CheckpointError(
-                    f"the checkpoint's data position has {stand['prompts']} prompts in its epoch, but this run has "
-                    f"{there}; resume from another checkpoint"
-                )
+        for epochs, saved in zip(self._epochs, positions, strict=True):
+            epochs.start(epoch=saved["epoch"], offset=saved["offset"], taken=saved["taken"])
         for digest in position.get("returned", []):
             found = [share.train[share.digests_of(share.train) == digest] for share in self._shares]
             indices = np.concatenate(found).tolist()
-            if not indices:
-                raise CheckpointError(
-                    f"the checkpoint's data position has returned prompt {short_repr(digest)}, which is not one of "
-                    "this run's training prompts; resume from another checkpoint"
-                )
-            if indices[0] not in self._source.left_out:  # which may have grown since
+            if indices and indices[0] not in self._source.left_out:  # which may have grown since
                 self._returned.append(indices[0])
         return True

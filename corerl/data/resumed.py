@@ -49,10 +49,10 @@ def resume_data(source: PromptSource, state: Mapping[str, Any], *, seed: int) ->
     shares = source.shares
     same = [each.weight for each in before] == [share.weight for share in shares]  # whatever they are called now
     # One step off, the batch in flight may be of a later epoch.
-    stands = (state["source"].get("sampled") or position)["sources"]
+    positions = (state["source"].get("sampled") or position)["sources"]
     went_on = []
     if same and position["seed"] == seed:
-        went_on = [_with_added(*each) for each in zip(shares, before, (s["epoch"] for s in stands), strict=True)]
+        went_on = [_with_added(*each) for each in zip(shares, before, (s["epoch"] for s in positions), strict=True)]
     if went_on and all(share is not None for share in went_on):
         source.divide([share for share in went_on if share is not None])
         source.continues = record["identity"]

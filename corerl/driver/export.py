@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,20 +22,18 @@ from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
-from corerl.models.files import kept_config, kept_digest, kept_files, look_at
+from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, look_at
 from corerl.models.lora import targets_in
 from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
-from corerl.models.sources import initial_source
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plain_json import read_json_file
 from corerl.plan.state import read_run
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
 SHARD_BYTES = 4 * 2**30
-# Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
+# Copied from the tokenizer's directory: older versions of tokenizers read them.
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "special_tokens_map.json")
 # Copied from the model's directory: without them nothing could show pictures to an export.
 PROCESSOR_FILES = (
@@ -59,7 +58,7 @@ def export(
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, the adapters merged into the weights that it was trained from. None is False for
-    such a role. `notify` is told if no directory has the weights that they belong to, or if
+    such a role. `notify` is base_digest if no directory has the weights that they belong to, or if
     what is copied from the model's directory is not what was there as the run began.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
@@ -102,11 +101,11 @@ def export(
     precise = model_files.names_of_buffers(look_at(hf))
     tensors = _read(source, shapes, kept, precise)
     if lora is not None:
-        told = read_extra(checkpoint / role, 0).get("frozen_weights")
+        base_digest = read_extra(checkpoint / role, 0).get("frozen_weights")
         wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
         base = initial_source(model, hf, wholes, seed=config.run.seed)
         merged = _merged(
-            source, FirstOf(source, base), wholes, lora.scale, held=DTYPES[precision], base_digest=str(told)
+            source, FirstOf(source, base), wholes, lora.scale, held=DTYPES[precision], base_digest=str(base_digest)
         )
         tensors = ((name, tensor if name in precise else tensor.to(kept)) for name, tensor in merged)
     if (then := state.get("kept", {}).get(role)) and then != kept_digest(model.path, hf):
@@ -156,7 +155,7 @@ def _merged(
     base_digest: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights in float32, those with adapters merged. Raises ModelError at the end if those that were not trained
-    are not what the adapters were trained beside, which was in `held`."""
+    are not the base weights of the adapters' training, in the dtype `held`."""
     sums: dict[str, int] = {}
     for name, weight in _read(all_weights, shapes, torch.float32):
         if saved.shape(name) is None:
@@ -229,7 +228,7 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     known: dict[str, Any] = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
     file = Path(model.path) / GENERATION
     if model.path and file.is_file():
-        known |= read_json_file(file)
+        known |= json.loads(file.read_bytes())
     size = config.get_text_config().vocab_size
     for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
         if isinstance(token := known.get(name), int) and not 0 <= token < size:

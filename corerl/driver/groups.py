@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import define, evolve
 
-from corerl.cluster.placement import Bundle, Room, Slot
+from corerl.cluster.placement import Bundle, ResourcePool, Slot
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
@@ -34,7 +34,7 @@ class Groups:
     """The ranks of a run's roles and its engines: their plan, and their places."""
 
     plan: Plan  # of the groups as they are
-    room: Room
+    room: ResourcePool
     roles: Mapping[str, Role]
     updates: WeightUpdates | None
     saves: Sequence[Checkpoints]
@@ -153,7 +153,7 @@ class Groups:
         before, after = self.plan.processes, plan.processes
         require_same_surroundings(before, after)
         engines = [ENGINES] if self.updates is not None else []
-        found = self.room.refit(after.placement, [*staying, *engines])
+        found = self.room.replace_lost(after.placement, [*staying, *engines])
         seen = _seen(after, found)
         self.room.take(found)
         self.plan = plan
@@ -174,7 +174,7 @@ class Groups:
         """Let engines that are about to be replaced start where their places are by now."""
         if self.updates is not None and (engine := self.plan.processes.engine) is not None:
             slots = self.room[ENGINES]
-            self.updates.fleet.reseat(with_devices(engine, slots), slots)
+            self.updates.fleet.reassign(with_devices(engine, slots), slots)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

@@ -13,19 +13,18 @@ from attrs import evolve
 
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
-from corerl.cluster import services
-from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.group import RayGroup
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.nodes import elsewhere
-from corerl.cluster.placement import Room, Slot, reserved
-from corerl.cluster.process import Outcome
-from corerl.cluster.pulse import Bounds
+from corerl.cluster.placement import ResourcePool, Slot, reserved
+from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
 from corerl.driver.control import Control
 from corerl.driver.groups import Groups, with_devices
 from corerl.driver.logprob_check import LogprobCheck
-from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
+from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.restarts import Restarts
 from corerl.driver.roles import Role, roles_of
@@ -37,7 +36,7 @@ from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed
+from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
@@ -53,7 +52,6 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
-from corerl.rollout import templates
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
 from corerl.weights.transport import Address
@@ -117,7 +115,6 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
         for text in _notices(plan):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
-            stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
             try:
@@ -156,60 +153,35 @@ def _rescuing(run: Run) -> Iterator[None]:
         yield
     except SaveFailed:
         raise  # the save itself is what failed
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and not services.died():
-            raise  # a second signal: that stops at once and saves nothing
-        services.arm(False)
+    except Exception:  # not a KeyboardInterrupt, a second signal: that stops at once and saves nothing
         try:
-            run.checkpoints.rescue(ask=services.ranks_live())
+            run.checkpoints.rescue()
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
 
 
 def _close(run: Run) -> None:
-    """End what has done its work; if Ray dies meanwhile, the run has finished all the same."""
-    try:
-        services.arm(True)
-        if services.died():
-            raise KeyboardInterrupt
-        run.sampling.source.close()
-        for role in run.roles.values():
-            role.group.shutdown("finished")
-        if run.updates is not None:
-            run.updates.fleet.close()
-    except (CorerlError, KeyboardInterrupt):
-        services.arm(False)
-        if not (died := services.died()):
-            raise
-        run.progress.notice(f"Ray's {died.name} died when the run had finished; its log is {died.log}")
-    finally:
-        services.arm(False)
+    """End what has done its work."""
+    run.sampling.source.close()
+    for role in run.roles.values():
+        role.group.shutdown("finished")
+    if run.updates is not None:
+        run.updates.fleet.close()
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     start, rollout, trains = plan.start, plan.rollout, plan.run.trains
-    check = rollout.check if rollout.check is not None and rollout.check.notices is None else None
-    if check is not None:
-        check.begin()
-        stack.callback(check.stop)
     loop = EventLoop("rollout")
     stack.callback(loop.close)
     rewards = start_rewards(plan, loop, progress, stack)  # first: their processes start while Ray does
-    beside = check.future if check is not None else None
-    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack, beside=beside)
+    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack)
     roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
     for text in snapshots.begin(progress.step, resumed=bool(start.state)):
         progress.notice(text)
-    if check is not None:
-        progress.begin("checking the prompts")
-        while not check.ready(BEAT_SECONDS):
-            progress.count(CHECKED, check.done, check.of)
-        for text in check.finish():
-            progress.notice(text)
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
@@ -304,10 +276,10 @@ def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None,
 
 
 def _start_processes(
-    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack, *, beside: Future[Any] | None
-) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], Room]:
-    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready, or raises the
-    error of a future `beside`. `stack` ends them."""
+    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
+) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], ResourcePool]:
+    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready. `stack`
+    ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
     cpus = max(processes.placement.cpus, CPUS)
@@ -316,8 +288,9 @@ def _start_processes(
     progress.begin(f"starting {_counted(room)}")
     watching = Watching(
         notify=progress.notice,
-        seconds=plan.cluster.watchdog,
-        bounds=Bounds(silence=plan.cluster.health_timeout, start=plan.cluster.start_timeout),
+        watchdog=plan.cluster.watchdog,
+        health_timeout=plan.cluster.health_timeout,
+        start_timeout=plan.cluster.start_timeout,
         on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
@@ -329,7 +302,9 @@ def _start_processes(
         fleet = make_fleet(engine, room[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
-    started = start_all(groups, fleet, progress, in_turns=bool(processes.sharing), beside=beside)
+    restarts = processes.roles[ACTOR].train.restarts
+    in_turns = bool(processes.sharing)
+    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return groups, fleet, started, room
 
 
@@ -353,20 +328,20 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
     )
 
 
-def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
+def tell_of(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
     """Report a call that `process` has answered."""
     progress.tell(
         CallFinished(
             process=process,
-            verb=outcome.method,
+            verb=result.method,
             call=pending.method,
             asked=pending.asked,
-            started=outcome.started,
-            ended=outcome.ended,
-            lane=outcome.lane,
-            error=outcome.error.message if outcome.error else "",
-            spans=outcome.spans,
-            waits=outcome.waits,
+            started=result.started,
+            ended=result.ended,
+            lane=result.lane,
+            error=result.error.message if result.error else "",
+            spans=result.spans,
+            waits=result.waits,
         )
     )
 
@@ -386,17 +361,18 @@ def start_all(
     progress: Progress,
     *,
     in_turns: bool,
-    beside: Future[Any] | None = None,
+    restarts: int = 0,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. The error of a future `beside` ends the start too."""
+    start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
+    times."""
     starting: dict[str, Future[Any]] = {}
     what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
         ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
-        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks}, beside=beside)
+        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks})
         _replace(fleet, begun[ENGINES], progress)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
@@ -406,7 +382,16 @@ def start_all(
     else:
         progress.begin("loading the model into the ranks")
     starting |= {name: group.init() for name, group in groups.items()}
-    results = wait_all(starting, beside=beside)
+    while True:
+        try:
+            results = wait_all(starting)
+            break
+        except WorkerDied as error:
+            if not restarts:
+                raise
+            restarts -= 1
+            progress.notice(f"{error.message}; restarting all ranks")
+            starting |= {name: group.restart() for name, group in groups.items()}
     if fleet is not None and not in_turns:
         _replace(fleet, results[ENGINES], progress)
     return {name: results[name] for name in groups}
@@ -424,8 +409,6 @@ def _notices(plan: Plan) -> Iterator[str]:
     """What a user may want to know before the first step."""
     yield from plan.start.lost
     yield from plan.notices
-    if plan.rollout.check is not None:
-        yield from plan.rollout.check.notices or ()  # of one that goes on, when it has ended
 
 
 def make_fleet(

@@ -15,11 +15,10 @@ from attrs import define, evolve, frozen
 
 from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
-from corerl.data.prompts import PromptSource, PromptStream
+from corerl.data.prompts import PromptStream
 from corerl.driver.progress import Progress
-from corerl.engines.base import SamplingParams
 from corerl.errors import LogprobMismatch
-from corerl.plan.plan import Plan
+from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sampler import Sampler, assemble
 from corerl.types import FloatArray, IntArray, SampleBatch
@@ -97,9 +96,7 @@ class LogprobCheck:
     """Decides when samples are to be compared, chooses them, and judges the difference."""
 
     sampler: Sampler
-    prompts: PromptSource
-    params: SamplingParams
-    seed: int
+    rollout: RolloutPlan
     bound: float
     stops: bool  # else it warns
     every: int  # updates with new weights between two checks; 0: none after the first such update
@@ -118,9 +115,7 @@ class LogprobCheck:
             return None
         return cls(
             sampler=sampler,
-            prompts=plan.rollout.prompts,
-            params=plan.rollout.params,
-            seed=plan.run.seed,
+            rollout=plan.rollout,
             bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
             stops=algorithm.on_mismatch == "stop",
             every=plan.weights.verify_every,
@@ -131,8 +126,9 @@ class LogprobCheck:
     async def sample(self) -> SampleBatch:
         """A few tokens after the longest of the first prompts, straight from the engines, without the run's episodes.
         The run's own stream of prompts stays where it is."""
-        prompts = PromptStream(self.prompts, self.seed).take(PROMPTS)
-        params = evolve(self.params, max_tokens=min(self.params.max_tokens, TOKENS))
+        stream = PromptStream(self.rollout.prompts, self.rollout.seed, check=self.rollout.check)
+        prompts, params = stream.take(PROMPTS), self.rollout.params
+        params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
         request = self.sampler.request(prompts, rollout_step=0, samples=1, params=params)
         lengths = np.diff(request.offsets)
         longest = np.argsort(-lengths, kind="stable")

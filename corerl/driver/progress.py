@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 from attrs import define, field
 
-from corerl.cluster.watchdog import frame_of, stand
+from corerl.cluster.heartbeat import frame_of, where
 from corerl.observability.timing import Phases, Spans
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 
 BEAT_SECONDS = 1.0  # between two reports of how far a phase is
-DRAWN, SCORED, CHECKED = "drawn", "scored", "checked"
+DRAWN, SCORED = "drawn", "scored"
 # What is counted in a phase: of evaluations, the answers to held-out prompts.
-UNITS = {DRAWN: "samples drawn", SCORED: "samples scored", CHECKED: "prompts checked"}
+UNITS = {DRAWN: "samples drawn", SCORED: "samples scored"}
 EVAL_UNITS = {DRAWN: "answers sampled", SCORED: "answers scored"}
 
 
@@ -76,7 +76,7 @@ class Progress:
             yield
 
     def count(self, what: str, done: int, of: int) -> None:
-        """Note how many samples are DRAWN or SCORED, or prompts CHECKED. Called from any thread; what is not the main
+        """Note how many samples are DRAWN or SCORED. Called from any thread; what is not the main
         one counts only while the main one waits for samples or an evaluation."""
         current = self._current
         if current is None or (threading.get_ident() != self._loop and current.name not in ("rollout", "eval")):
@@ -123,7 +123,7 @@ class Progress:
         if current.unit.endswith(SCORED) and current.due and still >= current.due:
             current.due = 2 * still
             frame = frame_of(current.thread)
-            place = f"; the driver is at work ({stand(frame)[0]})" if frame is not None else ""
+            place = f"; the driver is at work ({where(frame)[0]})" if frame is not None else ""
             self.notice(
                 f"scoring has not moved for {still:.0f} s: {current.done} of {current.of} {current.unit}{place}"
             )

@@ -11,7 +11,6 @@ from attrs import define, evolve, field, frozen
 
 from corerl.calls import wait_all
 from corerl.checkpoint.commit import read_state
-from corerl.cluster import services
 from corerl.cluster.nodes import elsewhere
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.control import Control
@@ -87,7 +86,7 @@ class Restarts:
 
     def _require_allowed(self, error: WorkerDied) -> None:
         ended = any(role.group.processes.ended for role in self.roles.values())
-        if not ended or services.died() or self.stop.requested:
+        if not ended or self.stop.requested:
             raise error
         if self._used >= self.roles[ACTOR].train.restarts:
             if self._used:

@@ -16,7 +16,6 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
-from corerl.cluster import services
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import Checkpoints, Copies
 from corerl.driver.control import Control
@@ -538,7 +537,6 @@ class Run:
             artifacts["to go on"] = (
                 f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
             )
-        services.arm(False)  # everything is written: nothing that dies from here on costs the run
         self.progress.tell(
             RunFinished(
                 reason=reason,

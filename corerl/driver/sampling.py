@@ -17,13 +17,12 @@ from corerl.data.prompts import PromptStream
 from corerl.driver.metrics import SCORING
 from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.engines.base import UNLIMITED
-from corerl.engines.fleet import Counted, EngineFleet
+from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import EventLoop, in_thread
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
-from corerl.rollout.rewards.base import Reward, Scorer, Scoring
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scoring
 from corerl.rollout.rewards.pool import scorer
 from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Sampler, SamplerContext
@@ -126,21 +125,20 @@ class Sampling:
         if self.fleet is None or self.sampler is None:
             self.source = SavedRollouts(rollout.settings.saved, steps=steps, vocab_size=rollout.vocab_size)
         else:
-            on_progress = partial(self.progress.count, DRAWN)
-            self.source = make_source(rollout, self.fleet, self.sampler, self.rewards[0], on_progress, steps=steps)
+            self.source = make_source(rollout, self.fleet, self.sampler, self.rewards[0], self.progress, steps=steps)
         self.stack.callback(self.source.close)
         if state:
             self.source.restore(state["source"], checkpoint)
 
 
 def make_source(
-    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, on_progress: Counted, *, steps: int
+    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, progress: Progress, *, steps: int
 ) -> Source:
-    """The source that samples. `on_progress` gets how many samples are ready, if prompts are sampled singly."""
+    """The source that samples."""
     settings = plan.settings
     source = partial(
         SampledRollouts,
-        stream=PromptStream(plan.prompts, plan.seed),
+        stream=PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
         sampler=sampler,
         reward=reward,
         params=plan.params,
@@ -149,7 +147,7 @@ def make_source(
         refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
         engines=fleet,
         steps=steps,
-        on_progress=on_progress,
+        on_progress=partial(progress.count, DRAWN),
     )
     match settings.source:
         case "synchronous":

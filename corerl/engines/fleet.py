@@ -50,7 +50,7 @@ class Processes(Protocol):
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
     def shrink(self, count: int) -> None: ...
-    def reseat(self, slots: Sequence[Any]) -> None: ...
+    def reassign(self, slots: Sequence[Any]) -> None: ...
     def kill(self) -> None: ...
 
 
@@ -482,14 +482,14 @@ class EngineFleet:
         elif len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
 
-    def reseat(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
+    def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Let processes whose machine is gone, and which `replace` is to start anew, be in other slots, with other
         assignments; those that live keep theirs. Of more than are given the last ones end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:
             self.assignments = list(assignments)
-            self.processes.reseat(slots)
+            self.processes.reassign(slots)
 
     def _add(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         names = [assignment.context.name for assignment in assignments]

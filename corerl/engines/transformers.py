@@ -39,7 +39,7 @@ from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.models.layout import choose_layout, own_attention
+from corerl.models.layouts import choose_layout, own_attention
 from corerl.models.lora import put_adapters
 from corerl.models.mixers import carries_state
 from corerl.models.names import hf_boxes

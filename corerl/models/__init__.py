@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from corerl.models.experts import experts_of as experts_of
     from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
-    from corerl.models.layout import make_policy as make_policy
+    from corerl.models.layouts import make_policy as make_policy
+    from corerl.models.layouts import unread_parameters as unread_parameters
     from corerl.models.lora import freeze as freeze
     from corerl.models.lora import put_adapters as put_adapters
     from corerl.models.lora import targets_in as targets_in
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
-    from corerl.models.packable import unread_parameters as unread_parameters
     from corerl.models.parts import parts_of as parts_of
     from corerl.models.peft_files import peft_config as peft_config
     from corerl.models.policy import Policy as Policy

@@ -45,7 +45,7 @@ def build_on_meta(
     build the model, or if it stores whole numbers.
 
     Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
-    Without `buffers` they are on meta too, for a model that is only looked at: it takes no memory, of whatever size.
+    Without `buffers` they are on meta too, for a model that is only inspected: it takes no memory.
     With `vectors`, parameters of one dim or none are real, and as transformers draws them.
 
     Stored buffers are in `compute`, by default `dtype`: what layers multiply by must have their dtype. Those of routers

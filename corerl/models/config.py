@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ from corerl.errors import ModelError
 from corerl.messages import did_you_mean
 from corerl.models.experts import experts_of
 from corerl.models.readers import INDEX, SINGLE
-from corerl.plain_json import read_json_file
-from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -43,25 +41,10 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-# Numbers that transformers accepts, and then computes NaN with: patterns of field names, at any depth, with the least
-# and the largest value; the first row that matches counts. ABOVE_0 as the least value excludes 0.
-ABOVE_0, MOST = 5e-324, 1.7976931348623157e308
-RANGES = (
-    (r"drop(out)?(_p|_prob)?$|layerdrop$", 0.0, 1.0),
-    (r"(^|_)(eps|epsilon)($|_)|initializer_range$|init_std$", 0.0, MOST),
-    (r"partial_rotary_factor$|^rotary_pct$", ABOVE_0, 1.0),
-    (r"rope_theta$|^rope_local_base_freq$|^rotary_emb_base$|^((low|high)_freq_)?factor$", ABOVE_0, MOST),
-    (r"^(attn|final)_logit_softcapping$|(^|_)soft_?cap$", ABOVE_0, MOST),
-    (r"_multiplier$|^logits?_scal(e|ing)$|^routed_scaling_factor$|^query_pre_attn_scalar$", ABOVE_0, MOST),
-    (r"", -MOST, MOST),
-)
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that can be trained
-WINDOWS = ("sliding_window", "attention_chunk_size")
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # fields that say how many tokens a sequence may have
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 KNOWN = 16  # models whose config a process keeps: a rank asks for that of its own several times
-MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
@@ -172,51 +155,16 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
-    require_ranges(config.to_dict(), where)
     for part in (config, text):
         if part.dtype is not None and str(part.dtype).removeprefix("torch.") not in DTYPES:
             given = str(part.dtype).removeprefix("torch.")
             raise ModelError(f"{where}dtype={given!r}, wanted one of {', '.join(DTYPES)}; use the original model")
-    for name in (*WINDOWS, *POSITIONS):
-        size = _size(text, name)
-        if isinstance(size, int) and size < (0 if name in WINDOWS else 1):  # 0: none, of some model types
-            raise ModelError(f"{where}{name}={size}, wanted at least {0 if name in WINDOWS else 1}")
     chosen, known = _size(text, "num_experts_per_tok"), experts_of(text.to_dict())
     if known and isinstance(chosen, int) and not 1 <= chosen <= known:
         raise ModelError(f"{where}num_experts_per_tok={chosen}, wanted 1 to {known}, the number of experts")
     heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
-    _require_pairs(text, sizes, where)
-
-
-def require_ranges(fields: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError for a number outside of its range in RANGES."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            require_ranges(value, f"{where}{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            least, most = next((least, most) for names, least, most in RANGES if re.search(names, str(name)))
-            if not least <= value <= most:
-                above = {-MOST: "", 0.0: ", at least 0", ABOVE_0: " above 0"}[least]
-                wanted = f"a finite number{above}" if most == MOST else f"a number{above}, at most {most:g}"
-                raise ModelError(f"{where}{name}={value}, wanted {wanted}")
-
-
-def _require_pairs(text: PreTrainedConfig, sizes: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError for heads of an odd size that rotary positions turn as a whole. transformers refuses some of
-    them, but neither sizes that follow from others nor small ones, which fail in a forward pass."""
-    rope = _size(text, "rope_parameters") or {}
-    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping) and "rope_type" in each]
-    given, hidden, heads = sizes["head_dim"], sizes["hidden_size"], sizes["num_attention_heads"]
-    own = hasattr(text, "qk_rope_head_dim")  # the part of a head that is turned has a size of its own
-    implied = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and not own else None
-    size = given or implied
-    if not isinstance(size, int) or size % 2 == 0:
-        return
-    if any(int(size * each.get("partial_rotary_factor", 1.0)) == size for each in kinds):
-        what = f"head_dim={size}" if given else f"hidden_size={hidden} / num_attention_heads={heads} makes {size}"
-        raise ModelError(f"{where}{what} numbers per head, which rotary positions turn in pairs; wanted an even number")
 
 
 def _size(config: PreTrainedConfig, name: str) -> Any:
@@ -225,12 +173,6 @@ def _size(config: PreTrainedConfig, name: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' own, for models whose layers differ in it
         return None
-
-
-def _require_few_layers(fields: Mapping[str, Any], where: str) -> None:
-    for name in LAYERS:
-        if isinstance(layers := fields.get(name), int) and layers > MOST_LAYERS:
-            raise ModelError(f"{where}{name}={layers}, wanted at most {MOST_LAYERS}")
 
 
 def _forget_pad(config: PreTrainedConfig) -> None:
@@ -259,8 +201,7 @@ def _from_directory(path: str) -> PreTrainedConfig:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
     try:
-        require_all_regular(directory)
-        fields = read_json_file(file)
+        fields = json.loads(file.read_bytes())
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:
@@ -270,7 +211,6 @@ def _from_directory(path: str) -> PreTrainedConfig:
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     named = _code_named_in(fields)
     _known_type(fields, str(file), f"; the code of its own that it names ({named}) is never run" if named else "")
-    _require_few_layers(fields, f"{file}: ")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class raises whatever its own checks do
@@ -282,7 +222,6 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     fields = dict(given)
     model_type = _known_type(fields, "model.config")
     del fields["model_type"]
-    _require_few_layers(fields, "model.config.")
     try:
         default = AutoConfig.for_model(model_type)
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
@@ -299,7 +238,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
 def code_not_run(path: str) -> str:
     """A notice of code in a model's directory that its config.json names and that nothing runs; "" if it names none.
     The directory's config must be one that `hf_config` has read."""
-    fields = read_json_file(Path(path) / "config.json")
+    fields = json.loads((Path(path) / "config.json").read_bytes())
     if not (named := _code_named_in(fields)):
         return ""
     return (
@@ -330,3 +269,19 @@ def _known_type(fields: Mapping[str, Any], where: str, more: str = "") -> str:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """The number of tokens above which rotary frequencies depend on the longest sequence of a pass, so that a
+    sequence's log-probs would depend on what it is packed with; None if they never do."""
+    text = config.get_text_config()
+    found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    tables = [each for each in found.values() if isinstance(each, Mapping)] or [found]  # one for each type of layer
+    limits = []
+    for table in tables:
+        kind = table.get("rope_type") or "default"
+        if kind == "longrope":
+            limits.append(int(table["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)

@@ -23,7 +23,6 @@ from corerl.errors import ModelError, SaveFailed
 from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
-from corerl.plain_json import read_json_file
 from corerl.weights.chunks import finite
 from corerl.weights.files import write_tensors
 
@@ -183,7 +182,7 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
     older = {key: value for key, value in written.items() if key not in HOW_LOADED}
     if older.get("tokenizer_class") in NEW_CLASSES:
         file = Path(source) / TOKENIZER_CONFIG
-        named = read_json_file(file).get("tokenizer_class") if source and file.is_file() else None
+        named = json.loads(file.read_bytes()).get("tokenizer_class") if source and file.is_file() else None
         older["tokenizer_class"] = named if named and named not in NEW_CLASSES else "PreTrainedTokenizerFast"
     if isinstance(older.get("extra_special_tokens"), list):
         older["additional_special_tokens"] = older.pop("extra_special_tokens")

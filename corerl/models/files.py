@@ -1,5 +1,6 @@
 """Find the tensors of a model in the files of a Hugging Face directory as transformers finds them: under names with or
-without the model's prefix, and with a head that is the embedding or one of its own."""
+without the model's prefix, and with a head that is the embedding or one of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from corerl.config.schema import LoraConfig
+from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.initial import RandomSource, initials
 from corerl.models.lora import put_adapters
-from corerl.models.names import shapes_of
-from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
-from corerl.plain_json import read_json_file
+from corerl.models.names import peft_names, shapes_of
+from corerl.models.peft_files import PeftFiles, begins
+from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
+from corerl.weights.adapters import is_adapter
+from corerl.weights.chunks import TensorSource
 
 LOOKED_AT = 16  # models that a process keeps on meta
 COMPARED = 2**24  # elements at a time, of tensors that may be equal
@@ -98,7 +102,7 @@ def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFi
 
 def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:
     """What the config.json of a model that reads pictures says of the parts that a run on text does not build."""
-    written, text = read_json_file(Path(directory) / "config.json"), config.get_text_config()
+    written, text = json.loads((Path(directory) / "config.json").read_bytes()), config.get_text_config()
     return {name: written[name] for name in config.sub_configs if name in written and getattr(config, name) is not text}
 
 
@@ -196,3 +200,31 @@ def _other_end_of_ties(model: PreTrainedModel, names: Iterable[str], name_in: Ca
     found = _by(name_in, names)
     pairs = [pair for copy, origin in ties(model).items() for pair in ((copy, origin), (origin, copy))]
     return {name: found[other] for name, other in pairs if other in found}
+
+
+def initial_source(
+    model: ModelConfig,
+    hf: PreTrainedConfig,
+    held: Mapping[str, tuple[int, ...]],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    lora: LoraConfig | None = None,
+) -> TensorSource:
+    """The source of the tensors `held`, name -> shape: the model's directory, or random from its config and the run's
+    seed. A value head that the directory lacks is random too, and so are new adapters."""
+    adapters = {name: shape for name, shape in held.items() if is_adapter(name)}
+    shapes = {name: shape for name, shape in held.items() if name not in adapters}
+    random = functools.partial(RandomSource, hf, seed=seed, device=device)
+    sources: list[TensorSource] = []
+    if lora is not None and adapters:
+        if lora.path:
+            sources.append(PeftFiles(lora.path, peft_names(look_at(hf, lora=lora))))
+        else:
+            sources.append(random(adapters, initials=begins(adapters, lora.init)))
+    if model.path:
+        head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
+        sources += [model_files(model.path, hf), *([random(head)] if head else [])]
+    else:
+        sources.append(random(shapes, initials=initials(hf, seed=seed)))
+    return FirstOf(*sources) if len(sources) > 1 else sources[0]

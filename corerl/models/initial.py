@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 from unittest import mock
@@ -14,8 +15,11 @@ from torch import Tensor
 from torch.nn import init
 from transformers import PreTrainedConfig, initialization
 
+from corerl.errors import ModelError
 from corerl.models.build import build_on_meta, named_weights
 from corerl.models.names import hf_boxes
+from corerl.ops.noise import hash_key, normal, unit
+from corerl.weights.chunks import within
 
 
 @frozen
@@ -54,14 +58,14 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 
     Raises ModelError if the model cannot be built.
     """
-    begun: dict[int, Initial] = {}
-    with torch.random.fork_rng(devices=[]), _listening(begun):
+    recorded: dict[int, Initial] = {}
+    with torch.random.fork_rng(devices=[]), _listening(recorded):
         torch.manual_seed(seed)
         model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True)
     found: dict[str, Initial] = {}
     boxes = hf_boxes(model)
     for name, weight in named_weights(model).items():
-        initial: Initial | None = begun.get(id(weight)) if weight.is_meta else Fixed(weight.detach())
+        initial: Initial | None = recorded.get(id(weight)) if weight.is_meta else Fixed(weight.detach())
         if initial is None:
             continue
         for box in boxes[name]:
@@ -70,7 +74,7 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 
 
 @contextmanager
-def _listening(begun: dict[int, Initial]) -> Iterator[None]:
+def _listening(recorded: dict[int, Initial]) -> Iterator[None]:
     """Note what transformers' initialization would do to tensors on meta: id -> how the tensor begins.
 
     Its functions are replaced in `transformers.initialization`, where the models of transformers 5 look them up; a
@@ -85,7 +89,7 @@ def _listening(begun: dict[int, Initial]) -> Iterator[None]:
                 result: Tensor = do(tensor, *args, **kwargs)
                 return result
             if (begins := initial(tensor, *args, **kwargs)) is not None:
-                begun[id(tensor)] = begins
+                recorded[id(tensor)] = begins
             return tensor
 
         return note
@@ -129,3 +133,86 @@ BEGINS: dict[str, Any] = {
     "xavier_uniform_": lambda tensor, gain=1.0, **_: _evenly(_scaled(tensor, gain, "fan_avg")),
     "copy_": lambda tensor, other: None if other.is_meta else Fixed(other.detach().expand_as(tensor)),
 }
+
+
+NOTHING: Mapping[str, Initial] = {}
+
+# Values sampled at once. Each takes several int64 and float64 temporaries: on a CPU they fit in cache, on a GPU they
+# briefly take 0.8 GiB.
+VALUES = {"cpu": 2**18, "cuda": 2**24}
+
+
+class RandomSource:
+    """A `weights.chunks.TensorSource` of random float32 weights, by HF name.
+
+    Tensors begin as `initials` says (`models.initial`). Of the others, those of more than one dim are normal(0,
+    config.initializer_range), norm weights one, biases zero; raises ModelError on any other tensor of one dim. Weights
+    are sampled and returned on `device`: a CPU core samples about 30 million values a second, which takes minutes for a
+    large model. A GPU's values are equal up to rounding.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        shapes: Mapping[str, Sequence[int]],
+        seed: int,
+        device: torch.device | str = "cpu",
+        *,
+        initials: Mapping[str, Initial] = NOTHING,
+    ) -> None:
+        self._device = torch.device(device)
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._seed = seed
+        std = float(getattr(config, "initializer_range", 0.02))
+        self._initials = {name: initials.get(name) or _usual(name, shape, std) for name, shape in self._shapes.items()}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        initial = self._initials[name]
+        if isinstance(initial, Constant):
+            return torch.full(tuple(sizes), initial.value, device=self._device)
+        if isinstance(initial, Fixed):
+            box = (tuple(offsets), tuple(sizes))
+            return initial.values[within(box, ((0,) * len(sizes), self._shapes[name]))].float().to(self._device)
+        out = torch.empty(tuple(sizes), device=self._device)
+        key = hash_key(self._seed, _name_key(name))
+        shape = self._shapes[name]
+        # Flat indices in the whole tensor, of the box's entries in row 0.
+        indices = torch.zeros((), dtype=torch.int64, device=self._device)
+        for dim in range(1, len(shape)):
+            stride = math.prod(shape[dim + 1 :])
+            own = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=self._device)
+            indices = indices[..., None] + stride * own
+        row = math.prod(shape[1:])
+        step = max(1, VALUES[self._device.type] // max(1, indices.numel()))
+        for low in range(0, sizes[0], step):
+            rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]), device=self._device)
+            counters = rows.view(-1, *(1,) * indices.dim()) * row + indices
+            out[low : low + len(rows)] = _drawn(initial, key, counters)
+        return out
+
+
+def _usual(name: str, shape: tuple[int, ...], std: float) -> Initial:
+    if len(shape) > 1:
+        return Normal(0.0, std)
+    if name.endswith((".weight", ".bias")):
+        return Constant(1.0 if name.endswith(".weight") else 0.0)
+    raise ModelError(f"no initialization is known for {name!r} {list(shape)}; set model.path to load weights instead")
+
+
+def _drawn(initial: Normal | Uniform, key: int, counters: Tensor) -> Tensor:
+    """float32 values in the shape of `counters`, a function of them and of the key."""
+    if isinstance(initial, Uniform):
+        return (initial.low + (initial.high - initial.low) * unit(key, counters)).float()
+    if initial.most < 6 * initial.std:  # beyond, float32 has no values to cut off
+        edge = 0.5 * math.erfc(initial.most / initial.std / math.sqrt(2))  # probability of each tail
+        inside = edge + (1 - 2 * edge) * unit(key, counters)
+        return (initial.mean + initial.std * math.sqrt(2) * torch.erfinv(2 * inside - 1)).float()
+    return normal(key, counters) * initial.std + initial.mean
+
+
+def _name_key(name: str) -> int:
+    """An int64 from a name that is equal in every process, unlike hash()."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from corerl.config.schema import ALL_LINEAR, LoraConfig
 from corerl.errors import ModelError
 from corerl.models.initial import Constant, Initial, Normal, Uniform
 from corerl.models.readers import SafetensorsSource
-from corerl.plain_json import read_json_file
 from corerl.weights.adapters import A
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -89,15 +89,15 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
     compute something else than these settings say."""
     file = Path(directory) / PEFT_CONFIG
     try:
-        told = read_json_file(file)
+        fields = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); name a directory that PEFT has saved") from error
     except ValueError as error:
         raise ModelError(f"{file} is no JSON ({error}); save the adapters again") from error
-    if not isinstance(told, dict) or told.get("peft_type") != "LORA":
-        kind = told.get("peft_type") if isinstance(told, dict) else None
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        kind = fields.get("peft_type") if isinstance(fields, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
-    for name, value in told.items():
+    for name, value in fields.items():
         if name in (*READ, *HARMLESS, *BEGINNING) or name.endswith(LIBRARY):
             continue
         plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else UNSET)
@@ -105,7 +105,7 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
             raise ModelError(
                 f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"
             )
-    targets: Any = told.get("target_modules")
+    targets: Any = fields.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
     for name, wanted, is_so in (
@@ -113,13 +113,13 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         ("lora_alpha", "a number above 0", _is_alpha),
         ("target_modules", "a list of names", _are_targets),
     ):
-        if not is_so(told.get(name)):
-            raise ModelError(f"{file} has {name}={told.get(name)!r}, wanted {wanted}; save the adapters again")
+        if not is_so(fields.get(name)):
+            raise ModelError(f"{file} has {name}={fields.get(name)!r}, wanted {wanted}; save the adapters again")
     return {
-        "rank": told["r"],
-        "alpha": float(told["lora_alpha"]),
+        "rank": fields["r"],
+        "alpha": float(fields["lora_alpha"]),
         "targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
-        "rslora": bool(told.get("use_rslora", False)),
+        "rslora": bool(fields.get("use_rslora", False)),
     }
 
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD
-from corerl.models.head import Head
-from corerl.models.packable import longest_sequence
-from corerl.models.parts import parts_of
+from corerl.models.config import longest_sequence
+from corerl.models.parts import Head, parts_of
 from corerl.models.routing import Routers
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from corerl.errors import ModelError
 from corerl.messages import first_line
-from corerl.plain_json import read_json_file
-from corerl.regular import require_regular
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -104,7 +103,7 @@ class SafetensorsSource:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                return {str(name): str(file) for name, file in read_json_file(index)["weight_map"].items()}
+                return {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
             except OSError as error:
                 raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -116,7 +115,7 @@ class SafetensorsSource:
         if file not in self._open:
             path = self.directory / file
             try:
-                require_regular(path)
+                path.open("rb").close()  # safe_open takes any error for a missing file
                 self._open[file] = safe_open(str(path), "pt")
             except FileNotFoundError as error:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error

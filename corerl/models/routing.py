@@ -77,7 +77,7 @@ class Routers:
         self._logits_at = _recorders(model)[0].index if modules else 0
         self._listening = False
         self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded
-        self._told: Tensor | None = None
+        self._replayed: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept
         self._cells: tuple[Tensor | None, Tensor | None] = (None, None)
         for layer, module in enumerate(modules):
@@ -88,16 +88,16 @@ class Routers:
         """Within the block, send tokens through `experts` [T, layers, k]; where that is -1, or None as a whole, the
         routers choose. A backward pass that recomputes layers must be inside the block. With `keep`, `chosen` has the
         experts of the block's one pass; with `record`, `take` returns what routers made of one."""
-        self._told, self._chosen, self._routed = experts, [] if keep else None, Routed() if record else None
+        self._replayed, self._chosen, self._routed = experts, [] if keep else None, Routed() if record else None
         self._listening = keep or record or experts is not None
         try:
             yield
         finally:
-            self._told, self._chosen, self._routed, self._listening = None, None, None, False
+            self._replayed, self._chosen, self._routed, self._listening = None, None, None, False
 
     def take(self, *, logits: bool) -> Routed:
         """What routers made of the pass since the block began, which then goes on without recording, so that layers can
-        be recomputed. A loss of its `logits`, which are left out unless asked for, has gradients."""
+        be recomputed. A loss of its `logits`, which are left out unless topk for, has gradients."""
         routed, self._routed = self._routed, None
         if routed is None or (logits and len(routed.logits) != self.layers):
             raise ModelError(f"{self._name} did not pass its {self.layers} routers once; set train.aux_loss_coef to 0")
@@ -127,37 +127,37 @@ class Routers:
 
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable  # else it would be compiled for every layer
-        def heard(*args: Any, **kwargs: Any) -> Any:
+        def listening_forward(*args: Any, **kwargs: Any) -> Any:
             gather, scatter = self._cells
-            told = None if self._told is None else self._told[:, layer].long()
-            if told is not None and gather is not None:
-                told = told[gather]
-            with _Topk(told, of=self.experts) as asked:
+            replayed = None if self._replayed is None else self._replayed[:, layer].long()
+            if replayed is not None and gather is not None:
+                replayed = replayed[gather]
+            with _Topk(replayed, of=self.experts) as topk:
                 output = forward(*args, **kwargs)
-            if told is not None and not (asked.steps == 1 and asked.replaced):
+            if replayed is not None and not (topk.steps == 1 and topk.replaced):
                 raise ModelError(f"{self._name} does not choose its experts with a single top-k; {REPLAYS}")
-            if self._chosen is not None and asked.steps == 1:
-                self._chosen.append(asked.chosen if scatter is None else asked.chosen[scatter])
+            if self._chosen is not None and topk.steps == 1:
+                self._chosen.append(topk.chosen if scatter is None else topk.chosen[scatter])
             if self._routed is not None:
                 # As it is: a layer that is recomputed must do then what it does here.
                 self._routed.logits.append(output[self._logits_at] if isinstance(output, tuple) else output)
-                if asked.last is not None:
-                    self._routed.chosen.append(asked.last)
+                if topk.last is not None:
+                    self._routed.chosen.append(topk.last)
             return output
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             # A compiled layer includes its router unless someone listens. The check must not read a growing list.
-            return (heard if self._listening else forward)(*args, **kwargs)
+            return (listening_forward if self._listening else forward)(*args, **kwargs)
 
         return ask
 
 
 class _Topk(TorchFunctionMode):
-    """Replaces the result of a top-k over `of` scores by the experts `told` [t, k]."""
+    """Replaces the result of a top-k over `of` scores by the experts `replayed` [t, k]."""
 
-    def __init__(self, told: Tensor | None, *, of: int) -> None:
+    def __init__(self, replayed: Tensor | None, *, of: int) -> None:
         super().__init__()
-        self._told, self._of = told, of
+        self._replayed, self._of = replayed, of
         self.steps = 0
         self.replaced = False
         self.chosen = torch.empty(0)  # [t, k] in the last step
@@ -169,8 +169,8 @@ class _Topk(TorchFunctionMode):
             return answer
         self.steps += 1
         scores = args[0] if args else kwargs["input"]
-        if self._told is not None and scores.shape[-1] == self._of and answer.indices.shape == self._told.shape:
-            index = torch.where(self._told < 0, answer.indices, self._told)
+        if self._replayed is not None and scores.shape[-1] == self._of and answer.indices.shape == self._replayed.shape:
+            index = torch.where(self._replayed < 0, answer.indices, self._replayed)
             answer = torch.return_types.topk((scores.gather(-1, index), index))
             self.replaced = True
         self.chosen = answer.indices

@@ -19,8 +19,6 @@ from transformers import (
 
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
-from corerl.plain_json import read_json_file
-from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -42,7 +40,6 @@ SHAPING: Mapping[str, float | None] = {
     **dict.fromkeys(("constraints", "watermarking_config")),
 }
 LARGEST = 2**31  # no token id is as large
-MOST_TOKENS = 2**24
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -63,7 +60,6 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
-        require_all_regular(directory)
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if isinstance(loaded, PreTrainedTokenizerBase):
             loaded("a")  # a post-processor that names no token fails only here
@@ -77,8 +73,6 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
     vocabulary = loaded.get_vocab()
-    if (highest := max(vocabulary.values(), default=0)) >= MOST_TOKENS:  # tokenizers counts up to it, in memory
-        raise _no_tokenizer(setting, directory, f"a token has the id {highest}, wanted less than {MOST_TOKENS}")
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
     if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
@@ -145,7 +139,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
     for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
         if file.is_file():
             try:
-                fields = read_json_file(file)
+                fields = json.loads(file.read_bytes())
                 named += _ends_in(fields)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
@@ -164,7 +158,7 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     """A notice of what the model's generation_config.json says of sampling and a run, which samples with these values
     of temperature, top_p and top_k, does not do; "" if there is nothing. `end_tokens` must have read the file."""
     file = Path(model.path) / GENERATION
-    fields = read_json_file(file) if model.path and file.is_file() else {}
+    fields = json.loads(file.read_bytes()) if model.path and file.is_file() else {}
     found = {
         name: value
         for name, neutral in SHAPING.items()
@@ -173,7 +167,7 @@ def unapplied(model: ModelConfig, sampling: Mapping[str, float]) -> str:
     if not found:
         return ""
     listed = ", ".join(f"{name}={short_repr(value)}" for name, value in found.items())
-    return f"model.path: {GENERATION} asks for {listed}, which is not done: samples are drawn as [rollout] says"
+    return f"model.path: {GENERATION} asks for {listed}, which is ignored: sampling follows [rollout]"
 
 
 def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:
@@ -251,17 +245,17 @@ def require_same_tokens(
     by the tokenizer in its directory, or where that has none, by the `rows` of the actor's embedding (None if they are
     not known). With a tokenizer, embeddings may be padded differently.
 
-    Special tokens may differ in their names, as those of a base and a chat model do.
+    Special tokens may differ in their names, as in a base and a chat model.
     """
     files = (Path(model.path) / name for name in (TOKENIZER, TOKENIZER_CONFIG))
-    told = bool(model.path) and any(file.is_file() for file in files)
+    has_tokenizer = bool(model.path) and any(file.is_file() for file in files)
     size = config.get_text_config().vocab_size
-    if not told and rows is not None and size != rows:
+    if not has_tokenizer and rows is not None and size != rows:
         raise ModelError(
             f"{table}{'.path' if model.path else '.config.vocab_size'}: a vocabulary of {size} tokens, and no "
-            f"tokenizer that tells which, but the actor's model has {rows}; choose a model with the actor's vocabulary"
+            f"tokenizer to compare them by, but the actor's model has {rows}; choose a model with its vocabulary"
         )
-    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if told else {}
+    theirs = _texts(load_tokenizer(tokenizer="", path=model.path)) if has_tokenizer else {}
     for index, token in sorted(_texts(tokenizer).items()):
         if (other := theirs.get(index, token)) != token:
             raise ModelError(

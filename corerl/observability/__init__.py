@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from corerl.observability.run_state import scores as scores
     from corerl.observability.text import duration as duration
     from corerl.observability.text import number as number
-    from corerl.plain_json import read_json_file as read_json_file
 else:
     from corerl.imports import on_demand
 

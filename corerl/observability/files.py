@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from corerl.errors import DataError
-from corerl.plain_json import parse_json
-from corerl.regular import require_regular
 
 
 def keep(path: Path) -> None:
@@ -41,14 +40,13 @@ def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, An
     """
     if not path.exists():
         return
-    require_regular(path)
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
                 return
             try:
                 line = raw.decode()
-                record = parse_json(line)
+                record = json.loads(line)
                 step = int(record["step"])
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 shown = raw.decode(errors="replace").strip()[:60]

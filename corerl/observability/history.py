@@ -71,15 +71,15 @@ class History:
         The end is None if there is only one value; if that is true of all metrics, its column is left out. What
         is left is then of the first step, if there was one.
         """
-        heard = {name: self._values[name] for name in names if name in self._values}
-        longest = max(map(len, heard.values()), default=0)
+        recorded = {name: self._values[name] for name in names if name in self._values}
+        longest = max(map(len, recorded.values()), default=0)
         if longest <= 1:
-            stepped = any(not _evaluated(name) for name in heard)
-            return ["", "first step" if stepped else ""], {name: [values[0]] for name, values in heard.items()}
-        steps = max(map(len, (values for name, values in heard.items() if not _evaluated(name))), default=0)
+            stepped = any(not _evaluated(name) for name in recorded)
+            return ["", "first step" if stepped else ""], {name: [values[0]] for name, values in recorded.items()}
+        steps = max(map(len, (values for name, values in recorded.items() if not _evaluated(name))), default=0)
         few = max(1, min(FEW, steps // 4))
         ends: dict[str, list[float | None]] = {}
-        for name, values in heard.items():
+        for name, values in recorded.items():
             size = 1 if _evaluated(name) else max(1, min(few, len(values) // 2))
             ends[name] = [_mean(values[:size]), _mean(values[-size:]) if len(values) > 1 else None]
         return [f"means of {few} steps" if few > 1 else "", "start", "end"], ends

@@ -73,8 +73,8 @@ class PlainView:
             case Evaluated() if not state.scores:  # else the summary says the same
                 if "eval/reward" in event.metrics:
                     self._row(event.step, event.metrics, "")
-                if told := scores(list(event.metrics)):
-                    numbers = (f"{label} {number(event.metrics[name], name)}" for label, name in told.items())
+                if scored := scores(list(event.metrics)):
+                    numbers = (f"{label} {number(event.metrics[name], name)}" for label, name in scored.items())
                     self._say(f"after step {event.step}: {', '.join(numbers)}")
             case CheckpointSaved():
                 self._say(f"checkpoint after step {event.step}: {event.path}")
@@ -109,7 +109,7 @@ class PlainView:
 
 
 def _far(event: PhaseProgress) -> str:
-    """How far a phase is, such as 'step 3, rollout for 41 s: 37 of 512 samples drawn'."""
+    """How far a phase is, such as 'step 3, rollout for 41 s: 37 of 512 samples'."""
     step = f"step {event.step + 1}, " if event.name in PHASES and event.name != "eval" else ""
     count = f": {event.done} of {event.of} {event.unit}" if event.unit else ""
     return f"{step}{event.name} for {event.seconds:.0f} s{count}"

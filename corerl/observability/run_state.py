@@ -1,4 +1,4 @@
-"""The state of a run as its events tell it, for the live display and the plain lines."""
+"""The state of a run from its events, for the live display and the plain lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NUMBERS: Mapping[str, str] = {
 
 
 def scores(names: Sequence[str]) -> dict[str, str]:
-    """Label -> metric of what evaluations have told besides `NUMBERS`: rewards of sources and sets, and pass@k and
+    """Label -> metric of what evaluations have reported besides `NUMBERS`: rewards of sources and sets, and pass@k and
     majority@k of all, for 1 and the most samples."""
     most: dict[str, int] = {}
     found = [name for name in names if re.fullmatch(r"eval/(.+/)?(reward|(pass|majority)@\d+)", name)]
@@ -143,8 +143,8 @@ class RunState:
             seconds = {words: self.history.sum(f"idle/{who}/{cause}") for words, cause in causes.items()}
             shares = {words: round(100 * each / whole) for words, each in seconds.items()} if whole else {}
             longest = sorted(shares.items(), key=lambda share: -share[1])
-            if told := ", ".join(f"{words} {share}" for words, share in longest if share):
-                yield f"{who} waited for, % of time: {told}"
+            if waits := ", ".join(f"{words} {share}" for words, share in longest if share):
+                yield f"{who} waited for, % of time: {waits}"
 
     def seconds_left(self) -> float | None:
         """Seconds left at the latest steps' pace, evaluations and saves included; None before the first step."""

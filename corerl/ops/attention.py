@@ -26,7 +26,7 @@ class PackedSequences:
 
     tokens: int  # T
     longest: int  # tokens of the longest sequence
-    longest_on_host: Tensor  # the same, [] int64: a layer would be compiled anew for each number
+    longest_on_host: Tensor  # the same, [] int64: a layer would be recompiled for each number
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     bounds: IntArray  # the same on the host
     continuations: Tensor  # [T - S] int64 on the device: indices of all but the first token of each sequence

@@ -19,7 +19,7 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
     """L2 norm of the whole model's gradients, 0-d float32, on the device of the parameters.
 
     Called on every rank with the same parameters in the same order: one all-reduce for each sharded mesh axis, and one
-    for each axis along which ranks have summed apart, so that all have the same number. Plain and replicated gradients
+    for each axis along which ranks have summed separately, so that all have the same number. Plain and replicated ones
     count once. A parameter without a gradient counts as zero.
     Raises ValueError on a gradient that is still a partial sum.
     """
@@ -43,16 +43,16 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
         if param.grad is not None:
             group.append(torch.linalg.vector_norm(_local(param.grad), dtype=torch.float32).square())
     total = torch.zeros((), dtype=torch.float32, device=device)
-    apart: dict[DeviceMesh, set[int]] = {}  # the axes along which sums may differ in the last bit
+    separate: dict[DeviceMesh, set[int]] = {}  # the axes along which sums may differ in the last bit
     for (sharded_over, along), parts in squares.items():
         part = torch.stack(parts).sum() if parts else torch.zeros_like(total)
         if sharded_over is not None:
             for axis in along:
                 dist.all_reduce(part, group=sharded_over.get_group(axis))
-            apart.setdefault(sharded_over, set()).update({*range(sharded_over.ndim)} - {along[-1]})
+            separate.setdefault(sharded_over, set()).update({*range(sharded_over.ndim)} - {along[-1]})
         total += part
     # Groups of three or more may each add in an order of their own; replicas would be clipped by different factors.
-    for summed_over, between in apart.items():
+    for summed_over, between in separate.items():
         for axis in sorted(between):
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=summed_over.get_group(axis))
     return total.sqrt()

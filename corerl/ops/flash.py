@@ -1,7 +1,7 @@
-"""torch's FlashAttention kernel over packed sequences, as an operator that `torch.compile` takes as it is.
+"""torch's FlashAttention kernel over packed sequences, as an operator that `torch.compile` accepts.
 
 `torch.nn.attention.varlen` has one too. That of torch 2.11 wants as many heads of keys as of queries, and each takes
-the longest sequence as a number, which a compiled layer would be compiled anew for.
+the longest sequence as a number, which a compiled layer would be recompiled for.
 """
 
 from __future__ import annotations

@@ -10,18 +10,16 @@ from transformers import PreTrainedTokenizerBase
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
-from corerl.data.held_out import HeldOut
 from corerl.data.load import load_prompts
+from corerl.data.mixture import HeldOut
 from corerl.data.prompts import PromptSource
-from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED
 from corerl.errors import UserError
 from corerl.messages import note
 from corerl.models.tokenizer import end_tokens
 from corerl.plan.notices import unanswered
-from corerl.plan.prompt_check import PromptCheck
 from corerl.plan.sampler import brings_rewards
-from corerl.rollout.encoding import require_encodable
+from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_part, reward_of
@@ -72,7 +70,7 @@ def _load(
     own_reward = None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
-        source = load_prompts(data, seed=config.run.seed, reports=Reports(note), whole=False)
+        source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
         held_out, own_reward = HeldOut(source, source.train), own.reward
     own_scores = reward_of(own_reward, table=f"{table}.reward") if own_reward else None
     if not brings_rewards(config):
@@ -99,17 +97,17 @@ def _checked(
     evaluation may sample longer answers."""
     options, tokens = config.data.chat_template_options, held_out.params.max_tokens
     if held_out.name:
-        require_encodable(held_out.source, tokenizer, options, characters=config.data.refused == "fail")
-        yield from held_out.source.notices
+        require_encodable(held_out.source, tokenizer, options)
         yield from unanswered(config, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
+    known = 0 if held_out.name else len(held_out.source.notices)
     check = PromptCheck(
-        held_out.source,
-        tokenizer,
-        options,
+        tokenizer=tokenizer,
+        options=options,
         skip=config.data.refused == "skip",
         longest=max(0, context - tokens) if context else UNLIMITED,
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
     )
-    yield from check.finish()
+    check_first(held_out.source, check)
+    yield from held_out.source.notices[known:]

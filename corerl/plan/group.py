@@ -14,7 +14,7 @@ from corerl.config.schema import AlgorithmConfig, CheckpointConfig, Config, Roll
 from corerl.errors import ConfigError
 from corerl.models.build import stored_buffers
 from corerl.models.config import experts, hf_config
-from corerl.models.layout import choose_layout
+from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.check import contradictions_of_a_group

@@ -14,23 +14,21 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
-from corerl.data.reports import Reports
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.messages import note
 from corerl.models.config import code_not_run, context_length, experts, hf_config, reads_pictures
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens, require_same_tokens
-from corerl.plan.prompt_check import AT_ONCE, PromptCheck
 from corerl.plan.resolve import has_value_head, is_frozen
 from corerl.plan.sampler import brings_rewards, prompts_unknown, rows_of_sampler
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.encoding import require_encodable
+from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import require_any_thread, require_part, reward_of
+from corerl.rollout.rewards.lookup import require_part, reward_of
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.scored import ScoredRollout
 
 if TYPE_CHECKING:
-    from corerl.models.layout import Layout
+    from corerl.models.layouts import Layout
 
 
 def load_models(
@@ -79,16 +77,12 @@ def load_sampled(
     if not prompts_unknown(config):
         with problems.stage("data", path="data.source"):
             given = rows_of_sampler(config)
-            prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(note), given=given)
+            prompts = load_prompts(config.data, seed=config.run.seed, notify=note, given=given)
             if tokenizer is not None:
-                characters = config.data.refused == "fail"  # else all prompts are looked at, and such ones left out
-                require_encodable(prompts, tokenizer, config.data.chat_template_options, characters=characters)
+                require_encodable(prompts, tokenizer, config.data.chat_template_options)
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
-        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
-        if prompts is not None and aside and not config.reward.processes:
-            require_any_thread(reward, prompts.prompt(int(prompts.train[0])))
     if reward is not None and not brings_rewards(config):
         with problems.stage("algorithm.dynamic_sampling_on"):
             require_part(reward, config.algorithm.dynamic_sampling_on, setting="algorithm.dynamic_sampling_on")
@@ -126,22 +120,20 @@ def _context_is(config: Config, context: int) -> str:
 def prompt_check(
     config: Config, context: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, problems: Problems
 ) -> PromptCheck | None:
-    """The check of every prompt, which has ended if there are few; None if the run draws none. Those that leave no room
-    for a response are left out."""
+    """The check of each prompt that is drawn, which the first ones have passed; None if the run draws none. Those that
+    leave no room for a response are left out."""
     rollout, data = config.rollout, config.data
     if not config.run.samples:
         return None
     check = PromptCheck(
-        prompts,
-        tokenizer,
-        data.chat_template_options,
+        tokenizer=tokenizer,
+        options=data.chat_template_options,
         skip=data.refused == "skip",
         longest=context - rollout.max_tokens if context else UNLIMITED,
         limit=f"rollout.max_tokens={rollout.max_tokens} ({_context_is(config, context)})",
     )
     with problems.stage("data", path="data.source"):
-        if check.look(AT_ONCE):
-            check.finish()
+        check_first(prompts, check)
     return check
 
 
@@ -171,7 +163,7 @@ def built_model(config: Config, role: str, hf: PreTrainedConfig) -> PreTrainedMo
 
 def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:
     """The ways through the roles' models."""
-    from corerl.models.layout import choose_layout  # slow to import: takes seconds
+    from corerl.models.layouts import choose_layout  # slow to import: takes seconds
 
     found: dict[str, Layout] = {}
     for role, model in built.items():
@@ -183,7 +175,7 @@ def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problem
 
 def require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
     """Check that each model has a position for every token of a sample."""
-    from corerl.models.positions import position_limit  # slow to import: takes seconds
+    from corerl.models.layouts import position_limit  # slow to import: takes seconds
 
     wanted = config.rollout.context_length
     for role, model in built.items():

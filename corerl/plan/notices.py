@@ -24,7 +24,7 @@ from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from corerl.models.layout import Layout
+    from corerl.models.layouts import Layout
     from corerl.rollout.evaluation import EvalSet
 
 

@@ -22,9 +22,9 @@ from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.processes import ProcessPlan
-from corerl.plan.prompt_check import PromptCheck
 from corerl.plan.sampler import MakeSampler
 from corerl.plan.start import Start
+from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.scored import ScoredRollout
@@ -40,7 +40,7 @@ class RolloutPlan:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     template_options: Mapping[str, Any]  # of the tokenizer's chat template
-    check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
+    check: PromptCheck | None  # of each prompt that is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     reward: Reward
     params: SamplingParams

@@ -30,7 +30,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import AUTO
 
 if TYPE_CHECKING:
-    from corerl.models.layout import Layout
+    from corerl.models.layouts import Layout
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,7 @@ from attrs import fields
 
 from corerl.config.load import structure
 from corerl.config.schema import Config, DataConfig
-from corerl.data.rows import GivenRows, Rows
+from corerl.data.files import GivenRows, Rows
 from corerl.errors import CorerlError, PluginBroken, PluginError
 from corerl.messages import one_line
 from corerl.plan.resolve import check_spec

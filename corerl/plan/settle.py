@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from corerl.config.schema import Config, ModelConfig, TrainConfig
-from corerl.data.splits import is_pattern
+from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.lora import with_absolute_adapters

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
-from corerl.messages import one_line
+from corerl.messages import LONGEST_LINE, one_line, shorten
 from corerl.models.tokenizer import plain
-from corerl.rollout.templates import SHARED, TemplateCostly, TemplateFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
-LOOKED_FOR = 1.0  # seconds after which no other one is: the check of all prompts tells of a template that takes long
-PART = 256  # prompts that are looked at together, at most
-PART_SECONDS = 0.25  # for which chats of a part are rendered: a check looks at the clock between parts
+FIRST = 64  # prompts of each source that are checked before a run starts
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
 
 class Rejected(Exception):
     """The chat template refuses messages, or leaves out what is to be continued."""
-
-
-class Costly(Rejected):
-    """The chat template takes more time or memory for messages than it may, as it may do for all others."""
 
 
 def encode(
@@ -47,65 +34,39 @@ def encode(
 
     Raises DataError if a prompt has no tokens, or if the template refuses a chat.
     """
-    encoded: list[list[int]] = []
-    for ids in _tokens(tokenizer, _written(tokenizer, prompts, options)):
-        if isinstance(ids, DataError):
-            raise ids
-        encoded.append(ids)
+    texts: list[str] = []
+    for prompt in prompts:
+        try:
+            texts.append(written(tokenizer, prompt, options))
+        except Rejected as rejected:
+            raise DataError(f"prompt {prompt.index}: {rejected}") from rejected
+    encoded = _tokens(tokenizer, prompts, texts)
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if not ids:
+            raise DataError(
+                f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue"
+            )
     return encoded
 
 
-def _written(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Iterable[Prompt],
-    options: Mapping[str, Any] | None,
-    *,
-    seconds: float = math.inf,
-) -> list[tuple[Prompt, str | Rejected]]:
-    """[P] each prompt with its text, of a chat the template's, or why the template refuses it. After `seconds` no
-    other prompt is taken, but for the first."""
-    written: list[tuple[Prompt, str | Rejected]] = []
-    until = time.monotonic() + seconds
-    for prompt in prompts:
-        text: str | Rejected = prompt.text
-        if prompt.messages:
-            try:
-                for name in prompt.template_options:
-                    if (wrong := wrong_option(tokenizer, name)) is not None:
-                        raise Rejected(f"chat_template_kwargs.{name}: {wrong}, or list the field in data.ignore")
-                own = {**(options or {}), **prompt.template_options}
-                text = render(tokenizer, prompt.messages, tools=prompt.tools, options=own)
-            except Rejected as rejected:
-                text = rejected
-        written.append((prompt, text))
-        if time.monotonic() >= until:
-            break
-    return written
+def written(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None) -> str:
+    """A prompt's text; of a chat, what the template makes of it. Raises Rejected."""
+    if not prompt.messages:
+        return prompt.text
+    for name in prompt.template_options:
+        if (wrong := wrong_option(tokenizer, name)) is not None:
+            raise Rejected(f"chat_template_kwargs.{name}: {wrong}, or list the field in data.ignore")
+    own = {**(options or {}), **prompt.template_options}
+    return render(tokenizer, prompt.messages, tools=prompt.tools, options=own)
 
 
-def _tokens(
-    tokenizer: PreTrainedTokenizerBase, written: Sequence[tuple[Prompt, str | Rejected]]
-) -> list[list[int] | DataError]:
-    """[P] the tokens of each prompt's text, or why it has none."""
-    encoded: list[list[int] | Rejected] = [[] if isinstance(text, str) else text for _, text in written]
-    chats = {row: text for row, (prompt, text) in enumerate(written) if prompt.messages and isinstance(text, str)}
-    texts = {row: prompt.text for row, (prompt, _) in enumerate(written) if not prompt.messages}
-    # A chat template writes <bos> itself.
-    found = [
-        plain(tokenizer, list(chats.values())),
-        TextEncoder(tokenizer).begun(list(texts.values())) if texts else [],
-    ]
-    for row, ids in zip([*chats, *texts], itertools.chain(*found), strict=True):
-        encoded[row] = ids
-    return [_told(prompt, ids) for (prompt, _), ids in zip(written, encoded, strict=True)]
-
-
-def _told(prompt: Prompt, ids: list[int] | Rejected) -> list[int] | DataError:
-    if isinstance(ids, Rejected):
-        return DataError(f"prompt {prompt.index}: {ids}")
-    return ids or DataError(
-        f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue"
-    )
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[list[int]]:
+    """[P] the tokens of each prompt's text. A chat template writes <bos> itself."""
+    others = [text for prompt, text in zip(prompts, texts, strict=True) if not prompt.messages]
+    chats = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.messages]
+    of_texts = iter(TextEncoder(tokenizer).begun(others) if others else ())
+    of_chats = iter(plain(tokenizer, chats))
+    return [next(of_chats if prompt.messages else of_texts) for prompt in prompts]
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -141,20 +102,20 @@ class TextEncoder:
         return None
 
     def behind(self, text: str) -> list[int]:
-        """The tokens of a text that follows another one, such that nothing stands between the two when they are
+        """The tokens of a text that follows another one, such that nothing is between the two when they are
         decoded.
 
-        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand
+        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then be
         between. A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins
         a row.
         """
         (ids,) = plain(self._tokenizer, [text])
-        for anchor, (before, said) in self._anchors.items():
-            told = self._decoded(before + ids)
-            if told == said + text:  # as most tokenizers have it
+        for anchor, (before, decoded) in self._anchors.items():
+            joined = self._decoded(before + ids)
+            if joined == decoded + text:  # as most tokenizers have it
                 return ids
             (whole,) = plain(self._tokenizer, [anchor + text])
-            if told == self._decoded(whole):
+            if joined == self._decoded(whole):
                 return ids
             if whole[: len(before)] == before:  # else the two grew together where they meet
                 return whole[len(before) :]
@@ -165,7 +126,7 @@ class TextEncoder:
 
 
 def _begun(ids: list[int], before: list[int]) -> list[int]:
-    """The tokens of a text after `before`, of which none is there twice."""
+    """The tokens of a text after `before`, each once."""
     left = list(before)
     for token in ids:
         if token not in left:
@@ -192,24 +153,22 @@ def render(
     """The text of a chat, up to where the assistant's answer begins; a last message of the assistant is the beginning
     of that answer. Without `generation_prompt` it ends with the last message. Raises Rejected, saying why."""
     goes_on = messages[-1]["role"] == "assistant"
-    offered = [dict(tool) for tool in tools] or None
     try:
-        return SHARED.render(
-            tokenizer.get_chat_template(tools=offered),
-            {
-                **tokenizer.special_tokens_map,
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt and not goes_on,
+                continue_final_message=goes_on,
                 **(options or {}),
-                "conversations": [[dict(message) for message in messages]],
-                "tools": offered,
-                "add_generation_prompt": generation_prompt and not goes_on,
-                "continue_final_message": goes_on,
-            },
+            )
         )
-    except TemplateCostly as costly:
-        raise Costly(f"the tokenizer's chat template {costly} for its messages") from costly
-    except (TemplateFailed, ValueError) as error:  # the latter: several templates, and none is the default
-        why = one_line(error) if isinstance(error, ValueError) else error
+    # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
+    # input they were not written for, in any way.
+    except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
+        why = shorten(one_line(error), LONGEST_LINE)
         raise Rejected(
             f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}"
         ) from error
@@ -219,42 +178,20 @@ def render(
 
 
 def require_encodable(
-    source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Mapping[str, Any] | None = None,
-    *,
-    characters: bool = True,
+    source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
 ) -> None:
-    """Check the arguments of the chat template and, with `characters`, the first texts of every share. Raises
-    ModelError if prompts are chats and the tokenizer has no template; ConfigError for an argument that the template
-    does not use; DataError if the tokenizer does not know all characters of a prompt. Which chats the template refuses,
-    `unusable` tells."""
+    """Raises ModelError if prompts are chats and the tokenizer has no template; ConfigError for an argument that the
+    template does not use."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: the prompts are chats, but the tokenizer has no chat template; use the tokenizer of a chat model "
             "(model.tokenizer), or plain-text prompts with data.chat=false"
         )
-    _require_options(source, tokenizer, options or {})
-    if tokenizer.unk_token_id is None or not characters:
-        return
-    for share in source.shares:
-        prompts = [source.prompt(index) for index in share.train[:LOOKED_AT].tolist()]
-        written = _written(tokenizer, prompts, options, seconds=LOOKED_FOR)
-        for (prompt, _), ids in zip(written, _tokens(tokenizer, written), strict=True):
-            if isinstance(ids, list) and tokenizer.unk_token_id in ids:
-                raise DataError(
-                    f"prompt {prompt.index} ({prompt.text!r}) contains characters that the tokenizer does not know: "
-                    f"the model would see {tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list "
-                    "all of the prompts' characters in 'characters:...'"
-                )
-
-
-def _require_options(source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
     if options and not source.chat:
         raise ConfigError(
             "data.chat_template_options: set, but no prompt is a chat; set data.chat=true, or remove the table"
         )
-    for name in options:
+    for name in options or {}:
         if (wrong := wrong_option(tokenizer, name)) is not None:
             raise ConfigError(f"data.chat_template_options.{name}: {wrong}")
 
@@ -272,58 +209,79 @@ def wrong_option(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 
 
 @frozen(kw_only=True)
-class Unusable:
-    """The prompts of a part of a source that a run cannot use."""
+class PromptCheck:
+    """Decides which prompts a run can sample from: called with one, says why it is skipped, "" if it is not."""
 
-    looked_at: int  # prompts
-    refused: Mapping[int, str]  # index -> why: chats that the template refuses, and prompts that have no tokens
-    too_long: Mapping[int, int]  # index -> tokens
-    costly: int  # prompts among `refused` for which the template takes more time or memory than it may
+    tokenizer: PreTrainedTokenizerBase
+    options: Mapping[str, Any] = field(factory=dict)  # arguments of the chat template
+    skip: bool = False  # prompts that the model cannot be shown; otherwise such a one is an error
+    longest: int = UNLIMITED  # tokens; longer prompts are skipped
+    limit: str = ""  # the settings that `longest` follows from, for messages
+
+    def __call__(self, prompt: Prompt) -> str:
+        """Raises DataError for a prompt that the model cannot be shown, unless such ones are skipped."""
+        try:
+            text = written(self.tokenizer, prompt, self.options)
+        except Rejected as rejected:
+            return self._refused(str(rejected))
+        if prompt.messages and not text:
+            return self._refused("the tokenizer's chat template writes nothing for its messages")
+        unknown = self.tokenizer.unk_token_id
+        if (unknown is None or not self.skip) and text.strip() and _tokens_at_most(text) <= self.longest:
+            return ""
+        (ids,) = _tokens(self.tokenizer, [prompt], [text])
+        if not ids:
+            return self._refused("it has no tokens, so the model has nothing to continue")
+        if self.skip and unknown in ids:
+            return self._refused("it has characters that the tokenizer does not know")
+        if len(ids) > self.longest:
+            return f"it has {len(ids)} tokens, but at most {self.longest} fit with {self.limit}"
+        return ""
+
+    def _refused(self, why: str) -> str:
+        if self.skip:
+            return why
+        raise DataError(f"{why}; correct the row, or set data.refused='skip' to leave out such rows")
+
+    def require_known_characters(self, prompt: Prompt) -> None:
+        """Raises DataError if the tokenizer does not know all characters of a prompt that is not skipped."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None:
+            return
+        (ids,) = encode(self.tokenizer, [prompt], self.options)
+        if unknown in ids:
+            raise DataError(
+                f"it ({prompt.text!r}) contains characters that the tokenizer does not know: the model would see "
+                f"{self.tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list all of the prompts' "
+                "characters in 'characters:...'"
+            )
 
 
-def unusable(
-    source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Mapping[str, Any] | None = None,
-    *,
-    longest: int = UNLIMITED,
-    characters: bool = False,
-) -> Iterator[Unusable]:
-    """Render every chat once, and encode each prompt that may have none or more than `longest` tokens; with
-    `characters` every prompt, to refuse those with characters that the tokenizer does not know. Yields what it finds,
-    part by part, in the order of indices."""
-    unknown = tokenizer.unk_token_id if characters else None
-    if not source.chat and longest == UNLIMITED and unknown is None:
-        return
-    if source.characters is not None and unknown is None and _tokens_at_most("x" * source.characters) <= longest:
-        return
-    prompts = map(source.prompt, np.sort(np.concatenate([source.train, source.held_out])).tolist())
-    while found := _written(tokenizer, itertools.islice(prompts, PART), options, seconds=PART_SECONDS):
-        nothing = "the tokenizer's chat template writes nothing for its messages"
-        refused = {
-            each.index: str(text) or nothing
-            for each, text in found
-            if each.messages and (isinstance(text, Rejected) or not text)
-        }
-        doubtful = [
-            (each, text)
-            for each, text in found
-            if isinstance(text, str) and (unknown is not None or not text.strip() or _tokens_at_most(text) > longest)
-        ]
-        lengths: dict[int, int] = {}
-        for (each, _), ids in zip(doubtful, _tokens(tokenizer, doubtful), strict=True):
-            if isinstance(ids, DataError):
-                refused.setdefault(each.index, ids.message)
-            elif unknown in ids:
-                refused[each.index] = "it has characters that the tokenizer does not know"
-            else:
-                lengths[each.index] = len(ids)
-        yield Unusable(
-            looked_at=len(found),
-            refused=refused,
-            too_long={index: length for index, length in lengths.items() if length > longest},
-            costly=sum(isinstance(text, Costly) for _, text in found),
-        )
+def check_first(source: PromptSource, check: PromptCheck) -> None:
+    """Check the first training prompts of each share, and all that are held out: those that are skipped are left out of
+    the source, whose notices count them. The other ones are checked when they are taken. Raises DataError as `check`,
+    with the prompt's place, and if none is left."""
+    first = [index for share in source.shares for index in share.train[:FIRST].tolist()]
+    trained = {*first} & {*source.train.tolist()}
+    skipped: dict[int, str] = {}
+    indices = sorted(trained | {*source.held_out.tolist()})
+    for index in indices:
+        prompt = source.prompt(index)
+        try:
+            if why := check(prompt):
+                skipped[index] = why
+            elif index in trained and not check.skip:
+                check.require_known_characters(prompt)
+        except DataError as error:
+            raise DataError(f"{source.where(index)}: {error.message}") from error
+    if skipped:
+        index, why = next(iter(skipped.items()))
+        line = f"{len(skipped)} of the first {len(indices)} prompts are skipped; {source.where(index)}: {why}"
+        try:
+            source.leave_out(frozenset(skipped))
+        except DataError as error:
+            raise DataError(f"{error.message}: {line}") from error
+        source.notices = (*source.notices, f"data: {line}")
 
 
 def _tokens_at_most(text: str) -> int:

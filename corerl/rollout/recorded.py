@@ -16,8 +16,6 @@ from attrs import asdict, evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import CheckpointError, DataError
-from corerl.plain_json import parse_json
-from corerl.regular import require_regular
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Source
@@ -69,11 +67,10 @@ def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
 def read_rollout(path: Path) -> ScoredRollout:
     """Read what `write_rollout` wrote. Raises DataError if the file is missing or damaged."""
     try:
-        require_regular(path)
         # numpy would leave a damaged file open.
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays: dict[str, Array] = dict(file)
-        facts = parse_json(arrays["facts"].tobytes())
+        facts = json.loads(arrays["facts"].tobytes())
         batch = SampleBatch(
             tokens=arrays["tokens"],
             offsets=arrays["offsets"],

@@ -17,10 +17,10 @@ from attrs import evolve, frozen
 
 from corerl.calls import Calls, Future
 from corerl.checkpoint.copies import memory_of
-from corerl.cluster.group import Pending, RayGroup, Watching
+from corerl.cluster.group import RayGroup
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import Slot, reserved
-from corerl.cluster.pulse import Bounds
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
@@ -129,8 +129,12 @@ class TrainGroup:
                 finally:
                     room.take(slots)  # or give back what was reserved for ranks that did not come
 
-            bounds = Bounds(silence=plan.health_timeout, start=plan.start_timeout)
-            watching = Watching(notify=notify, seconds=plan.watchdog, bounds=bounds)
+            watching = Watching(
+                notify=notify,
+                watchdog=plan.watchdog,
+                health_timeout=plan.health_timeout,
+                start_timeout=plan.start_timeout,
+            )
             group = cls.launch(plan.role, room[role], watching=watching)
             group._planned = planned
             try:
@@ -159,13 +163,16 @@ class TrainGroup:
         return group
 
     def restart(
-        self, resume: str, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
+        self, resume: str | None = None, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
     ) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
-        directory `resume`, or the model if it is empty; by another plan and in other slots if these are given."""
+        directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
+        these are given."""
         assert self._again is not None  # it was launched
         self.processes.kill()
-        self.plan = resuming(plan or self.plan, resume)
+        self.plan = plan or self.plan
+        if resume is not None:
+            self.plan = resuming(self.plan, resume)
         self._slots = self._slots if slots is None else slots
         self.processes = self._again(self.plan, self._slots)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
@@ -296,9 +303,7 @@ class TrainGroup:
         self._require_trained("train")
         self._require_step("train", step)
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
-        pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step)
-        # For the error of a rank that dies in this step and cannot report it itself.
-        pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
+        pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 
     def forward_backward(
@@ -338,8 +343,7 @@ class TrainGroup:
             raise CorerlError(
                 f"{self.role}: optimizer_step got the scale {scale}, expected a number above 0; nothing was done"
             )
-        pending = self._start("optimizer_step", step, scale)
-        pending = evolve(pending, method=f"optimizer_step at optimizer step {step.optimizer_step}")
+        pending = self._start("optimizer_step", step, scale, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 
     def plan_steps(self, samples: SampleBatch, *, seed: int) -> list[StepPlan]:
@@ -435,7 +439,7 @@ class TrainGroup:
         """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
         self._require_trained("save")
         self._require_step("save", step)
-        saving = self._start("save", path, step, background)
+        saving = self._start("save", path, step, background, at=_at(step))
         return self._add(saving, lambda results: sum(result.bytes for result in results))
 
     def saved(self, *, wait: bool = False) -> Future[bool]:
@@ -505,7 +509,7 @@ class TrainGroup:
         return self._add(self._start(method, *args), _nothing)
 
     def _start_reading(
-        self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any
+        self, method: str, shared: SharedBatch, columns: Iterable[str], plan: StepPlan, *args: Any, at: str = ""
     ) -> Pending:
         """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
@@ -518,7 +522,8 @@ class TrainGroup:
         rows = {node: plan.rows(dp_ranks) if len(read) > 1 else None for node, dp_ranks in read.items()}
         pieces = {node: shared.piece(rows[node], columns) for node in read}
         shares = {(node, dp_rank): plan.share(dp_rank, rows[node]) for node, dp_rank in places}
-        return self.processes.start_each(method, [(pieces[place[0]], shares[place], *args) for place in places])
+        arguments = [(pieces[place[0]], shares[place], *args) for place in places]
+        return self.processes.start_each(method, arguments, at=at)
 
     def _add(self, pending: Pending, merge: Callable[[list[Any]], T]) -> Future[T]:
         """The future of what `merge` makes of the ranks' results; ranks that disagree are ended."""
@@ -532,10 +537,10 @@ class TrainGroup:
 
         return self._calls.add(pending, merged)
 
-    def _start(self, method: str, *args: Any) -> Pending:
+    def _start(self, method: str, *args: Any, at: str = "") -> Pending:
         if self.processes.ended:
             self._calls.raise_unheard()
-        return self.processes.start(method, *args)
+        return self.processes.start(method, *args, at=at)
 
 
 def resuming(plan: RolePlan, path: str) -> RolePlan:
@@ -562,6 +567,11 @@ class Snapshot:
 
     def drop(self) -> Future[None]:
         return self.group.call("drop_snapshot", self.name)
+
+
+def _at(step: Step) -> str:
+    """For messages: where a rank is that dies or hangs."""
+    return f"optimizer step {step.optimizer_step}"
 
 
 def _nothing(results: Sequence[None]) -> None:

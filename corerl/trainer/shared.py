@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
-from corerl.cluster.objects import put
+from corerl.cluster.runtime import put
 from corerl.types import IntArray, SampleBatch
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
 from corerl.config.load import structure
@@ -28,9 +30,8 @@ from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.requirements import require_met
 from corerl.plugin.transports import open_sender, transport_named
-from corerl.trainer.collectives import collectives_begun
-from corerl.trainer.compilations import Compilations
 from corerl.types import (
+    Compilation,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -111,7 +112,7 @@ class Worker:
         self._compilations = Compilations()
         self._gradients: list[GradientResult] = []  # of the step that is not taken yet
 
-    # ---- for the watchdog, during a verb ----------------------------------------------------------------------------
+    # ---- for heartbeats, during a verb -------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
@@ -122,9 +123,6 @@ class Worker:
     def hook(self) -> str:
         """The plugins' method that runs, such as forward_backward in `train`; "" between two."""
         return self.host.running
-
-    def collectives(self) -> dict[str, int]:
-        return collectives_begun()
 
     # ---- tracing ----------------------------------------------------------------------------------------------------
 
@@ -356,3 +354,44 @@ class Worker:
             pg_options=lone_rank_options(timeout) if on_gpu and ranks == 1 else None,
         )
         self._owns_process_group = True
+
+
+@define
+class Compilations:
+    """Those since they were asked for last, first since this was made. torch remembers the last 64.
+
+    The first time, none has a reason: until then there was no graph for each kind of layer and of pass, and that an
+    earlier one is for another kind is no news."""
+
+    _until: int = 0  # microseconds: the end of the last one seen
+    _begun: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self._new()
+
+    def take(self) -> tuple[Compilation, ...]:
+        found = self._new()
+        if not self._begun:
+            found = tuple(evolve(each, why="") for each in found)
+        self._begun = True
+        return found
+
+    def _new(self) -> tuple[Compilation, ...]:
+        # Not imported here: it takes a second, and only who compiles has it.
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        if utils is None:
+            return ()
+        found: dict[str, Compilation] = {}
+        seen = self._until
+        for each in utils.get_compilation_metrics():
+            if each.is_runtime or (each.end_time_us or 0) <= seen:
+                continue
+            self._until = max(self._until, each.end_time_us)
+            seconds = (each.duration_us or 0) / 1e6
+            if each.is_forward is not False:
+                what = f"{each.co_name} in {Path(each.co_filename or '').name}"
+                found[each.compile_id] = Compilation(what=what, seconds=seconds, why=each.recompile_reason or "")
+            elif each.compile_id in found:  # the backward pass of the same graph
+                forward = found[each.compile_id]
+                found[each.compile_id] = evolve(forward, seconds=forward.seconds + seconds)
+        return tuple(found.values())

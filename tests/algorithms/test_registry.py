@@ -160,5 +160,5 @@ def test_a_policy_is_not_trained_with_the_critics_loss() -> None:
 
 
 def test_a_loss_that_does_not_tell_its_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^loss 'builtins:max' does not tell its parameters; wrap it in a function"):
+    with pytest.raises(ConfigError, match="^loss 'builtins:max' has no readable signature; wrap it in a function"):
         resolve_loss(LossSpec(name="builtins:max", params={}, outputs=()))

@@ -1,7 +1,6 @@
 """`corerl config check|show`, from the command line to what is printed."""
 
 import gc
-import re
 import subprocess
 import sys
 import tomllib
@@ -196,23 +195,17 @@ def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: p
     assert tomllib.loads(capsys.readouterr().out)["backend"] == {"name": "backend_beside_the_run:SPEC"}
 
 
-def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_checked_where_that_takes_long(
-    sound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_check_notes_a_table_that_it_cannot_check_once(
+    sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "12>", "answer": "{n}"}}\n' for n in range(2000)))
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "12>", "answer": "{n}"}}\n' for n in range(20)))
     data = [f"data.source={tmp_path}/rows.jsonl", "data.held_out=2"]
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
-    monkeypatch.setattr("corerl.cli.config.SECONDS", 0.0)
-    monkeypatch.setattr("corerl.rollout.encoding.PART", 900)
     assert main(["config", "check", sound, *data, "backends.not_installed.x=1"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{sound}: ok\n"
-    table, *counts, repeated = err.splitlines()
+    table, repeated = err.splitlines()
     assert table.startswith("corerl: note: backends.not_installed is ignored: ")
     assert repeated == "corerl: note: data.held_out: 2 of 2 held-out prompts are prompts of training rows too"
-    told = [re.fullmatch(r"corerl: note: ([\d,]+) of 2,000 prompts are checked", line) for line in counts]
-    done = [int(each[1].replace(",", "")) for each in told if each is not None]
-    assert len(done) == len(counts) >= 2 and done == sorted(set(done)) and done[-1] == 2000
 
 
 def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(

@@ -128,10 +128,6 @@ class Member:
         """Waits while the gate is closed."""
         return self.gate.wait(timeout=FOREVER)
 
-    def lock(self) -> Any:
-        """Something that cannot be pickled."""
-        return threading.Lock()
-
 
 class Counts:
     """Its calls have ten parts, of which as many end as it is told to."""

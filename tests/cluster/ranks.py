@@ -10,7 +10,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from corerl.trainer.collectives import collectives_begun
 from tests.cluster.members import listening
 
 RAYS_OWN = "::"  # on all interfaces, but with a token
@@ -34,9 +33,6 @@ class Rank:
     def interface(self) -> str:
         """Over which gloo talks."""
         return os.environ["GLOO_SOCKET_IFNAME"]
-
-    def collectives(self) -> dict[str, int]:
-        return collectives_begun()
 
     def init(self, host: str, port: int, listening: int | None, gate: str) -> None:
         """Meet, build a model, and load."""

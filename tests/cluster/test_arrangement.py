@@ -28,7 +28,7 @@ def test_groups_share_bundles_and_are_spread_evenly_over_them(
     assert placement.bundles == bundles
 
 
-def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
+def test_a_group_with_own_devices_comes_after_the_shared_bundles() -> None:
     placement = arrange({"actor": 2, "critic": 1, "engines": 3}, own_devices=["engines"])
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
     assert [placement.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
@@ -49,7 +49,7 @@ def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
         (3, 2, ["engines"], (3, 5), 7),
     ],
 )
-def test_a_process_of_several_bundles_has_them_side_by_side_and_shares_each(
+def test_a_wide_process_shares_several_adjacent_bundles(
     ranks: int, engines: int, own_devices: list[str], engine_places: tuple[int, ...], bundles: int
 ) -> None:
     groups = {"actor": ranks, "engines": engines}
@@ -71,7 +71,7 @@ def test_a_bundle_is_what_one_process_takes() -> None:
     assert arrange({"actor": 1}).bundle == {"CPU": 1.0}
 
 
-def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None:
+def test_every_bundle_has_a_process_and_none_has_two() -> None:
     for actor, critic, engines in itertools.product(range(1, 6), repeat=3):
         for own_devices in ([], ["engines"], ["critic", "engines"]):
             groups = {"actor": actor, "critic": critic, "engines": engines}

@@ -11,18 +11,18 @@ from ray.exceptions import GetTimeoutError, RpcError, WorkerCrashedError
 
 from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.placement import Bundle, Gpu, Room, Slot, gpus_of_bundles, physical_order
+from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
 
 
-def test_ranks_follow_machines_and_devices_not_the_order_in_which_bundles_were_granted() -> None:
+def test_ranks_follow_the_order_of_machines_and_devices() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     numbers = {bundle: Gpu.named(number, ()) for bundle, number in enumerate(["2", "10", "0", "3"])}
     assert physical_order(nodes, numbers) == [3, 1, 2, 0]
     assert physical_order(nodes, {}) == [1, 3, 0, 2]
 
 
-def test_gpus_that_have_names_instead_of_numbers_are_in_the_order_in_which_the_machine_lists_them() -> None:
+def test_named_gpus_are_in_the_machines_order() -> None:
     visible = ["GPU-8f", "MIG-3a", "GPU-0c"]
     names = {bundle: Gpu.named(name, visible) for bundle, name in enumerate(["GPU-0c", "GPU-8f", "MIG-3a"])}
     assert physical_order(dict.fromkeys(names, "a"), names) == [1, 2, 0]
@@ -38,9 +38,7 @@ def test_gpus_that_have_names_instead_of_numbers_are_in_the_order_in_which_the_m
         (WorkerCrashedError(), "The worker died unexpectedly while executing this task. Check python-core-worker-"),
     ],
 )
-def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node_beside_those_that_are_told(
-    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_does_not_answer_is_one_line(error: Exception, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
 
     class Probe:
@@ -88,7 +86,7 @@ def test_all_gpus_together_have_the_time_that_one_has(monkeypatch: pytest.Monkey
     assert len(silent) == 3 and given == [120.0, 30.0, 0.0]
 
 
-def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
+def test_a_reservation_with_an_unknown_gpu_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given_back: list[object] = []
@@ -98,15 +96,15 @@ def test_a_reservation_with_a_gpu_that_cannot_be_told_is_refused_and_given_back(
     monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, at: ({0: Gpu(0, "0")}, {1: "cannot tell which"}))
     monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
     with pytest.raises(CorerlError, match="^cannot tell which; see Ray's logs on that machine$"):
-        Room(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
+        ResourcePool(timeout=1.0).arrange(arrange({"actor": 2}, cpus=1.0, gpus=1.0))
     assert given_back == [group]
 
 
 # ---- groups that change size -----------------------------------------------------------------------------------------
 
 
-class Rooms(Room):
-    """Room in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
+class Rooms(ResourcePool):
+    """A pool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
 
     moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
 
@@ -156,7 +154,7 @@ def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
     return [tuple(map(int, slot.devices)) for slot in slots]
 
 
-def test_processes_that_a_run_begins_with_request_their_share_and_ray_tells_them_their_devices(rooms: Rooms) -> None:
+def test_first_processes_request_their_share_of_a_bundle(rooms: Rooms) -> None:
     rooms.begin({"actor": 2, "engines": 1})
     assert {name: gpus(slots) for name, slots in rooms.items()} == {"actor": [(0,), (1,)], "engines": [(0,)]}
     assert [(slot.cpus, slot.gpus, slot.neighbors) for slot in rooms["actor"]] == [(0.5, 0.5, 2), (1.0, 1.0, 2)]
@@ -164,7 +162,7 @@ def test_processes_that_a_run_begins_with_request_their_share_and_ray_tells_them
     assert rooms.reserved == [2] and len(rooms) == 2
 
 
-def test_newcomers_request_nothing_and_are_told_their_devices(rooms: Rooms) -> None:
+def test_new_processes_request_nothing_and_get_their_devices(rooms: Rooms) -> None:
     rooms.begin({"actor": 2})
     before = list(rooms["actor"])
     slots = rooms.moved({"actor": 4})["actor"]
@@ -180,12 +178,12 @@ def test_newcomers_request_nothing_and_are_told_their_devices(rooms: Rooms) -> N
     assert list(rooms["actor"]) == slots
 
 
-def test_processes_without_devices_are_told_of_none() -> None:
+def test_processes_without_devices_get_none() -> None:
     bundle: Any = Bundle("a group", 0)  # type: ignore[arg-type]  # none is asked of it
     assert Slot((bundle,), 0.0, 0.0).environment() == {}
 
 
-def test_those_that_stay_keep_their_slots_and_newcomers_come_beside_none_of_them(rooms: Rooms) -> None:
+def test_staying_processes_keep_their_slots(rooms: Rooms) -> None:
     rooms.begin({"actor": 2, "engines": 2}, own_devices=["engines"])
     actor, engines = list(rooms["actor"]), list(rooms["engines"])
     assert gpus(engines) == [(2,), (3,)]
@@ -206,9 +204,7 @@ def test_those_that_stay_keep_their_slots_and_newcomers_come_beside_none_of_them
         *((8, 2, 4), (8, 3, 5), (8, 4, 8), (8, 5, 7), (8, 2, 6)),
     ],
 )
-def test_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(
-    ranks: int, before: int, after: int, rooms: Rooms
-) -> None:
+def test_engines_share_no_device_while_others_are_free(ranks: int, before: int, after: int, rooms: Rooms) -> None:
     rooms.begin({"actor": ranks, "engines": before})
     staying = {"actor": ranks, "engines": min(before, after)}
     slots = rooms.moved({"actor": ranks, "engines": after}, staying)
@@ -218,7 +214,7 @@ def test_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(
     assert rooms.reserved == [ranks]
 
 
-def test_ranks_that_move_share_devices_with_engines_that_stay(rooms: Rooms) -> None:
+def test_moved_ranks_share_devices_with_staying_engines(rooms: Rooms) -> None:
     rooms.begin({"actor": 2, "engines": 2})
     slots = rooms.moved({"actor": 4, "engines": 2}, {"engines": 2})
     assert gpus(slots["engines"]) == [(0,), (1,)]
@@ -230,20 +226,7 @@ def test_ranks_that_move_share_devices_with_engines_that_stay(rooms: Rooms) -> N
     assert rooms.given_back == ["reservation 1"]
 
 
-def test_those_that_stay_where_a_newcomers_placement_has_others_keep_their_bundles_and_no_other_is_reserved(
-    rooms: Rooms,
-) -> None:
-    rooms.begin({"actor": 4, "critic": 2, "engines": 4})
-    all_stay = {"actor": 4, "critic": 2, "engines": 2}
-    rooms.take({"engines": rooms.moved(all_stay, all_stay)["engines"]})
-    assert (gpus(rooms["critic"]), gpus(rooms["engines"])) == ([(0,), (2,)], [(0,), (1,)])
-    # Both groups would have the first and the fifth bundle of eight.
-    slots = rooms.moved({"actor": 8, "critic": 2, "engines": 2}, {"critic": 2, "engines": 2})
-    assert (list(slots["critic"]), list(slots["engines"])) == (list(rooms["critic"]), list(rooms["engines"]))
-    assert sorted(gpus(slots["actor"])) == [(gpu,) for gpu in range(8)] and rooms.reserved == [4, 4]
-
-
-def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlier(rooms: Rooms) -> None:
+def test_bundles_are_returned_with_the_last_of_their_reservation(rooms: Rooms) -> None:
     rooms.begin({"actor": 1})
     rooms.take(rooms.moved({"actor": 4}))
     assert rooms.reserved == [1, 3]
@@ -256,26 +239,7 @@ def test_bundles_are_given_back_with_the_last_of_their_reservation_and_no_earlie
     assert gpus(rooms.moved({"actor": 2})["actor"]) == [(0,), (4,)] and rooms.reserved == [1, 3, 1]
 
 
-def test_what_was_reserved_for_processes_that_did_not_come_is_given_back(rooms: Rooms) -> None:
-    rooms.begin({"actor": 1})
-    rooms.moved({"actor": 4})
-    rooms.take({})
-    assert rooms.given_back == ["reservation 1"]
-    assert gpus(rooms["actor"]) == [(0,)]
-
-
-def test_bundles_are_not_given_back_to_a_ray_that_does_not_answer(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rooms.begin({"actor": 1})
-    rooms.moved({"actor": 4})
-    monkeypatch.setattr(placement.services, "gcs_lives", lambda: False)
-    rooms.take({})
-    rooms.release()
-    assert rooms.given_back == []
-
-
-def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(rooms: Rooms) -> None:
+def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     rooms.begin({"actor": 1, "engines": 1}, **how)
     assert gpus(rooms["engines"]) == [(1, 2)]
@@ -288,15 +252,7 @@ def test_a_wide_engine_stays_on_all_of_its_devices_and_newcomers_have_as_many(ro
     assert rooms.given_back == ["reservation 1"]
 
 
-def test_wide_engines_on_the_devices_of_ranks_never_share_one_while_others_have_none(rooms: Rooms) -> None:
-    widths = {"engines": 2}
-    rooms.begin({"actor": 8, "engines": 2}, widths=widths)
-    assert gpus(rooms["engines"]) == [(0, 1), (4, 5)]
-    slots = rooms.moved({"actor": 8, "engines": 4}, {"actor": 8, "engines": 2}, widths=widths)
-    assert gpus(slots["engines"]) == [(0, 1), (4, 5), (2, 3), (6, 7)] and rooms.reserved == [8]
-
-
-def test_a_newcomer_on_several_machines_is_refused_and_what_was_reserved_for_it_can_be_given_back(
+def test_a_wide_process_on_two_machines_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     room = rooms_of(monkeypatch, 4)
@@ -327,7 +283,7 @@ def on(moves: dict[tuple[str, int], str], nodes: Sequence[str]) -> None:
     moves.update({("reservation 0", index): node for index, node in enumerate(nodes)})
 
 
-def test_processes_of_a_machine_that_is_gone_are_where_the_cluster_has_put_their_bundles(
+def test_slots_of_a_lost_machine_follow_their_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 2)
@@ -344,9 +300,7 @@ def test_processes_of_a_machine_that_is_gone_are_where_the_cluster_has_put_their
     assert [slot.cpus for slot in room["actor"]] == [slot.cpus for slot in before["actor"]]
 
 
-def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on_the_rest(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_groups_fit_on_what_is_left(moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
     room = rooms_of(monkeypatch, 2)
     room.begin({"actor": 4, "engines": 2})
     on(moves, ["", "node 0", "node 1", "node 1"])  # of one, Ray has not said yet that it is no more
@@ -354,11 +308,11 @@ def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on
     assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
     assert [slot.lost for slot in room["engines"]] == [True, False]
     living = room["engines"][1]
-    found = room.refit(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
+    found = room.replace_lost(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
     assert found["engines"][1] is living
     assert gpus(found["engines"]) == [(1,), (0,)] and gpus(found["actor"]) == [(0,), (1,)]
     assert all(slot.node == "node 1" and not slot.lost for slots in found.values() for slot in slots)
-    fewer = room.refit(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
+    fewer = room.replace_lost(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
     assert gpus(fewer["engines"]) == [(0,)]  # of the two that there were, the last one is to end
     room.take(fewer)
     assert room.reserved == [4] and room.given_back == []
@@ -369,7 +323,7 @@ def test_what_the_cluster_puts_nowhere_in_time_is_lost_and_smaller_groups_are_on
     assert room.reserved == [4]
 
 
-def test_newcomers_are_on_no_machine_that_is_gone_though_no_process_was_there(
+def test_no_new_process_is_placed_on_a_lost_machine(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 1)
@@ -380,7 +334,7 @@ def test_newcomers_are_on_no_machine_that_is_gone_though_no_process_was_there(
     assert room.reserved == [3, 1]
 
 
-def test_bundles_are_counted_as_ray_knows_of_them_and_the_cluster_has_as_many_more_as_the_scarcest_allows(
+def test_free_bundles_are_counted_by_the_scarcest_resource(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"CPU": 9.0, "GPU": 3.0, "memory": 5.0}
@@ -406,9 +360,7 @@ def test_bundles_are_counted_as_ray_knows_of_them_and_the_cluster_has_as_many_mo
         room.count({"GPU": 1.0})
 
 
-def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_comes_to_a_third_one(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_with_a_silent_gpu_is_lost(moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Mapping[int, str]] = []
 
     def gpus_of(_: object, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
@@ -426,7 +378,7 @@ def test_a_bundle_whose_gpu_on_another_machine_does_not_answer_is_lost_until_it_
         *(("node 0", True), ("node 9", False), ("node 1", False))
     ]
     assert room.silent == ["no answer"] and room.count({"GPU": 1.0}) == (2, 0, 0)
-    room.take(room.refit(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
+    room.take(room.replace_lost(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
     assert room.silent == []
     assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
     assert room.reserved == [3, 1]  # as the silent one is not used

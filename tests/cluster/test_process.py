@@ -45,13 +45,13 @@ def arrived(error: Exception) -> CorerlError:
     return moved
 
 
-def test_the_errors_of_these_tests_do_not_survive_pickling_by_themselves() -> None:
+def test_the_errors_of_these_tests_cannot_be_pickled() -> None:
     for error in (TwoArguments(3, "lost"), PluginSaveFailed("/full", "no space")):
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             pickle.loads(pickle.dumps(error))
 
 
-def test_a_foreign_error_becomes_one_line_that_says_where_with_its_traceback_as_text() -> None:
+def test_a_foreign_error_becomes_one_line_with_its_traceback() -> None:
     error = arrived(TwoArguments(3, "lost\nand more"))
     assert type(error) is HookFailed
     assert error.message == "actor rank 1: train: TwoArguments: code 3: lost"
@@ -69,7 +69,7 @@ def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) ->
     assert came.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
 
 
-def test_the_traceback_of_a_hook_is_not_replaced_by_that_of_the_call_around_it() -> None:
+def test_the_traceback_of_a_hook_is_kept() -> None:
     error = HookFailed("backend:mine, actor rank 1: forward_backward failed")
     error.hook, error.rank, error.details = "train", 1, "Traceback of the hook"
     came = arrived(error)
@@ -86,9 +86,9 @@ def test_what_a_plugin_derives_arrives_as_the_nearest_of_ours() -> None:
 
 def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     process = Process("engine-0", "fractions:Fraction")
-    assert process.construct(3, 4).error is None
-    assert process.call("as_integer_ratio").value == (3, 4)
-    failed = process.call("no_such_method")
+    assert process.construct(0, 3, 4).error is None
+    assert process.call(1, "as_integer_ratio").value == (3, 4)
+    failed = process.call(1, "no_such_method")
     assert failed.value is None
     assert isinstance(failed.error, HookFailed)
     assert failed.error.message == (
@@ -96,32 +96,32 @@ def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     )
 
 
-def test_a_call_that_is_not_traced_says_when_it_ran_and_starts_no_thread() -> None:
+def test_an_untraced_call_has_times_and_starts_no_thread() -> None:
     threads = threading.active_count()
     process = Process("engine-0", "fractions:Fraction")
-    made = process.construct(3, 4)
-    asked = process.call("as_integer_ratio")
+    made = process.construct(0, 3, 4)
+    asked = process.call(1, "as_integer_ratio")
     assert made.started <= made.ended <= asked.started <= asked.ended
     assert (made.method, asked.method) == ("start", "as_integer_ratio")
     assert (asked.lane, asked.spans, asked.waits) == (0, (), ())
     assert threading.active_count() == threads
 
 
-def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_before() -> None:
+def test_a_traced_call_returns_its_own_spans() -> None:
     process = Process("engine-0", "tests.cluster.members:Shows", traced=True)
-    assert process.construct().error is None
+    assert process.construct(0).error is None
     for parts in (2, 3):
-        done = process.call("work", parts)
+        done = process.call(1, "work", parts)
         assert (done.value, [span.name for span in done.spans]) == (parts, [f"part {n}" for n in range(parts)])
         times = [done.started, *(time for span in done.spans for time in (span.started, span.ended)), done.ended]
         assert times == sorted(times)
-    failed = process.call("fail")
+    failed = process.call(1, "fail")
     assert failed.error is not None and failed.error.message == "ask later"
     assert [span.name for span in failed.spans] == ["in vain"]
     # What shows nothing is traced all the same.
     other = Process("engine-1", "fractions:Fraction", traced=True)
-    assert other.construct(3, 4).error is None
-    assert other.call("as_integer_ratio").value == (3, 4)
+    assert other.construct(0, 3, 4).error is None
+    assert other.call(1, "as_integer_ratio").value == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,16 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
 
 
 @pytest.mark.parametrize("code", [0, 3, None])
-def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> None:
+def test_code_that_exits_fails_its_call(code: object) -> None:
     process = Process("actor rank 0", "tests.cluster.members:Leaves")
-    assert process.construct(code).error is None
-    error = process.call("leave").error
+    assert process.construct(0, code).error is None
+    error = process.call(1, "leave").error
     assert isinstance(error, HookFailed)
     assert error.message.startswith("actor rank 0: leave: SystemExit")
     assert "raise SystemExit(self.code)" in error.details
 
 
-def test_the_drivers_working_directory_comes_last_where_modules_are_looked_for(
+def test_the_working_directory_comes_last_on_the_module_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", ["/driver", "", "/installed"])  # as Ray puts it
@@ -181,5 +181,5 @@ def test_the_drivers_working_directory_comes_last_where_modules_are_looked_for(
 def test_variables_are_set_before_the_class_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORERL_TEST_LATE", "before")
     process = Process("actor rank 0", "os:getenv", environment={"CORERL_TEST_LATE": "given"})
-    process.construct("CORERL_TEST_LATE")
+    process.construct(0, "CORERL_TEST_LATE")
     assert process.held == "given"

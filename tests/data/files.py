@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from corerl.config.schema import DataConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
@@ -17,6 +20,11 @@ def write(path: Path, *lines: str) -> Path:
 def numbered(path: Path, count: int, *, prefix: str = "p") -> Path:
     rows = ({"prompt": f"{prefix}{i}", "answer": f"a{i}", "level": i} for i in range(count))
     return write(path, *map(json.dumps, rows))
+
+
+def parquet(path: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
 
 
 def load(path: Path | str, *, held_out: int = 1, **settings: Any) -> PromptSource:

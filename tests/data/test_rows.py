@@ -1,37 +1,18 @@
 """Files as `pyarrow` and `datasets` write them."""
 
-import datetime
 import json
-import sys
 from pathlib import Path
 
-import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.load import load_prompts
-from corerl.errors import ConfigError, DataError
-from tests.data.files import load, numbered, write
+from corerl.errors import DataError
+from tests.data.files import load, numbered, parquet, write
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
-
-
-def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
-    lines = [
-        '{"prompt": "grüß", "answer": "a", "level": 2}',
-        "",
-        '{"prompt": "two"}',
-        '{"answer": 42, "prompt": "three"}',
-    ]
-    source = load(write(tmp_path / "p.jsonl", *lines))
-    first, second, third = (source.prompt(index) for index in range(3))
-    assert (first.index, first.text, first.answer, first.fields["level"]) == (0, "grüß", "a", 2)
-    assert (second.text, second.answer) == ("two", "")
-    assert (third.text, third.answer) == ("three", "42")
-    assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +25,7 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
         ),
         (
             '{"prompt": "x", "n": ' + "9" * 5000 + "}",
-            r"p.jsonl:2: not valid JSON: a number in it has more than 4300 digits; data.refused='skip'",
+            r"p.jsonl:2: not valid JSON: Exceeds the limit \(4300 digits\).*; data.refused='skip'",
         ),
         ("[" * 200_000, "p.jsonl:2: not valid JSON: it is nested more deeply than can be read"),
         (json.dumps({"prompt": [{"role": "user", "content": "x"}], "tools": "[" * 200_000}), "field 'tools': got '.*"),
@@ -61,14 +42,14 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
             )
             for calls, shown in [({"a": 1}, "{'a': 1}"), ("add", "'add'"), (["add"], r"\['add'\]"), ([CHAT], r"\[\[.*")]
         ],
-        ('["x"]', "p.jsonl:2: got a list, expected a JSON object with the field 'prompt'"),
+        ('["x"]', "p.jsonl:2: got \\['x'\\], expected a JSON object with the field 'prompt'"),
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         (
             '{"prompt": 3}',
-            "p.jsonl:2: field 'prompt' is a number, expected a non-empty string or a list of messages",
+            "p.jsonl:2: field 'prompt' is 3, expected a non-empty string or a list of messages",
         ),
-        ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is an empty string"),
-        ('{"prompt": []}', "p.jsonl:2: field 'prompt' is an empty list"),
+        ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is '', expected"),
+        ('{"prompt": []}', r"p.jsonl:2: field 'prompt' is \[\], expected"),
         ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
         (
             '{"prompt": [{"role": "user", "content": ["x"]}]}',
@@ -102,166 +83,6 @@ def test_a_line_that_is_not_utf8_is_named_with_its_number(tmp_path: Path) -> Non
         load(path)
 
 
-def test_a_missing_an_empty_and_an_unknown_source_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file or directory; expected .*`$"):
-        load(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="p.jsonl is empty"):
-        load(write(tmp_path / "p.jsonl", "", ""))
-    with pytest.raises(ConfigError, match="unknown source 'sort-digit'; known: sort-digits, .*did you mean"):
-        load("sort-digit")
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "told"),
-    [
-        ("d.csv", "prompt,answer", "pandas.read_csv('d.csv').to_json('d.jsonl', orient='records', lines=True)"),
-        ("d.json", '[{"prompt": "x"}]', "pandas.read_json('d.json').to_json('d.jsonl', orient='records', lines=True)"),
-        ("d.txt", "x", "one JSON object per line"),
-    ],
-)
-def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, name: str, line: str, told: str) -> None:
-    path = write(tmp_path / name, line)
-    with pytest.raises(DataError) as caught:
-        load(path)
-    assert caught.value.message == (
-        f"data.source: {path} is not .jsonl or .parquet and does not begin with a JSON object; convert it to "
-        f".jsonl: {told}"
-    )
-
-
-def test_objects_line_by_line_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
-    assert load(write(tmp_path / "p.json", "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
-
-
-# ---- parquet ---------------------------------------------------------------------------------------------------------
-
-
-def parquet(path: Path, **columns: list[object]) -> Path:
-    pq.write_table(pa.table(columns), path, row_group_size=2)
-    return path
-
-
-def test_rows_of_a_parquet_file_are_read_by_their_number(tmp_path: Path) -> None:
-    path = parquet(
-        tmp_path / "p.parquet",
-        question=["grüß", "two", "three"],
-        answer=["a", None, "c"],
-        tests=[{"in": [1], "out": "x"}, None, {"in": [], "out": "y"}],
-        day=[datetime.date(2025, 3, day) for day in (1, 2, 3)],
-    )
-    source = load(path, prompt_key="question")
-    third, first, second = (source.prompt(index) for index in (2, 0, 1))
-    assert (first.index, first.text, first.answer) == (0, "grüß", "a")
-    assert (second.text, second.answer, third.text) == ("two", "", "three")
-    assert third.fields == {
-        "question": "three",
-        "answer": "c",
-        "tests": {"in": [], "out": "y"},
-        "day": datetime.date(2025, 3, 3),
-    }
-    assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
-    assert load(path, prompt_key="question", answer_key="tests").prompt(0).answer == '{"in": [1], "out": "x"}'
-    assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
-
-
-def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path: Path) -> None:
-    directory = tmp_path / "train"
-    directory.mkdir()
-    parquet(directory / "b.parquet", prompt=[f"b{i}" for i in range(3000)])
-    parquet(directory / "a.parquet", prompt=["a0", "a1"])
-    source = load(directory)
-    assert [source.prompt(index).text for index in (0, 1, 2, 1500, 3001)] == ["a0", "a1", "b0", "b1498", "b2999"]
-    assert len(source) == 3002
-    parquet(directory / "c.parquet", promt=["c0"])
-    with pytest.raises(
-        DataError, match=r"c.parquet has the columns promt \(string\), but a.parquet has prompt \(string\)"
-    ):
-        load(directory)
-
-
-def test_a_column_of_messages_is_a_chat_without_the_fields_that_a_message_has_not(tmp_path: Path) -> None:
-    named = [{"role": "user", "content": "x", "name": "eve"}]
-    source = load(parquet(tmp_path / "p.parquet", prompt=[CHAT, named]))
-    assert source.chat
-    assert list(source.prompt(0).messages) == CHAT
-    assert list(source.prompt(1).messages) == named
-    assert source.prompt(0).text == "system: Be brief.\nuser: 3+4?"
-    assert source.prompt(1).text == "x"
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
-        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is null, expected a non-empty string"),
-        ({"prompt": ["fine", ""]}, "p.parquet, row 1: field 'prompt' is an empty string"),
-        ({"prompt": [3]}, "p.parquet, row 0: field 'prompt' is a number"),
-        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
-        ({"prompt": []}, "data.source: .*p.parquet has no rows"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named_with_its_number(
-    tmp_path: Path, columns: dict[str, list[object]], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(parquet(tmp_path / "p.parquet", **columns))
-
-
-def test_a_text_that_is_no_utf8_is_named_with_its_number(tmp_path: Path) -> None:
-    texts = pa.StringArray.from_buffers(4, pa.py_buffer(np.arange(0, 10, 2, "int32")), pa.py_buffer(b"okgo\xff\xfeno"))
-    pq.write_table(pa.table({"prompt": texts}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match=r"cannot read .*p.parquet: .*Invalid UTF8 sequence at string index 2;"):
-        load(tmp_path / "p.parquet")
-    days = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
-    pq.write_table(pa.table({"prompt": ["a", "b"], "day": days}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match="p.parquet, row 1: cannot be read: "):
-        load(tmp_path / "p.parquet")
-
-
-def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot read .*p.parquet: Parquet magic bytes not found"):
-        load(write(tmp_path / "p.parquet", "no parquet at all"))
-    with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
-        load(tmp_path / "none.parquet")
-    (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(
-        DataError, match="contains neither .jsonl or .parquet files nor a data set saved by `save_to_disk`"
-    ):
-        load(empty)
-
-
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"requires pyarrow, which is not installed; pip install 'corerl\[data\]'"):
-        load(path)
-    assert load(numbered(tmp_path / "p.jsonl", 3)).prompt(1).text == "p1"  # which asks nothing of it
-
-
-# ---- saved data sets -------------------------------------------------------------------------------------------------
-
-
-def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict(
-        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
-    )
-    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
-    source, reference = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
-    for index in (0, 17, 49):
-        assert source.prompt(index).fields == reference[index]
-        assert (source.prompt(index).text, source.prompt(index).answer) == (
-            reference[index]["prompt"],
-            reference[index]["answer"],
-        )
-    assert len(source) == 50
-
-
-def test_messages_of_a_saved_data_set_are_a_chat(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"prompt": [CHAT, CHAT[1:]]}).save_to_disk(tmp_path / "saved")
-    source = load(tmp_path / "saved")
-    assert [list(source.prompt(index).messages) for index in (0, 1)] == [CHAT, CHAT[1:]]
-
-
 def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "1"}', '{"prompt": "2", "result": "3"}')
     assert [load(path, held_out=0, answer_key="result").prompt(index).answer for index in (0, 1)] == ["", "3"]
@@ -291,16 +112,6 @@ def test_a_tools_key_that_the_config_names_must_be_a_field_of_some_row(kind: str
     )
     mixed = load_prompts(mix, seed=0)  # a part of a mix may have none
     assert (mixed.unanswered, mixed.first_unanswered) == (3, 0)
-
-
-def test_an_answer_key_must_be_a_column_of_a_parquet_file(tmp_path: Path) -> None:
-    path = tmp_path / "p.parquet"
-    pq.write_table(pa.table({"prompt": ["1", "2"], "result": ["2", "3"]}), path)
-    assert load(path, held_out=0, answer_key="result").prompt(1).answer == "3"
-    with pytest.raises(
-        DataError, match=r"no row has the field 'reslt'; .*did you mean 'result'\?; set data.answer_key"
-    ):
-        load(path, held_out=0, answer_key="reslt")
 
 
 # ---- messages in OpenAI's format, and tools --------------------------------------------------------------------------
@@ -346,35 +157,6 @@ def test_an_empty_list_of_calls_is_none_and_a_begun_answer_may_have_it(tmp_path:
         assert list(source.prompt(0).messages) == [USER, begun]
 
 
-def test_a_map_of_a_columnar_format_is_an_object(tmp_path: Path) -> None:
-    texts = pa.map_(pa.string(), pa.string())
-    function = pa.struct({"name": pa.string(), "arguments": texts})
-    message = pa.struct(
-        {"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.struct({"function": function}))}
-    )
-    calls = [{"function": {"name": "add", "arguments": given}} for given in ({"a": "2", "b": "3"}, {}, None)]
-    asked = {"role": "assistant", "content": "", "tool_calls": calls}
-    tools = [{"name": "add", "properties": {"a": "number"}}]
-    rows = [{"prompt": [USER, asked, USER], "tools": tools}, {"prompt": [USER], "tools": None}]
-    tool = pa.struct({"name": pa.string(), "properties": texts})
-    schema = pa.schema({"prompt": pa.list_(message), "tools": pa.large_list(tool)})
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "p.parquet")
-    prompt = load(tmp_path / "p.parquet").prompt(0)
-    without = {"function": {"name": "add"}}
-    assert list(prompt.messages) == [USER, {**asked, "tool_calls": [*calls[:2], without]}, USER]
-    assert (list(prompt.tools), prompt.fields["tools"]) == (tools, tools)
-
-
-def test_keys_of_a_map_are_text_as_those_of_jsonl(tmp_path: Path) -> None:
-    kinds = {"ages": pa.map_(pa.int32(), pa.string()), "days": pa.map_(pa.date32(), pa.int64())}
-    row = {"prompt": [USER], "ages": [(7, "a"), (-1, "b")], "days": [(datetime.date(2026, 1, 2), 3)]}
-    message = pa.struct({"role": pa.string(), "content": pa.string()})
-    schema = pa.schema({"prompt": pa.list_(message), **kinds})
-    pq.write_table(pa.Table.from_pylist([row, row], schema=schema), tmp_path / "p.parquet")
-    fields = load(tmp_path / "p.parquet", held_out=0).prompt(0).fields
-    assert (fields["ages"], fields["days"]) == ({"7": "a", "-1": "b"}, {"2026-01-02": 3})
-
-
 @pytest.mark.parametrize("written", [None, "null", "[]", ""])
 def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": [USER], "tools": written, "n": n}) for n in range(2)))
@@ -414,32 +196,6 @@ def test_a_columnar_format_adds_nothing_to_what_the_rows_said(tmp_path: Path, sa
     source = load(path)
     assert [list(source.prompt(index).messages) for index in (0, 1)] == messages
     assert [list(source.prompt(index).tools) for index in (0, 1)] == tools
-
-
-def test_a_prompts_place_is_its_line_or_its_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', "", '{"prompt": "b"}', "", "", '{"prompt": "c"}')
-    assert [load(path).where(index) for index in range(3)] == [f"{path}:{line}" for line in (1, 3, 6)]
-    assert load(path, chat=True).where(1) == f"{path}:3"
-
-
-def test_columns_whose_names_are_no_utf8_are_told(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"prompt": ["one", "two"], "odd-name": ["1", "2"]}).save_to_disk(tmp_path)
-    file = tmp_path / "data-00000-of-00001.arrow"
-    file.write_bytes(file.read_bytes().replace(b"odd-name", b"odd\xd8name"))
-    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path}: 'utf-8' codec can't decode byte 0xd8"):
-        load(tmp_path)
-
-
-def test_a_damaged_file_of_a_saved_data_set_is_told_before_its_rows_are_read(tmp_path: Path) -> None:
-    texts = ["one", "two", "three"]
-    datasets.Dataset.from_dict({"prompt": texts, "answer": texts}).save_to_disk(tmp_path)
-    file = tmp_path / "data-00000-of-00001.arrow"
-    lengths = b"".join(at.to_bytes(4, "little") for at in (0, 3, 6, 11))  # where each text begins and ends
-    content = file.read_bytes()
-    at = content.rindex(lengths)  # of the answers, which no scan of the prompts would see
-    file.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
-    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path}: .*offset"):
-        load(tmp_path)
 
 
 # ---- rows that cannot be shown to the model --------------------------------------------------------------------------

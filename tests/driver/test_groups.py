@@ -82,7 +82,7 @@ class Engines:
         self.names = tuple(each.context.name for each in assignments)
         self.resized_to = assignments, slots
 
-    def reseat(self, assignments: Sequence[Any], slots: Sequence[Slot]) -> None:
+    def reassign(self, assignments: Sequence[Any], slots: Sequence[Slot]) -> None:
         self.names = tuple(each.context.name for each in assignments)
         self.resized_to = assignments, slots
 
@@ -127,13 +127,13 @@ class Rooms(Mapping[str, Sequence[Slot]]):
                 for slot in slots
             ]
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Nothing comes."""
 
     def used(self, groups: Iterable[str]) -> set[Bundle]:
         return {bundle for name in groups for slot in self.slots[name] for bundle in slot.bundles}
 
-    def refit(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
+    def replace_lost(self, placement: Placement, staying: Sequence[str]) -> dict[str, Sequence[Slot]]:
         found = slots_of(placement, moved=len(self.gone))
         for name in staying:
             old = self.slots[name][: len(found[name])]
@@ -554,7 +554,7 @@ def test_each_engine_is_sent_to_by_the_rank_on_its_device_wherever_it_stays(tmp_
         slots = case.room.slots
         return {"actor": slots["actor"], "engines": [*slots["engines"], slots["actor"][1], slots["actor"][3]]}
 
-    case.groups.room.arrange = arrange  # type: ignore[method-assign]  # as Room does it
+    case.groups.room.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
     case.change("rollout.replicas=4")
     assert case.updates.address.senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
 
 from corerl import hookimpl, loop
-from corerl.calls import Future, wait_all
-from corerl.cluster.group import Pending, Watching
+from corerl.calls import Future
+from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.cluster.process import Outcome
+from corerl.cluster.process import CallResult
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
     launch,
@@ -39,7 +39,7 @@ from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunF
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
-from tests.driver.saved import chats_of, config_in, make_config
+from tests.driver.saved import config_in, make_config
 from tests.in_process import execute_here, small
 
 
@@ -102,10 +102,10 @@ class Hears:
 def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
     hears = Hears()
     telling = Progress(Observers([("hears", hears)]), 0)
-    pending = Pending("train at optimizer step 2", (0,), (), asked=1.0)
+    pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
-    done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
+    done = CallResult(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
     tell_of(telling, "actor rank 0", pending, done)
     whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
@@ -156,6 +156,34 @@ class Starts:
         return Future(self, self.ready, wait)
 
 
+class DiesAtFirst(Starts):
+    """Ranks of which one dies as they start, so many times."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(0, WorkerDied("actor rank 1: its process died during init"))
+        self.deaths = deaths
+
+    def restart(self) -> Future[Any]:
+        self.deaths -= 1
+        self.error = self.error if self.deaths else None
+        return self._call("restart")
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns: bool) -> None:
+    groups: Any = {"critic": DiesAtFirst(2), "actor": DiesAtFirst(2)}
+    for group in groups.values():
+        group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)
+    ears, fleet = Ears(), cast(Any, Starts(3))
+    fleet.sleep = lambda: None
+    results = start_all(groups, fleet, progress(ears), in_turns=in_turns, restarts=2)
+    assert results == {"critic": "restart is done", "actor": "restart is done"}
+    assert told(ears) == ["actor rank 1: its process died during init; restarting all ranks"] * 2
+    groups = {"actor": DiesAtFirst(2)}
+    with pytest.raises(WorkerDied, match="^actor rank 1: its process died during init$"):
+        start_all(groups, None, progress(), in_turns=False, restarts=1)
+
+
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_turns: bool) -> None:
     broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))
@@ -163,32 +191,6 @@ def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_tur
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
         start_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
-
-
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: bool) -> None:
-    refuses: Any = Starts(3, DataError("p.jsonl:6001: refused"))
-    ranks: Any = Starts(1_000_000)
-    fleet: Any = Starts(1_000_000)
-    with pytest.raises(DataError, match="^p.jsonl:6001: refused$"):
-        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start())
-    assert "sleep" not in fleet.asked and fleet.polls > 999_000
-
-
-def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*_: object, beside: Future[Any] | None) -> None:
-        wait_all({"ranks": Starts(1_000_000).start()}, beside=beside)
-
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
-    monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
-    monkeypatch.setattr(driver, "start_rewards", lambda *_: None)
-    monkeypatch.setattr(driver, "_start_processes", start)
-    config = config_in(tmp_path / "run", cluster={"device": "cpu"}, **chats_of(tmp_path, bad=13))
-    with pytest.raises(DataError, match=r"chats.jsonl:14: the tokenizer's chat template rejects its messages"):
-        with launch(functools.partial(make_plan, config)):
-            raise AssertionError("it must not come to this")
 
 
 def test_an_engine_that_cannot_start_ends_the_start_before_ranks_take_memory() -> None:
@@ -291,7 +293,7 @@ class Saves:
         self.error = error
         self.asked = 0
 
-    def rescue(self, *, ask: bool) -> None:
+    def rescue(self, *, ask: bool = True) -> None:
         self.asked += ask
         if self.error is not None:
             raise self.error

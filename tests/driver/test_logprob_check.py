@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -99,8 +100,9 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
     lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
     prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
     sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
-    monkeypatch.setattr(module, "PromptStream", lambda source, seed: SimpleNamespace(take=lambda count: prompts))
-    check = make_check(sampler=sampler, params=SamplingParams(max_tokens=1000, temperature=0.7))
+    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
+    rollout = Mock(params=SamplingParams(max_tokens=1000, temperature=0.7))
+    check = make_check(sampler=sampler, rollout=rollout)
     batch = asyncio.run(check.sample())
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
     assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
@@ -132,16 +134,7 @@ def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
 
 
 def make_check(ears: Ears | None = None, **parts: Any) -> LogprobCheck:
-    given = {
-        "sampler": None,
-        "prompts": None,
-        "params": None,
-        "seed": 0,
-        "bound": 0.1,
-        "stops": True,
-        "every": 3,
-        "run_dir": Path("runs/a b"),
-    }
+    given = {"sampler": None, "rollout": None, "bound": 0.1, "stops": True, "every": 3, "run_dir": Path("runs/a b")}
     return LogprobCheck(**{**given, "progress": progress(ears), **parts})
 
 

@@ -174,7 +174,7 @@ class Command:
             time.sleep(0.01)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """To the whole process group: SIGINT as a terminal sends it, SIGTERM as `timeout` and schedulers do."""
+        """To the whole process group, as a terminal sends SIGINT."""
         os.killpg(self.process.pid, number)
 
     def assert_nothing_is_left(self) -> None:

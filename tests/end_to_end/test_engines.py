@@ -33,7 +33,7 @@ def test_an_engine_that_dies_or_freezes_while_it_samples_and_again_in_the_update
 ) -> None:
     collective = "weights.transport=collective"
     freezes = [f'engines."{NAME}".how=freeze', f"cluster.health_timeout={paced(6.0)}"]
-    silent = f"its process had not said for {paced(6.0):g} s (cluster.health_timeout) where it is in {{}}"
+    silent = f"its process was killed during {{}}: no heartbeat for {paced(6.0):g} s (cluster.health_timeout)"
     for name, deaths, settings, happens in (
         ("undisturbed", 0, ["weights.transport=auto"], ""),
         ("killed", 2, [collective], "its process died during {}"),

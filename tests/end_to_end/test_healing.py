@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Pa
 def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_path: Path, undisturbed: Path) -> None:
     within = f"cluster.health_timeout={paced(6.0)}"
     frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
-    assert "actor rank 1: its process had not said for " in frozen.out
+    assert "actor rank 1: its process was killed during train at optimizer step 2: no heartbeat for " in frozen.out
     assert "; all ranks are started anew from the initial weights; step 1 is done again" in frozen.out
     assert_same(tmp_path / "run", undisturbed)
 

@@ -1,123 +1,42 @@
-"""A run whose own Ray dies says so and keeps what it has; so does one whose directory is gone."""
+"""A run whose own Ray dies ends with an error and keeps what it has; so does one whose directory is gone."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from corerl.checkpoint.commit import latest
+from corerl.checkpoint.commit import latest, read_state
 from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
 from tests.end_to_end.faulty import fault
+from tests.machine import paced
 
 FAKE = ["rollout.engine=fake", "algorithm.on_mismatch=off", "eval.every=0"]
 PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes that start fastest
-CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
 
 
-def processes(command: Command, part: str) -> list[int]:
-    """Those with this in their command line, before any option."""
-    return [pid for pid, line in command.processes().items() if part in line.partition(" -")[0]]
-
-
-def test_a_gcs_that_dies_ends_the_run_with_its_name_and_log_once_the_checkpoint_is_written(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    saved = ["checkpoint.every=2", *fault("save", "wait", step=2)]  # in the background, until it is let go
-    with Command(
-        "train", write_small(tmp_path), f"run.dir={run_dir}", *FAKE, *saved, logs=tmp_path, own_ray=True
-    ) as run:
-        run.until(lambda: (run_dir / "fault").exists() and steps_done(run_dir) >= 3, "saving its second step")
-        assert latest(run_dir) is None
-        (gcs,) = processes(run, "gcs_server")
-        os.kill(gcs, signal.SIGKILL)
-        (run_dir / "go").touch()
-        assert run.finish(within=ENDS_WITHIN) == 1
-        run.assert_nothing_is_left()
-    (line,) = run.errors
-    told = re.fullmatch(
-        r"corerl: error: Ray's gcs_server has died; unless someone killed it, see the machine's log \(dmesg: out of "
-        r"memory\?\) and its own \((.*/ray/session_\d.*/logs/gcs_server.out)\)",
-        line,
-    )
-    assert told and Path(told[1]).stat().st_size
-    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
-
-
-@pytest.mark.parametrize(
-    ("name", "marks", "log"),
-    [
-        ("raylet", ["/raylet/raylet"], "raylet.out"),
-        ("dashboard agent", ["dashboard/agent.py", "ray::DashboardAgent"], "dashboard_agent.log"),
-        ("runtime-env agent", ["runtime_env/agent/main.py", "ray::RuntimeEnvAgent"], "runtime_env_agent.log"),
-    ],
-)
-def test_a_run_ends_soon_with_the_name_and_log_of_whatever_of_ray_has_died(
-    name: str, marks: list[str], log: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("service", ["gcs_server", "raylet"])
+def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1"]
-    # Where it waits for its rewards: Ray ends a driver itself that is at its object store when raylet dies, and with it
-    # the save that is being written.
-    reward = ["reward.name=tests.rollout.user_rewards:held", f"reward.options={{directory='{tmp_path}'}}"]
-    with Command("train", *arguments, *reward, "reward.timeout=600", logs=tmp_path, own_ray=True) as run:
-        run.until(lambda: steps_done(run_dir) >= 1, "in its second step")
-        (tmp_path / "hold").touch()
-        run.until(lambda: len(list(tmp_path.glob("held-*"))) == 2, "held by a reward in each process")
-        (service,) = (process for mark in marks for process in processes(run, mark))
-        os.kill(service, signal.SIGKILL)
-        assert run.finish(within=ENDS_WITHIN) == 1
-        run.assert_nothing_is_left()
-    (line,) = run.errors
-    told = re.fullmatch(
-        rf"corerl: error: Ray's {name} has died; unless someone killed it, see the machine's log \(dmesg: out of "
-        rf"memory\?\) and its own \((.*/ray/session_\d.*/logs/{log})\)",
-        line,
-    )
-    assert told and Path(told[1]).exists()
-    assert latest(run_dir) is not None
-
-
-GCS_DIES_AT_THE_END = """
-import signal
-from corerl.cluster import services
-from corerl.driver.run import Run
-finish = Run.finish
-def finish_without_gcs(self):
-    summary = finish(self)
-    (gcs,) = (each for each in services._watch.services if each.name == "gcs_server")
-    signal.pidfd_send_signal(gcs.handle, signal.SIGKILL)
-    return summary
-Run.finish = finish_without_gcs
-"""
-
-
-def test_a_run_that_has_written_everything_has_succeeded_though_ray_has_died(tmp_path: Path) -> None:
-    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", "run.steps=2", CONSOLE]
-    with Command("train", *arguments, logs=tmp_path, before=GCS_DIES_AT_THE_END, own_ray=True) as command:
-        command.until(lambda: "\nfinished after 2 of 2 steps, " in command.out, "done")
-        assert (command.finish(within=ENDS_WITHIN), command.err) == (0, "")
-        command.assert_nothing_is_left()
-    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000002"
-
-
-def test_a_second_signal_while_ray_starts_ends_the_run_as_it_does_later(tmp_path: Path) -> None:
-    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={tmp_path}/run", CONSOLE]
-    with Command("train", *arguments, logs=tmp_path, own_ray=True) as command:
-        command.until(lambda: any("ray::DashboardAgent" in line for line in command.processes().values()), "starting")
-        os.kill(command.process.pid, signal.SIGTERM)
-        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the first signal")
-        os.kill(command.process.pid, signal.SIGTERM)
-        status = command.finish(within=ENDS_WITHIN)
-        command.assert_nothing_is_left()
-    if status == -signal.SIGABRT:  # by Ray's native handler, which ours cannot replace before ray.init returns
-        assert "*** SIGTERM received at time=" in command.err
-        return
-    assert (status, command.err.splitlines()[-1]) == (130, "corerl: interrupted")
-    assert "\ninterrupted after 0 of 6 steps, " in command.out
+    with Command("train", *arguments, logs=tmp_path, own_ray=True) as run:
+        run.until(lambda: steps_done(run_dir) >= 2, "in its third step")
+        part = f"/{service}"
+        (pid,) = (pid for pid, line in run.processes().items() if part in line.partition(" -")[0])
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.finish(within=paced(60.0)) != 0
+        assert time.monotonic() - killed < paced(60.0)
+        # Ray's agents look for GCS for a minute, and hold no device.
+        while left := [line for line in run.processes().values() if "agent" not in line.lower()]:
+            assert time.monotonic() - killed < paced(90.0), left
+            time.sleep(0.1)
+    newest = latest(run_dir)
+    assert newest is not None and read_state(newest)["rollout_step"] >= 1
 
 
 def test_a_run_whose_directory_is_removed_ends_with_an_error_even_if_there_is_another_in_its_place(

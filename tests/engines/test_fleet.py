@@ -566,8 +566,8 @@ class Sized(Scripted):
         self.log.append(f"shrink {count}")
         self.size -= count
 
-    def reseat(self, slots: Sequence[Any]) -> None:
-        self.log.append(f"reseat in {slots}")
+    def reassign(self, slots: Sequence[Any]) -> None:
+        self.log.append(f"reassign in {slots}")
 
 
 def resize(fleet: EngineFleet, count: int) -> None:
@@ -848,8 +848,8 @@ def test_engines_that_lost_their_machines_have_other_slots_and_of_too_many_the_l
     fleet = EngineFleet(sized, assigned(3), loop)  # type: ignore[arg-type]
     expected = draw(fleet, REQUEST)
     moved = [evolve(each, context=evolve(each.context, devices=("7",))) for each in assigned(2)]
-    fleet.reseat(moved, range(2))
-    assert sized.log == ["pause [2]", "close [2]", "shrink 1", "reseat in range(0, 2)"]
+    fleet.reassign(moved, range(2))
+    assert sized.log == ["pause [2]", "close [2]", "shrink 1", "reassign in range(0, 2)"]
     assert fleet.assignments == moved and fleet.names == ("engine-0", "engine-1")
     sized.asked.clear()
     assert same(draw(fleet, REQUEST), expected)

@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from corerl.models import layout
+from corerl.models import layouts
 
 
 def look_once() -> None:
-    """A model that is like one that passed tells nothing new: `models.layout` leaves it out. Once is enough for a
+    """A model that is like one that passed tells nothing new: `models.layouts` leaves it out. Once is enough for a
     process."""
-    remember(layout, "require_packable", like)
-    remember(layout, "require_packed_attention", like)
+    remember(layouts, "require_packable", like)
+    remember(layouts, "require_packed_attention", like)
 
 
 def like(model: PreTrainedModel, *_: Any) -> Hashable:

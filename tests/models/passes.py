@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.models.build import materialize, stored_buffers
-from corerl.models.layout import make_policy
+from corerl.models.layouts import make_policy
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, Seen, register_packed_attention
-from corerl.models.packable import packed_call
+from corerl.models.layouts import packed_call
 from corerl.ops.attention import PackedSequences
 from corerl_testing.models import tiny_config
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import build_on_meta, materialize
-from corerl.models.layout import make_policy
-from corerl.models.packed import PackedPolicy
+from corerl.models.layouts import PackedPolicy, make_policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
 from corerl_testing import smallest_config

@@ -73,8 +73,8 @@ def test_prompts_that_are_too_long_for_a_set_are_left_out_of_it_alone(tmp_path: 
     assert len(trained.train) == 1 and not trained.left_out  # all leave room for 10 tokens
     kept = [prompt.text for prompt in trained.held_out_prompts() if len(prompt.text) < 15]
     assert [prompt.text for prompt in own.source.held_out_prompts()] == kept
-    told = "eval.sets[0]: data: 1 of 2 prompts are skipped: they have up to 20 tokens, but at most 10 fit with "
-    assert told + "eval.sets[0].max_tokens=20 in a context of 30" in plan.notices
+    place = f"{tmp_path}/set.jsonl:1: it has 20 tokens, but at most 10 fit with eval.sets[0].max_tokens=20"
+    assert f"eval.sets[0]: data: 1 of the first 2 prompts are skipped; {place} in a context of 30" in plan.notices
 
 
 def test_what_a_set_skips_and_trains_on_is_among_the_notices(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_resumed_run_is_scored_on_what_its_checkpoint_held_out(tmp_path: Path)
 
 
 NO_PART = "correct_on: 'right' is no part of the reward; 'position-match' has no parts"
-SKIPPED = "all 1 prompts are skipped: they have up to 3 tokens, but at most 0 fit with eval.sets[0].max_tokens=30"
+SKIPPED = "all 1 prompts are skipped: 1 of the first 1 prompts are skipped; "
 
 
 @pytest.mark.parametrize(

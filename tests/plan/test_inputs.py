@@ -66,8 +66,8 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         planned({"config": {**fields, "vocab_size": 32}})
     assert caught.value.message.startswith(
-        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer that tells which, but the "
-        "actor's model has 16"
+        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer to compare them by, but "
+        "the actor's model has 16"
     )
     directory = tmp_path / "teacher"
     with torch.random.fork_rng(devices=[]):
@@ -170,8 +170,8 @@ def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_pat
     assert {prompt.index for prompt in PromptStream(plan.rollout.prompts, 0).take(4)} == {0, 2}
     assert notices(plan) == (
         (
-            "data: 2 of 4 prompts are skipped: they have up to 16 tokens, but at most 10 fit with "
-            "rollout.max_tokens=20 (the model's config allows 30 tokens)"
+            f"data: 2 of the first 4 prompts are skipped; {tmp_path}/digits.jsonl:2: it has 11 tokens, but at most 10 "
+            "fit with rollout.max_tokens=20 (the model's config allows 30 tokens)"
         ),
     )
     more = make_plan(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
@@ -184,12 +184,12 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout.max_tokens: 20 leaves no room for a prompt, rollout.con"):
         make_plan(config_in(tmp_path / "run", data=data, rollout=rollout))
     with pytest.raises(
-        DataError, match=r"^data.source: all 2 training prompts .*: they have up to 11 tokens, but at most 9 fit"
+        DataError, match=r"^data.source: all 2 training prompts .*: it has 10 tokens, but at most 9 fit"
     ):
         make_plan(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
-def test_prompts_are_looked_at_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
+def test_prompts_are_checked_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
     rollout = {"engine": "fakee", "prompts": 2, "samples": 4, "max_tokens": 20, "context_length": 29}
     with pytest.raises(PluginNotFound, match=r"^rollout.engine: unknown engine 'fakee'[^\n]*$"):
         make_plan(config_in(tmp_path / "run", data=prompts_of(tmp_path, 9, 10), rollout=rollout))
@@ -220,16 +220,7 @@ def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anythin
     plan = make_plan(config_in(tmp_path / "run", **tables))
     assert plan.rollout.prompts.left_out == {13}
     (notice,) = notices(plan)
-    assert notice.startswith("data: 1 of 20 prompts are skipped, because they cannot be shown to the model")
-
-
-def test_chats_that_take_long_to_check_are_left_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corerl.plan.inputs.AT_ONCE", 0.0)
-    monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
-    check = make_plan(config_in(tmp_path / "run", **chats_of(tmp_path, bad=13))).rollout.check
-    assert check is not None and (check.notices, check.done, check.of) == (None, 4, 20)
-    with pytest.raises(DataError, match=r"chats.jsonl:14: "):
-        check.finish()  # before the first prompt is drawn
+    assert notice.startswith("data: 1 of the first 20 prompts are skipped; ")
 
 
 def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: Path) -> None:

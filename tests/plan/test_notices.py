@@ -55,7 +55,7 @@ def test_sampling_that_the_models_authors_ask_for_is_told_where_it_is_not_done(
     plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
     found = [line for line in plan.notices if "generation_config.json" in line]
     assert len(found) == bool(told)
-    assert all(told in line and line.endswith("not done: samples are drawn as [rollout] says") for line in found)
+    assert all(told in line and line.endswith("ignored: sampling follows [rollout]") for line in found)
     assert ("repetition_penalty=1.05" in "".join(found)) == (settings.get("repetition_penalty") == 1.05)
 
 

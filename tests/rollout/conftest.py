@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import pytest
 
-from corerl.event_loop import IDLE
 from tests.rollout.engines import LIMIT, Engines
 
 E = TypeVar("E", bound=Engines)
@@ -32,7 +31,7 @@ def use() -> Iterator[Use[Engines]]:
     for engines in used:
         engines.close()
     deadline = time.monotonic() + LIMIT
-    while left := [each.name for each in set(threading.enumerate()) - before if each.name != IDLE]:
+    while left := [each.name for each in set(threading.enumerate()) - before]:
         assert time.monotonic() < deadline, left
         time.sleep(0.001)
 

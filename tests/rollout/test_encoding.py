@@ -11,11 +11,11 @@ from tokenizers import models, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.data.chat import ChatPrompts
-from corerl.data.prompts import Prompt, PromptSource, SortDigits, split
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, split
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.encoding import encode, require_encodable, unusable
+from corerl.rollout.encoding import PromptCheck, check_first, encode, require_encodable
 from corerl_agents.conversation import Conversation, Refused, Renderer
 from tests.rollout.samplers import prompt_sampler
 
@@ -93,18 +93,9 @@ def test_chats_want_a_template_before_anything_is_started() -> None:
     without = load_tokenizer(tokenizer="characters:0123456789>", path="")
     require_encodable(texts, without)
     require_encodable(ChatPrompts(texts, system=""), tokenizer())
-    require_encodable(ChatPrompts(texts, system="Be brief."), tokenizer())  # `refused` looks at all chats
+    require_encodable(ChatPrompts(texts, system="Be brief."), tokenizer())
     with pytest.raises(ModelError, match="the tokenizer has no chat template; use the tokenizer of a chat model"):
         require_encodable(ChatPrompts(texts, system=""), without)
-
-
-def test_characters_that_the_tokenizer_lacks_are_told_before_anything_is_started() -> None:
-    texts = SortDigits(held_out=1, seed=0)
-    require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789>", path=""))
-    with pytest.raises(
-        DataError, match=r"prompt \d+ \('\d+>'\) contains characters .*does not know: .*<unk>.*'characters:"
-    ):
-        require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789", path=""))
 
 
 # ---- what a tokenizer adds by itself ---------------------------------------------------------------------------------
@@ -211,134 +202,133 @@ def test_a_rows_own_template_arguments_go_before_those_of_the_config() -> None:
         assert ours.decode(ids) == by_hand == f"{first}<bos>u:12;a:3;u:45;a:"
 
 
+def skips(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int = UNLIMITED) -> str:
+    return PromptCheck(tokenizer=tokenizer, skip=True, longest=longest, limit="LIMIT")(prompt)
+
+
 def test_a_rows_template_arguments_that_nothing_reads_are_refused() -> None:
     for name, why in [("breif", "never reads it"), ("tokenize", "CoreRL sets it"), ("tools", "CoreRL sets it")]:
-        (found,) = unusable(One(evolve(CHAT, template_options={name: True})), tokenizer(BRIEF))
-        assert found.refused[2].startswith(f"chat_template_kwargs.{name}: ") and why in found.refused[2]
-    (found,) = unusable(One(evolve(CHAT, template_options={"brief": True})), tokenizer(BRIEF))
-    assert not found.refused
+        found = skips(evolve(CHAT, template_options={name: True}), tokenizer(BRIEF))
+        assert found.startswith(f"chat_template_kwargs.{name}: ") and why in found
+    assert skips(evolve(CHAT, template_options={"brief": True}), tokenizer(BRIEF)) == ""
 
 
-def test_unknown_characters_and_prompts_without_tokens_are_refused_where_all_are_looked_at() -> None:
-    ours = tokenizer()
-    (found,) = unusable(One(evolve(TEXT, text="1?2>")), ours, characters=True)
-    assert found.refused == {1: "it has characters that the tokenizer does not know"}
-    (found,) = unusable(One(evolve(CHAT, messages=({"role": "user", "content": "?"},))), ours, characters=True)
-    assert found.refused == {2: "it has characters that the tokenizer does not know"}
-    require_encodable(One(evolve(TEXT, text="1?2>")), ours, characters=False)
-    with pytest.raises(DataError, match="contains characters that the tokenizer does not know"):
-        require_encodable(One(evolve(TEXT, text="1?2>")), ours)
+# ---- which prompts a run can sample from -----------------------------------------------------------------------------
 
-    silent = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
-    (found,) = unusable(One(evolve(TEXT, text=" ")), silent, longest=5)
-    assert found.refused == {1: "prompt 1 (' ') has no tokens, so the model has nothing to continue"}
+SILENT = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
+UNKNOWN = "it has characters that the tokenizer does not know"
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
-
-
-class Lengths(PromptSource):
-    """Prompt i has i + 1 digits, as a text, as a chat, or as a chat with a key more."""
-
-    def __init__(self, count: int) -> None:
-        self.train, self.held_out = np.arange(1, count), np.array([0])
-
-    def prompt(self, index: int) -> Prompt:
-        text = "7" * (index + 1)
-        message = {"role": "user", "content": text, **({"name": "u"} if index % 3 == 2 else {})}
-        return Prompt(index=index, text=text, answer="", messages=(message,) if index % 3 else ())
-
-
-def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
-    parts = list(unusable(source, tokenizer, longest=limit))
-    assert sum(part.looked_at for part in parts) == len(source)
-    return {index: length for part in parts for index, length in part.too_long.items()}
-
-
-@pytest.mark.parametrize("limit", [0, 7, 20, 59, 2000])
-def test_the_prompts_that_are_too_long_are_those_that_encode_to_more_tokens(limit: int) -> None:
-    source, ours = Lengths(60), tokenizer()
-    lengths = {index: len(encode(ours, [source.prompt(index)])[0]) for index in range(60)}
-    assert longer_than(limit, source, ours) == {index: n for index, n in lengths.items() if n > limit}
-
-
-@pytest.mark.parametrize(("longest", "looked_at"), [(39, 60), (40, 0)])
-def test_texts_that_fit_whatever_the_tokenizer_makes_of_them_are_not_looked_at(longest: int, looked_at: int) -> None:
-    source = Lengths(60)
-    source.characters = 6  # at most 4 * 6 + 16 tokens
-    assert sum(part.looked_at for part in unusable(source, tokenizer(), longest=longest)) == looked_at
-
-
-class One(PromptSource):
-    """A single prompt."""
-
-    chat = True
-
-    def __init__(self, prompt: Prompt) -> None:
-        self._prompt = prompt
-        self.divide([split(np.zeros(1, np.uint64), np.zeros(1, np.int64), held_out=0, name="one")])
-
-    def prompt(self, index: int) -> Prompt:
-        return self._prompt
+@pytest.mark.parametrize(
+    ("prompt", "ours", "why"),
+    [
+        (TEXT, tokenizer(), ""),
+        (CHAT, tokenizer(), ""),
+        (SYSTEM, tokenizer(), "the tokenizer's chat template rejects its messages (TemplateError: no system messages)"),
+        (CHAT, tokenizer("{{ '' }}"), "the tokenizer's chat template writes nothing for its messages"),
+        (CHAT, tokenizer("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "the tokenizer's chat template rejects"),
+        (evolve(TEXT, text="1?2>"), tokenizer(), UNKNOWN),
+        (evolve(CHAT, messages=({"role": "user", "content": "?"},)), tokenizer(), UNKNOWN),
+        (evolve(TEXT, text=" "), SILENT, "it has no tokens, so the model has nothing to continue"),
+    ],
+)
+def test_a_prompt_is_skipped_with_a_reason_or_refused(prompt: Prompt, ours: PreTrainedTokenizerBase, why: str) -> None:
+    found = skips(prompt, ours)
+    assert found.startswith(why) and bool(found) is bool(why)
+    strict = PromptCheck(tokenizer=ours)
+    if not why or why == UNKNOWN:  # which only the first prompts are checked for
+        assert strict(prompt) == ""
+    else:
+        with pytest.raises(DataError, match="; correct the row, or set data.refused='skip' to leave out such rows"):
+            strict(prompt)
 
 
 FUNCTION = {"name": "f", "parameters": {"properties": {f"p{n}": {"type": "string"} for n in range(50)}}}
 TOOLS = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
-CALLS = "{% for message in messages %}{{ message.tool_calls | default([]) | tojson(indent=8) }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [
-        (TOOLS + TEMPLATE, evolve(CHAT, tools=({"type": "function", "function": FUNCTION},))),
-        (  # which repeats the tools in each message
-            "{% for message in messages %}" + TOOLS + "{{ message.content }}{% endfor %}",
-            evolve(CHAT, messages=CHAT.messages * 20, tools=({"type": "function", "function": FUNCTION},)),
-        ),
-        (
-            TEMPLATE + CALLS,
-            evolve(CHAT, messages=({"role": "user", "content": "", "tool_calls": [{"function": FUNCTION}] * 9},)),
-        ),
-        ("{{ messages[0].content * 500 }}", CHAT),
         (TEMPLATE, evolve(TEXT, text="1" * 500)),
+        ("{{ messages[0].content * 500 }}", CHAT),
+        (TOOLS + TEMPLATE, evolve(CHAT, tools=({"type": "function", "function": FUNCTION},))),
     ],
 )
-def test_whatever_a_template_writes_is_counted_and_encoded_only_where_it_might_be_too_long(
-    template: str, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, source = tokenizer(template), One(prompt)
+def test_a_prompt_is_too_long_by_its_tokens(template: str, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = tokenizer(template)
+    ours.unk_token = None
     length = len(encode(ours, [prompt])[0])
     assert length >= 500
-    assert longer_than(length - 1, source, ours) == {prompt.index: length}
-    assert longer_than(length, source, ours) == {}
-    encoded: list[str] = []
-    monkeypatch.setattr("corerl.rollout.encoding.plain", lambda ours, texts: encoded.extend(texts) or [])
-    assert longer_than(20 * length, source, ours) == {}
-    assert encoded == []
+    assert skips(prompt, ours, length - 1) == f"it has {length} tokens, but at most {length - 1} fit with LIMIT"
+    assert skips(prompt, ours, length) == ""
+    monkeypatch.setattr("corerl.rollout.encoding.plain", lambda ours, texts: 1 / 0)
+    assert skips(prompt, ours, 20 * length) == ""  # is not encoded, as it is surely short enough
 
 
-def test_a_text_that_the_tokenizer_makes_longer_is_counted_as_it_makes_it() -> None:
+def test_a_text_that_the_tokenizer_makes_longer_is_measured_in_its_tokens() -> None:
     inner = tokenizers.Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", byte_fallback=False))
     inner.normalizer = tokenizers.normalizers.NFKC()
     ours = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
     prompt = evolve(TEXT, text="\ufdfa" * 100)  # a whole phrase in one character, of 18 letters
-    assert longer_than(1799, One(prompt), ours) == {prompt.index: 1800}
-    assert longer_than(1800, One(prompt), ours) == {}
+    check = PromptCheck(tokenizer=ours, longest=1799, limit="LIMIT")
+    assert check(prompt).startswith("it has 1800 tokens") and evolve(check, longest=1800)(prompt) == ""
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        (
-            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-            r"rejects its messages \(RecursionError: .*: user, assistant",
-        ),
-        ("{{ 'a' * 10**10 }}", "takes more than 512 MiB of memory for its messages"),
-    ],
-)
-def test_a_template_that_takes_too_much_or_fails_in_any_way_is_told(template: str, told: str) -> None:
-    with pytest.raises(DataError, match=f"^prompt 2: the tokenizer's chat template {told}"):
-        encode(tokenizer(template), [CHAT])
-    with pytest.raises(Refused, match=f"^messages: the tokenizer's chat template {told}"):  # of an episode
-        Renderer(tokenizer(template)).ask(Conversation(), CHAT.messages)
+class Numbered(PromptSource):
+    """Prompts of digits; those of `bad` have a system message, which the template refuses."""
+
+    chat = True
+
+    def __init__(self, count: int, bad: set[int], held_out: int = 0) -> None:
+        self._bad = bad
+        self.divide([split(np.arange(count, dtype=np.uint64), np.arange(count), held_out=held_out, name="numbered")])
+
+    def prompt(self, index: int) -> Prompt:
+        role = "system" if index in self._bad else "user"
+        return Prompt(index=index, text="", answer="", messages=({"role": role, "content": str(index)},))
+
+
+def test_the_first_prompts_and_those_held_out_are_checked_before_a_run() -> None:
+    source = Numbered(200, {3, 7, 80, 199}, held_out=6)  # the first six are held out
+    check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True))
+    assert source.left_out == {3, 7}
+    (notice,) = source.notices
+    assert notice.startswith("data: 2 of the first 70 prompts are skipped; prompt 3: the tokenizer's chat template")
+    with pytest.raises(DataError, match="^prompt 3: the tokenizer's chat template rejects .*; correct the row, or set"):
+        check_first(source, PromptCheck(tokenizer=tokenizer()))
+    with pytest.raises(DataError, match="^all 10 training prompts are skipped.*: 10 of the first 10 prompts"):
+        check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True))
+
+
+def test_a_prompt_is_checked_when_it_is_drawn() -> None:
+    bad, lines = {80, 150, 151}, list[str]()
+    source = Numbered(200, bad)
+    check = PromptCheck(tokenizer=tokenizer(), skip=True)
+    taken = [each.index for each in PromptStream(source, 0, check=check, notify=lines.append).take(394)]
+    whole = [each.index for each in PromptStream(Numbered(200, set()), 0).take(400)]
+    assert taken == [index for index in whole if index not in bad]
+    assert source.left_out == bad
+    (line,) = lines  # of the first one, the next would be of the tenth
+    assert line.startswith("data: 1 prompts are skipped so far; the last: prompt ") and "no system messages" in line
+    with pytest.raises(DataError, match=r"^prompt (80|150|151): .*; correct the row, or set data.refused='skip'"):
+        PromptStream(Numbered(200, bad), 0, check=PromptCheck(tokenizer=tokenizer())).take(200)
+    with pytest.raises(DataError, match="^all 200 training prompts are skipped"):
+        PromptStream(Numbered(200, set(range(200))), 0, check=check).take(1)
+
+
+def test_characters_that_the_tokenizer_lacks_are_found_in_the_first_prompts() -> None:
+    texts = SortDigits(held_out=1, seed=0)
+    check_first(texts, PromptCheck(tokenizer=load_tokenizer(tokenizer="characters:0123456789>", path="")))
+    lacks = load_tokenizer(tokenizer="characters:0123456789", path="")
+    with pytest.raises(DataError, match=r"prompt \d+: it \('\d+>'\) contains characters .*: .*<unk>.*'characters:"):
+        check_first(texts, PromptCheck(tokenizer=lacks))
+
+
+def test_a_template_that_fails_in_any_way_is_named_for_prompts_and_episodes() -> None:
+    endless = tokenizer("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+    why = r"the tokenizer's chat template rejects its messages \(RecursionError: .*: user, assistant"
+    with pytest.raises(DataError, match=f"^prompt 2: {why}"):
+        encode(endless, [CHAT])
+    with pytest.raises(Refused, match=f"^messages: {why}"):
+        Renderer(endless).ask(Conversation(), CHAT.messages)

@@ -19,8 +19,7 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed
 from corerl.rollout.recorded import write_rollout
-from corerl.rollout.rewards.base import Reward, Scores
-from corerl.rollout.rewards.outcomes import OutcomeScorer
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scores
 from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl_agents.chat_server import ChatServer

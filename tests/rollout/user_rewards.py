@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from corerl.data.prompts import Prompt
 
@@ -73,42 +72,11 @@ def mark(prompt: Prompt, response: str, *, directory: str) -> float:
         pass
 
 
-def alarmed(prompt: Prompt, response: str, *, hidden: bool = False, only: str = "") -> float:
-    """Limits its own time, as many graders of mathematics do, on all responses or on `only` one."""
-    if response != (only or response):
-        return 0.0
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    except ValueError as error:
-        if hidden:
-            raise RuntimeError("cannot grade") from error
-        raise
-    return 1.0
-
-
 def noted(prompt: Prompt, response: str, *, directory: str) -> float:
     """`act`, where each call leaves a line."""
     with Path(directory, "calls").open("a") as calls:
         calls.write(response + "\n")
     return act(prompt, response)
-
-
-def meeting(prompt: Prompt, response: str, *, directory: str) -> float:
-    """Where the response is "wait", come back when it was called with "open"."""
-    if response == "open":
-        Path(directory, "open").touch()
-    while response == "wait" and not Path(directory, "open").exists():
-        time.sleep(0.01)
-    return 1.0
-
-
-def together(prompt: Prompt, response: str, *, directory: str, count: int) -> float:
-    """Where the response begins with "wait", come back once as many others wait."""
-    if response.startswith("wait"):
-        Path(directory, response).touch()
-        while len(os.listdir(directory)) < count:
-            time.sleep(0.02)
-    return float(len(response))
 
 
 def hangs_at_first(prompt: Prompt, response: str, *, directory: str, count: int) -> float:
@@ -130,14 +98,6 @@ def held(prompt: Prompt, response: str, *, directory: str) -> float:
     return len(response) / 8
 
 
-def burning(prompt: Prompt, response: str) -> float:
-    """Compute for a while."""
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    return float(len(response))
-
-
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -152,58 +112,8 @@ def parent(prompt: Prompt, response: str, *, directory: str) -> float:
     return act(prompt, response)
 
 
-class Shy:
-    def __repr__(self) -> str:
-        raise SystemExit("no")
-
-
-class Unsaid(BaseException):
-    def __str__(self) -> str:
-        raise KeyboardInterrupt
-
-
-class Number(float):
-    def __float__(self) -> float:
-        raise SystemExit(0)
-
-
-def unkind(prompt: Prompt, response: str) -> Any:
-    match response:
-        case "shy exit":
-            raise SystemExit(Shy())
-        case "shy value":
-            return Shy()
-        case "shy part":
-            return {"a": Shy()}
-        case "number":
-            return Number(1.0)
-        case "unsaid":
-            raise Unsaid
-        case "interrupt":
-            raise KeyboardInterrupt("by itself")
-        case "generator":
-            raise GeneratorExit
-        case "own cause":
-            error = Unsaid()
-            error.__cause__ = error
-            raise error
-    return 1.0
-
-
-async def unkind_later(prompt: Prompt, response: str) -> Any:
-    return unkind(prompt, response)
-
-
-def unkind_awaited(prompt: Prompt, response: str) -> Any:
-    return unkind_later(prompt, response)
-
-
 def lazy(prompt: Prompt, response: str) -> float:
     """Needs the main thread, and sleeps beyond its time on one response."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     time.sleep(600 if response == "sync" else 0.0)
     return 1.0
-
-
-def picky(prompt: Prompt, response: str) -> float:
-    raise KeyError(response)

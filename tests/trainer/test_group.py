@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from corerl.calls import Future, wait_all
 from corerl.checkpoint import copies as memory_copies
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.group import Pending, Watching
+from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
@@ -94,20 +94,23 @@ class Answers:
         return len(self.answers["init"])
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        return Pending("start", (0, 1), ("construct",))
+        return self._pending("start", "construct")
+
+    def _pending(self, method: str, verb: str) -> Pending:
+        return Pending(method, 0, {rank: Member(f"actor rank {rank}") for rank in range(2)}, (verb,))
 
     def listen(self, member: int) -> tuple[str, int, int]:
         return "host", 1234, 5
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Pending:
         self.calls.append((method, *arguments))
-        return Pending(method, (0, 1), (method,))
+        return self._pending(f"{method} at {at}" if at else method, method)
 
-    def start(self, method: str, *args: Any) -> Pending:
+    def start(self, method: str, *args: Any, at: str = "") -> Pending:
         if self.killed:
             raise WorkerDied("the ranks have ended")
         self.calls.append((method, *args))
-        return Pending(method, (0, 1), (method,))
+        return self._pending(f"{method} at {at}" if at else method, method)
 
     def wait(self, pending: Pending) -> list[Any]:
         self.waited_for.append(pending.method)
@@ -168,7 +171,7 @@ def disagreement(*results: InitResult) -> str:
 # ---- what ranks must agree on ----------------------------------------------------------------------------------------
 
 
-def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
+def test_only_rank_0_gets_the_listening_socket() -> None:
     processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
     TrainGroup(processes, PLAN).init().result()  # type: ignore[arg-type]
     ((verb, first, second),) = processes.calls
@@ -179,54 +182,30 @@ def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
     assert again.calls[0][1][3] != first[3]
 
 
-def test_ranks_that_stand_at_different_steps_or_versions_are_an_error() -> None:
-    first, second = InitResult(layout=layout(0)), InitResult(layout=layout(1))
-    assert disagreement(evolve(first, optimizer_step=4), evolve(second, optimizer_step=6)) == (
-        "actor: ranks disagree on optimizer_step: rank 0 reports 4, rank 1 reports 6; all ranks must "
-        "load the same checkpoint"
-    )
-    assert disagreement(first, evolve(second, weights_version=1)) == (
-        "actor: ranks disagree on weights_version: rank 0 reports 0, rank 1 reports 1; all ranks must "
-        "load the same checkpoint"
-    )
+FIRST = InitResult(layout=layout(0))
+ALIKE = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("results", "said"),
     [
-        (layout(0), "the layout of rank 1 has rank 0 and dp_size 2, expected rank 1 and the dp_size 2 of rank 0"),
-        (
-            layout(1, dp_size=1),
-            "the layout of rank 1 has rank 1 and dp_size 1, expected rank 1 and the dp_size 2 of rank 0",
-        ),
+        ([evolve(FIRST, optimizer_step=4), InitResult(layout=layout(1), optimizer_step=6)],
+         "ranks disagree on optimizer_step: rank 0 reports 4, rank 1 reports 6"),
+        ([FIRST, InitResult(layout=layout(1), weights_version=1)],
+         "ranks disagree on weights_version: rank 0 reports 0, rank 1 reports 1"),
+        ([FIRST, FIRST], "the layout of rank 1 has rank 0 and dp_size 2, expected rank 1 and the dp_size 2 of rank 0"),
+        ([FIRST, InitResult(layout=layout(1, dp_size=1))],
+         "the layout of rank 1 has rank 1 and dp_size 1, expected rank 1 and the dp_size 2 of rank 0"),
+        ([InitResult(layout=each) for each in ALIKE],
+         "the ranks form 1 data-parallel groups, but the backend's spec announced 2"),
+        ([FIRST, InitResult(layout=layout(1, dp_rank=0))], "dp rank 0 has output ranks [0, 1], expected exactly one"),
+        ([FIRST, InitResult(layout=layout(1, outputs=False))], "dp rank 1 has output ranks [], expected exactly one"),
+        ([FIRST, InitResult(layout=layout(1, sequence_multiple=4))], "ranks disagree on sequence_multiple: [1, 4]"),
+        ([FIRST, InitResult(layout=layout(1, rectangular=True))], "ranks disagree on rectangular: [False, True]"),
     ],
-)
-def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayout, said: str) -> None:
-    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=wrong))
-    assert message == f"actor: {said}; correct InitResult.layout"
-
-
-def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> None:
-    halves = [InitResult(layout=layout(rank, dp_rank=0, dp_size=1, outputs=not rank)) for rank in range(2)]
-    assert disagreement(*halves) == (
-        "actor: the ranks form 1 data-parallel groups, but the backend's spec announced 2; "
-        "dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
-    )
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        (layout(1, dp_rank=0), "dp rank 0 has output ranks [0, 1], expected exactly one"),
-        (layout(1, outputs=False), "dp rank 1 has output ranks [], expected exactly one"),
-        (layout(1, sequence_multiple=4), "ranks disagree on sequence_multiple: [1, 4]"),
-        (layout(1, rectangular=True), "ranks disagree on rectangular: [False, True]"),
-        (layout(1, micro_batch_multiple=2), "ranks disagree on micro_batch_multiple: [1, 2]"),
-    ],
-)
-def test_layouts_that_do_not_fit_together_are_an_error(second: ParallelLayout, said: str) -> None:
-    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=second))
-    assert message == f"actor: {said}; correct InitResult.layout"
+)  # fmt: skip
+def test_ranks_whose_states_or_layouts_differ_are_an_error(results: list[InitResult], said: str) -> None:
+    assert disagreement(*results).startswith(f"actor: {said}")
 
 
 @pytest.mark.usefixtures("given_by_value")
@@ -241,7 +220,7 @@ def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
         trained_by(group)
 
 
-def test_ranks_that_disagree_on_a_step_of_several_calls_are_an_error() -> None:
+def test_disagreement_on_a_step_of_several_calls_is_an_error() -> None:
     result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     for change, said in (
         ({"grad_norm": 7.0}, "disagree on the gradient norm"),
@@ -254,14 +233,14 @@ def test_ranks_that_disagree_on_a_step_of_several_calls_are_an_error() -> None:
 
 
 @pytest.mark.usefixtures("given_by_value")
-def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -> None:
+def test_nan_norms_of_a_skipped_step_agree() -> None:
     skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
     found = trained_by(group_with(train=[skipped, skipped])[0])
     assert not found.applied and math.isnan(found.grad_norm)
 
 
 @pytest.mark.usefixtures("given_by_value")
-def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
+def test_disagreement_on_applied_is_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
     with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step, but the others did not$"):
@@ -304,7 +283,7 @@ PART = StepPlan(
 
 
 @pytest.mark.usefixtures("given_by_value")
-def test_what_a_call_adds_is_summed_over_data_parallel_ranks_and_its_outputs_are_columns() -> None:
+def test_gradients_are_summed_and_outputs_are_columns() -> None:
     batch = batch_of(5, 2, 7, 3, 1)
     results = [
         GradientResult(metrics={"loss": Metric(1.0, 4.0)}, tokens=12, outputs=result_of(batch, 2, 0)),
@@ -333,7 +312,7 @@ def test_what_a_call_adds_is_summed_over_data_parallel_ranks_and_its_outputs_are
         ([(2, 0), (3, 0)], "forward_backward returned sample 0 2 times, expected exactly once"),
     ],
 )
-def test_outputs_of_other_samples_than_a_calls_own_are_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
+def test_outputs_of_foreign_samples_are_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
     batch = batch_of(5, 2, 7, 3, 1)
     results = [GradientResult(metrics={}, tokens=1, outputs=result_of(batch, *samples)) for samples in chosen]
     group, _ = group_with(forward_backward=results)
@@ -341,7 +320,7 @@ def test_outputs_of_other_samples_than_a_calls_own_are_an_error(chosen: list[tup
         group.forward_backward(batch, PART, LOSS, outputs=LOGPROBS).result()
 
 
-def test_a_step_is_told_by_its_number_and_scaled_as_it_is_asked_for() -> None:
+def test_a_step_passes_its_number_and_scale() -> None:
     results = [
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
         TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
@@ -355,7 +334,7 @@ def test_a_step_is_told_by_its_number_and_scaled_as_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_is_no_number_above_0_is_refused_before_any_rank_is_called(scale: float) -> None:
+def test_a_bad_scale_is_refused_before_any_call(scale: float) -> None:
     group, processes = group_with()
     with pytest.raises(CorerlError) as caught:
         group.optimizer_step(STEP, scale=scale)
@@ -365,7 +344,7 @@ def test_a_scale_that_is_no_number_above_0_is_refused_before_any_rank_is_called(
     assert (processes.calls, processes.killed) == ([], False)
 
 
-def test_experts_are_refused_of_training_passes_before_any_rank_is_called() -> None:
+def test_training_passes_return_no_experts() -> None:
     group, processes = group_with()
     for outputs in (Output.ROUTED_EXPERTS, [Output.LOGPROBS, Output.ROUTED_EXPERTS]):
         with pytest.raises(CorerlError) as caught:
@@ -395,7 +374,7 @@ SHARED = {
 
 @pytest.mark.usefixtures("given_by_value")
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
-def test_what_ranks_report_counts_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
+def test_metrics_count_each_sample_once_in_every_layout(layouts: list[ParallelLayout]) -> None:
     tokens = [100, 200]  # of each dp rank's samples
 
     def trained(rank: int, **changes: Any) -> TrainResult:
@@ -436,7 +415,7 @@ def test_what_ranks_report_counts_once_a_sample_however_many_ranks_share_it(layo
 
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
 @pytest.mark.usefixtures("given_by_value")
-def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layouts: list[ParallelLayout]) -> None:
+def test_outputs_come_from_output_ranks_in_every_layout(layouts: list[ParallelLayout]) -> None:
     batch = batch_of(3, 1, 4, 2)
     shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
     results = [result_of(batch, *shares[at.dp_rank]) if at.outputs else NOTHING for at in layouts]
@@ -466,9 +445,7 @@ def read_by(given: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[flo
 @pytest.mark.usefixtures("given_by_value")
 @pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
 @pytest.mark.parametrize("nodes", [list("aaaa"), list("aabb"), list("abab"), list("abcd")], ids="".join)
-def test_a_node_is_given_the_samples_of_its_own_dp_ranks_and_ranks_pack_what_they_would_of_all(
-    layouts: list[ParallelLayout], nodes: list[str]
-) -> None:
+def test_a_node_gets_the_samples_of_its_dp_ranks(layouts: list[ParallelLayout], nodes: list[str]) -> None:
     batch = batch_of(5, 2, 7, 3, 1, 4, 6, 2).with_columns(ones=np.ones(30, np.float32))
     dp_size = layouts[0].dp_size
     group, processes = group_with(*layouts, train=[TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)] * 4)
@@ -490,7 +467,7 @@ def test_a_node_is_given_the_samples_of_its_own_dp_ranks_and_ranks_pack_what_the
 
 
 @pytest.mark.usefixtures("given_by_value")
-def test_a_forward_pass_is_given_no_column_that_it_does_not_read() -> None:
+def test_a_forward_pass_gets_only_columns_it_reads() -> None:
     batch = batch_of(3, 1, 4, 2)
     batch = batch.with_columns(advantages=np.ones(10, np.float32), routed_experts=np.zeros((10, 1, 1), np.int16))
     for replay, columns in ((False, {"loss_mask"}), (True, {"loss_mask", "routed_experts"})):
@@ -500,7 +477,7 @@ def test_a_forward_pass_is_given_no_column_that_it_does_not_read() -> None:
         assert (given.columns.keys(), given.tokens.tolist()) == (columns, batch.tokens.tolist())
 
 
-def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:
+def test_an_engine_has_weights_if_every_sender_says_so() -> None:
     results = [
         UpdateResult(version=3, bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
         UpdateResult(version=3, bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
@@ -510,7 +487,7 @@ def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> 
         assert update == UpdateResult(version=3, bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
 
 
-def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
+def test_a_save_is_done_when_every_rank_is() -> None:
     group, processes = group_with(
         save=[SaveResult(path="p", bytes=1, complete=False), SaveResult(path="p", bytes=2, complete=False)],
         saved=[True, False],
@@ -535,7 +512,7 @@ def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
     ]
 
 
-def test_a_snapshot_is_named_in_everything_that_is_asked_of_it() -> None:
+def test_snapshot_verbs_pass_the_name() -> None:
     group, processes = group_with()
     snapshot = group.snapshot("reference")
     snapshot.create().result()
@@ -559,7 +536,7 @@ def test_processes_end_even_where_a_rank_cannot_shut_down() -> None:
     assert processes.calls == [("shutdown", "finished")]
 
 
-def test_a_failed_save_that_nobody_asked_for_is_raised_at_the_end_and_one_that_was_asked_for_is_not() -> None:
+def test_an_unread_save_failure_is_raised_at_shutdown() -> None:
     group, processes = group_with(saved=[SaveFailed("disk full")], manifest=[MANIFEST, MANIFEST])
     group.saved()
     assert group.manifest().result() == MANIFEST
@@ -597,7 +574,7 @@ def cancelled(future: Future[Any]) -> None:
     ],
     ids=["its own result", "a later call's", "the next verb", "shutdown"],
 )
-def test_why_a_group_has_ended_is_raised_wherever_one_asks_first_and_is_no_error_of_the_shutdown_then(ask: Any) -> None:
+def test_the_cause_of_an_end_is_raised_once(ask: Any) -> None:
     group, processes = group_with(clear_memory=[HookFailed("no luck")])
     ending, later = group.clear_memory(), group.manifest()
     cancelled(ending)
@@ -610,7 +587,7 @@ def test_why_a_group_has_ended_is_raised_wherever_one_asks_first_and_is_no_error
     assert processes.calls == [("clear_memory",), ("manifest", False)]
 
 
-def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
+def test_a_number_as_step_is_refused_before_any_call() -> None:
     group, processes = group_with()
     with pytest.raises(CorerlError) as caught:
         group.save("p", 6, background=True)  # type: ignore[arg-type]
@@ -628,7 +605,7 @@ def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
     assert (processes.calls, processes.killed) == ([], False)
 
 
-def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is_called() -> None:
+def test_a_frozen_role_refuses_training_verbs() -> None:
     group, processes = group_with()
     group.plan = evolve(group.plan, objective=None)
     batch, step = batch_of(3), Step(optimizer_step=0, rollout_step=0, lr=0.1)
@@ -650,7 +627,7 @@ def test_a_frozen_roles_group_refuses_what_only_training_does_before_any_rank_is
 # ---- where engines are met -------------------------------------------------------------------------------------------
 
 
-def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
+def test_every_meeting_has_a_token_of_its_own() -> None:
     group, _ = group_with(ParallelLayout.data_parallel(rank=0, world_size=1), train=[])
     for transport in ("ipc", "disk", "delta"):
         address = Address(transport=transport, engines=("engine-0",), token="old")
@@ -676,8 +653,8 @@ class Moving(Answers):
             self.began_with.append((state, (Path(state) / "state").read_text() if state else ""))
         return super().construct(arguments)
 
-    def start(self, method: str, *args: Any) -> Pending:
-        pending = super().start(method, *args)
+    def start(self, method: str, *args: Any, at: str = "") -> Pending:
+        pending = super().start(method, *args, at=at)
         if method == "hand_over":
             Path(args[0]).mkdir()
             (Path(args[0]) / "state").write_text(STATE)
@@ -787,9 +764,9 @@ def test_state_goes_over_the_runs_directory_where_memory_has_no_room_or_ranks_ar
     full = make_move()
     full.group.plan, begin = plan, full.old.start
 
-    def refused(method: str, *args: Any) -> Pending:
+    def refused(method: str, *args: Any, at: str = "") -> Pending:
         full.old.answers["hand_over"] = [SaveFailed("no room")] * 2 if str(run_dir) not in str(args[0]) else [8, 16]
-        return begin(method, *args)
+        return begin(method, *args, at=at)
 
     full.old.start = refused  # type: ignore[method-assign]
     full(plan)
@@ -881,7 +858,7 @@ def test_results_of_what_was_asked_before_come_from_the_old_ranks(make_move: Cal
     move = make_move(old={"manifest": [MANIFEST, MANIFEST], "save": [failure]})
     asked, failing = move.group.manifest(), move.group.save("somewhere", STEP)
     move()
-    assert move.old.waited_for[-4:] == ["manifest", "save", "hand_over", "shutdown"]
+    assert move.old.waited_for[-4:] == ["manifest", "save at optimizer step 2", "hand_over", "shutdown"]
     assert asked.result() == MANIFEST
     with pytest.raises(SaveFailed, match=r"^disk full$"):
         failing.result()
@@ -989,7 +966,7 @@ def training_plan(batch: SampleBatch, dp_size: int = 2) -> StepPlan:
     return plan
 
 
-def test_groups_start_in_the_ray_that_a_process_has_and_leave_it(shared_ray: None, tmp_path: Path) -> None:
+def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path) -> None:
     heard: list[str] = []
     begin, after = (evolve(STEP, optimizer_step=number) for number in (0, 1))
     batch = batch_of(3, 2).with_columns(loss_mask=np.array([False, True, True, False, True]))
@@ -1016,7 +993,7 @@ def test_groups_start_in_the_ray_that_a_process_has_and_leave_it(shared_ray: Non
     assert heard == []
 
 
-def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(slots: list[Slot]) -> None:
+def test_every_verb_reaches_all_ranks_until_one_fails(slots: list[Slot]) -> None:
     batch = batch_of(5, 2, 7, 3, 1)
     group = launched(slots, optimizer_steps=[3, 3], fails_at=9)
     init = group.init().result()
@@ -1098,7 +1075,7 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     group.shutdown()  # as in a `finally`: it does not hide the error
 
 
-def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(slots: list[Slot]) -> None:
+def test_real_ranks_that_disagree_end_before_training(slots: list[Slot]) -> None:
     group = launched(slots, optimizer_steps=[3, 4])
     with pytest.raises(
         ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 reports 3, rank 1 reports 4"

@@ -30,7 +30,7 @@ def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
         ([(0, 0, 1, 2)], "forward returned sample 0 2 times, expected exactly once"),
     ],
 )
-def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
+def test_a_missing_or_repeated_sample_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
     batch = batch_of(3, 1, 4)
     with pytest.raises(ContractError) as caught:
         scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, role="actor")
@@ -48,7 +48,7 @@ def experts_of(batch: SampleBatch, *samples: int, dtype: type = np.int16, layers
     return evolve(result, outputs={EXPERTS: experts.astype(dtype)})
 
 
-def test_experts_of_all_layers_come_back_to_their_places_as_integers() -> None:
+def test_experts_of_all_layers_are_scattered_as_integers() -> None:
     batch = batch_of(3, 1, 4, 0, 2)
     results = [experts_of(batch, 4, 0), result_of(batch), experts_of(batch, 3, 2, 1)]
     column = scatter(results, (EXPERTS,), batch, role="actor")[EXPERTS]
@@ -60,7 +60,7 @@ def test_experts_of_all_layers_come_back_to_their_places_as_integers() -> None:
     ("other", "said"),
     [({"dtype": np.int32}, "int32 [3, 2] per token"), ({"layers": 2}, "int16 [2, 2] per token")],
 )
-def test_ranks_that_disagree_on_what_a_token_has_are_an_error(other: dict[str, Any], said: str) -> None:
+def test_disagreement_on_an_outputs_shape_is_an_error(other: dict[str, Any], said: str) -> None:
     batch = batch_of(3, 1)
     with pytest.raises(ContractError) as caught:
         scatter([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
@@ -81,9 +81,7 @@ def test_a_sample_of_another_length_is_an_error() -> None:
         ({Output.LOGPROBS: np.ones(1, np.float32)}, "forward returned 1 logprobs, expected 5: one for each token"),
     ],
 )
-def test_an_output_that_is_missing_or_of_another_length_is_an_error(
-    outputs: dict[Output, FloatArray], said: str
-) -> None:
+def test_a_missing_or_short_output_is_an_error(outputs: dict[Output, FloatArray], said: str) -> None:
     with pytest.raises(ContractError) as caught:
         scatter([evolve(result_of(batch_of(3, 2), 0, 1), outputs=outputs)], LOGPROBS, batch_of(3, 2), role="actor")
     assert caught.value.message == f"actor: {said}"

@@ -10,7 +10,7 @@ from corerl.trainer.shared import share
 from corerl.types import SampleBatch
 
 
-def test_a_piece_is_put_once_for_all_who_read_the_same_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_and_columns_are_put_once(monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[SampleBatch] = []
     monkeypatch.setattr(shared, "put", lambda piece: put.append(piece) or len(put))
     batch = SampleBatch(

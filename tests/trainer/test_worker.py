@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corerl.backend import StateKey
@@ -35,7 +37,6 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepShare, plan_forward, plan_steps
-from corerl.engines.receiving import Receiving
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
     ConfigError,
@@ -53,7 +54,7 @@ from corerl.plan.assignment import Assignment
 from corerl.plan.resolve import resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.transports import open_receiver
-from corerl.trainer.worker import Worker
+from corerl.trainer.worker import Compilations, Worker
 from corerl.types import (
     FloatArray,
     GradientResult,
@@ -186,7 +187,7 @@ def network(model: Path) -> torch.nn.Module:
 # ---- experts that are told -------------------------------------------------------------------------------------------
 
 
-def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Config) -> None:
+def test_a_backend_without_replay_refuses_experts(config: Config) -> None:
     name = "tests.trainer.fakes:NO_REPLAY"
     backends = {name: config.backends["plain"]}
     worker = Worker(assigned(evolve(config, backend=BackendChoice(name=name), backends=backends)))
@@ -241,7 +242,7 @@ class SampleShown:
             self.log.append(f"< {name}")
 
 
-def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_same(
+def test_a_traced_rank_has_a_span_per_micro_batch(
     worker: Worker, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, shown = make_samples(1), SampleShown()
@@ -289,7 +290,7 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
 # ---- verbs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_worker_stands_at_the_beginning_in_a_group_of_its_own(assignment: Assignment) -> None:
+def test_a_fresh_worker_starts_at_step_zero(assignment: Assignment) -> None:
     worker = Worker(assignment)
     result = worker.init("127.0.0.1", 0)
     assert (result.optimizer_step, result.weights_version) == (0, 0)
@@ -299,14 +300,6 @@ def test_a_fresh_worker_stands_at_the_beginning_in_a_group_of_its_own(assignment
     assert not dist.is_initialized()
     with pytest.raises(WrongState, match=r"^sleep on actor rank 0 is not allowed in state closed: "):
         worker.sleep({MemoryKind.PARAM})
-
-
-def test_log_probs_are_those_of_transformers_at_the_batchs_temperature(
-    worker: Worker, network: torch.nn.Module
-) -> None:
-    batch = make_samples(0, temperature=0.8)
-    expected = by_transformers(network, batch).detach().numpy()
-    np.testing.assert_allclose(logprobs(worker, batch), expected, atol=1e-5, rtol=0)
 
 
 class Untouched:
@@ -322,7 +315,7 @@ class Untouched:
         raise AssertionError("nobody asked for this column")
 
 
-def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worker: Worker) -> None:
+def test_a_pass_without_loss_reads_no_loss_columns(worker: Worker) -> None:
     batch = make_samples(0)
     columns = {"loss_mask": batch.columns["loss_mask"], "experts": Untouched(len(batch.tokens))}
     assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
@@ -330,26 +323,7 @@ def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worke
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
 
 
-def test_one_step_has_the_policys_gradient_and_moves_it(worker: Worker, network: torch.nn.Module) -> None:
-    batch = make_samples(1)
-    mask = batch.columns["loss_mask"]
-    before = logprobs(worker, batch)
-    batch = batch.with_columns(old_logprobs=np.where(mask, before, 0.0).astype(np.float32))
-    result = train(worker, batch)
-    assert result.applied
-    assert result.tokens == len(batch.tokens)
-    # At a ratio of one the loss is -mean(advantage), and its gradient that of -mean(advantage * log p).
-    advantages = torch.tensor(batch.columns["advantages"])
-    assert result.metrics["loss"].value == pytest.approx(-advantages.sum().item() / mask.sum(), rel=1e-4)
-    (-(by_transformers(network, batch) * advantages).sum() / int(mask.sum())).backward()
-    norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
-    assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
-    assert np.abs(logprobs(worker, batch) - before)[mask].max() > 1e-3
-
-
-def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_their_samples(
-    worker: Worker, network: torch.nn.Module
-) -> None:
+def test_several_calls_make_the_step_of_all_their_samples(worker: Worker, network: torch.nn.Module) -> None:
     batch = make_samples(1)
     mask = batch.columns["loss_mask"]
     before, tokens = logprobs(worker, batch), int(mask.sum())
@@ -383,9 +357,7 @@ def test_a_step_of_several_calls_has_the_gradient_metrics_and_outputs_of_all_the
     assert train(worker, batch, 1).tokens == len(batch.tokens)  # of its own samples alone
 
 
-def test_a_step_of_its_own_is_refused_while_gradients_wait_and_the_step_is_taken_as_if_it_had_not_been(
-    worker: Worker, assignment: Assignment
-) -> None:
+def test_train_is_refused_while_gradients_wait(worker: Worker, assignment: Assignment) -> None:
     batch = make_samples(1)
     share = training_share(batch)
     worker.forward_backward(batch, share, LOSS, (), False)
@@ -401,9 +373,7 @@ def test_a_step_of_its_own_is_refused_while_gradients_wait_and_the_step_is_taken
     other.shutdown("finished")
 
 
-def test_what_is_told_of_a_step_is_merged_of_its_calls_and_what_is_a_sum_of_the_loss_is_scaled(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_several_calls_are_merged_and_scaled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def added(loss: float, entropy: Metric, highest: float, tokens: int) -> GradientResult:
         metrics = {
             "loss": Metric(loss, 4.0, Reduction.LOSS),
@@ -460,21 +430,7 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     return tensors
 
 
-def test_the_bytes_of_an_update_are_those_that_were_sent(worker: Worker, tmp_path: Path) -> None:
-    address = Address(transport="delta", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
-    receiving = Receiving(0)
-    whole = 4 * sum(bucket.numel for bucket in worker.manifest().buckets)
-    with ThreadPoolExecutor(1) as engine:
-        for version, verify in ((1, False), (2, False), (3, True)):  # nothing is trained in between
-            transfer = engine.submit(
-                receiving.transfer, worker.manifest(), version, address, load=lambda bucket, flat: None
-            )
-            result = worker.update_weights(address, version, verify)
-            assert result.engines == {"engine-0": ""} and transfer.result() == (whole, "")
-            assert result.bytes == whole if version == 1 else 0 < result.bytes < whole / 100
-
-
-def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, model: Path, tmp_path: Path) -> None:
+def test_an_fp8_engine_gets_quantized_blocks(config: Config, model: Path, tmp_path: Path) -> None:
     weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     worker = Worker(assigned(evolve(config, weights=WeightsConfig(quantize="fp8", unquantized=("o_proj",)))))
     worker.init("127.0.0.1", 0)
@@ -507,9 +463,7 @@ def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, mode
             assert torch.equal(loaded[name], tensor)
 
 
-def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
-    worker: Worker, model: Path, tmp_path: Path
-) -> None:
+def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, model: Path, tmp_path: Path) -> None:
     address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path / "a"), timeout=60.0)
     weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     with ThreadPoolExecutor(1) as engine:
@@ -536,23 +490,6 @@ def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
         assert receiving.result().keys() == weights.keys()
     with pytest.raises(WeightUpdateError, match=r"^weights version 3 was refused on actor rank 0, expected 4 or more"):
         worker.update_weights(elsewhere, 3)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_worker_that_resumes_goes_on_where_the_saved_one_stood(
-    worker: Worker, config: Config, tmp_path: Path, background: bool
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    train(worker, batches[0])
-    saved = worker.save(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR), background)
-    assert saved.complete is not background
-    assert worker.saved(True)
-    resumed = Worker(assigned(config, resume=str(tmp_path)))
-    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
-    assert np.array_equal(logprobs(resumed, batches[1]), logprobs(worker, batches[1]))
-    assert train(resumed, batches[1], 1) == train(worker, batches[1], 1)  # moments and Adam's step came along
-    assert np.array_equal(logprobs(resumed, batches[0]), logprobs(worker, batches[0]))
-    resumed.shutdown("finished")
 
 
 def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_training_went_on(
@@ -607,54 +544,6 @@ def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Work
     assert read == ["waited"]
 
 
-def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Worker, network: torch.nn.Module) -> None:
-    batch = make_samples(5)
-    train(worker, batch)
-    before = logprobs(worker, batch)
-    params = [param.nbytes for param in network.parameters()]
-    slept = worker.sleep(frozenset(MemoryKind))
-    assert slept.freed_bytes == 3 * sum(params)  # parameters and two moments
-    assert slept.residual_bytes == 4 * len(params)  # step counters stay
-    for refused in (
-        lambda: train(worker, batch),
-        lambda: logprobs(worker, batch),
-        lambda: worker.create_snapshot("old"),
-    ):
-        with pytest.raises(NotResident):
-            refused()
-    assert worker.wake_up({MemoryKind.PARAM}).restored_bytes == sum(params)
-    assert np.array_equal(logprobs(worker, batch), before)
-    assert worker.wake_up(frozenset(MemoryKind)).restored_bytes == 2 * sum(params)
-    assert train(worker, batch, 1).applied
-
-
-def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker, model: Path) -> None:
-    batch = make_samples(6)
-    initial = logprobs(worker, batch)
-    train(worker, batch)
-    trained = logprobs(worker, batch)
-    worker.create_snapshot("trained")
-    worker.load_snapshot("initial", "")
-    worker.load_snapshot("model", str(model))
-    train(worker, batch, 1)
-    now = logprobs(worker, batch)
-    assert not np.array_equal(now, trained)
-    assert np.array_equal(logprobs(worker, batch, "trained"), trained)
-    assert np.array_equal(logprobs(worker, batch, "initial"), initial)
-    assert np.array_equal(logprobs(worker, batch, "model"), initial)
-    assert np.array_equal(logprobs(worker, batch), now)
-    worker.sleep({MemoryKind.PARAM})
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
-        worker.create_snapshot("asleep")
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
-        worker.load_snapshot("asleep", "")
-    worker.drop_snapshot("trained")  # host memory: the device may sleep
-    worker.wake_up({MemoryKind.PARAM})
-    with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):
-        logprobs(worker, batch, "trained")
-    assert np.array_equal(logprobs(worker, batch), now)
-
-
 def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,9 +572,7 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 # ---- refused before a backend is made --------------------------------------------------------------------------------
 
 
-def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported(
-    assignment: Assignment, old_pluggy: str
-) -> None:
+def test_wrong_versions_are_found_before_plugins_are_imported(assignment: Assignment, old_pluggy: str) -> None:
     engine = EngineAssignment(engine="none", origins=assignment.origins, model=ModelConfig(), options={}, context=None)  # type: ignore[arg-type]
     for make in (lambda: Worker(evolve(assignment, backend="none")), lambda: EngineService(engine)):
         with pytest.raises(PluginIncompatible) as caught:
@@ -693,7 +580,7 @@ def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported
         assert caught.value.message == old_pluggy
 
 
-def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:
+def test_plugins_that_differ_from_the_drivers_are_refused(assignment: Assignment) -> None:
     core, backend, *rest = assignment.origins
     driver = (core, evolve(backend, version="0.0.9"), *rest)
     with pytest.raises(PluginIncompatible) as caught:
@@ -704,7 +591,7 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
     )
 
 
-def test_a_plugin_that_is_missing_here_must_be_installed_on_every_node(assignment: Assignment) -> None:
+def test_a_missing_plugin_must_be_installed_on_every_node(assignment: Assignment) -> None:
     advice = "so install it on every node"
     with pytest.raises(PluginNotFound) as missing:
         Worker(evolve(assignment, backend="elsewhere"))
@@ -732,3 +619,46 @@ def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, a
     assert caught.value.message == (
         "this process already belongs to a group of 1 ranks, but actor has 2; start a separate process for each rank"
     )
+
+
+# ---- what torch.compile has made ------------------------------------------------------------------------------------
+
+
+def twice(x: Tensor) -> Tensor:
+    return (2 * x).sum()
+
+
+def test_a_graph_is_reported_once_with_its_reason() -> None:
+    torch._dynamo.reset()
+    torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
+    compilations = Compilations()
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, backend="aot_eager")
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    (first,) = compilations.take()
+    assert (first.what, first.why, first.seconds > 0) == ("twice in test_worker.py", "", True)
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert compilations.take() == ()
+    compiled(torch.ones(3, 2, requires_grad=True)).backward()
+    (second,) = compilations.take()
+    assert second.why.endswith("tensor 'x' rank mismatch. expected 1, actual 2")
+    torch._dynamo.reset()
+
+
+def test_what_a_first_step_compiles_is_not_anew() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, backend="aot_eager")
+    compilations = Compilations()
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert [each.why for each in compilations.take()] == ["", ""]
+    compiled(torch.ones(3, 2, requires_grad=True)).backward()
+    assert [each.why == "" for each in compilations.take()] == [False]
+    torch._dynamo.reset()
+
+
+def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert Compilations().take() == ()
+    assert "torch._dynamo.utils" not in sys.modules

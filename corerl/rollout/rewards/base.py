@@ -1,4 +1,4 @@
-"""Judge samples with reward functions: a number each, or why it has none, which names the sample."""
+"""Score samples with reward functions: each gets a number, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import inspect
 import numbers
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,17 +19,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import interrupts, signature_of
+from corerl.config.functions import signature_of
 from corerl.errors import RewardError
-from corerl.messages import did_you_mean, place, short_repr, text_of
+from corerl.messages import did_you_mean, place, short_repr
 from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray, SampleBatch
 
 if TYPE_CHECKING:
     from corerl.data.prompts import Prompt
+    from corerl.engines.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
 
@@ -52,7 +52,6 @@ class Judged:
 
 
 Outcome = Judged | Failure
-Begun = Future[Outcome] | Failure  # an async reward's outcome, to be waited for, or why there is nothing to wait for
 Tokens = Sequence[int] | NDArray[np.int32]
 Sample = tuple["Prompt", str, Tokens]  # prompt, response, the response's tokens if the reward takes them
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
@@ -99,7 +98,7 @@ class Scorer(Protocol):
 
 
 LARGEST = float(np.finfo(np.float32).max)
-AT_ONCE = 32  # samples that a process awaits, or gets in one message, which costs as much as 50 cheap rewards
+AT_ONCE = 32  # samples of an async reward that are awaited at once, and that a process gets in one message
 LONGEST, LONGEST_ERROR = 80, 1000  # characters of a text that a message shows, and of an error's, which may quote one
 
 
@@ -131,76 +130,47 @@ class Reward:
 
     def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
-        (outcome,) = self.outcomes([(prompt, response, tokens)])
+        outcome = self.outcome((prompt, response, tokens))
         if isinstance(outcome, Failure):
             raise RewardError(outcome.message)
         return outcome.reward
 
-    def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
-        """The sample's reward, or why it has none. For processes that no signal is meant for: it would be the sample's
-        failure."""
-        outcome: Outcome = self._caught(self._outcome, (prompt, response, tokens), ())
-        return outcome
-
-    def _outcome(self, sample: Sample) -> Outcome:
-        return self._judged(self._value(sample), sample)
-
-    def _caught(self, call: Callable[[Sample], Any], sample: Sample, heard: Sequence[BaseException]) -> Any:
-        """What the call returns, or why it does not. Raises what is `heard` of `interrupts`, and RewardError if the
-        call needs the main thread, and this is none: whichever samples it does that for, their rewards would be
-        wrong."""
+    def outcome(self, sample: Sample) -> Outcome:
+        """The sample's reward, or why it has none."""
         try:
-            found = call(sample)
-        except BaseException as error:  # in the driver, SystemExit would end the run, silently and with any status
-            if not heard:
-                self._require_any_thread(error)
-                return self._raised(error, sample)
-        if heard:  # even where the call hides it
-            raise heard[0]
-        return found
+            value = self.called(sample)
+            if inspect.isawaitable(value):
+                value = loop.begin(_awaited(value)).result()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit would end the run, silently and with any status
+            return self._raised(error, sample)
+        return self._judged(value, sample)
 
-    def _require_any_thread(self, error: BaseException) -> None:
-        aside = threading.current_thread() is not threading.main_thread()
-        if aside and (needs := next((each for each in _causes(error) if "main thread" in text_of(each)), None)):
-            raise RewardError(
-                f"reward {self.name!r} needs the main thread ({described(needs)}), but with reward.processes=0 and "
-                "this rollout.source it is called in another one; set reward.processes to at least 1, or "
-                "rollout.source='synchronous'"
-            ) from error
-
-    def outcomes(
-        self, samples: Sequence[Sample], *, told: Callable[[int, int], Any] = lambda count, of: None
-    ) -> list[Outcome]:
-        """The samples' rewards, of an async function awaited many at once. `told` hears after each how many there are,
-        and how many there will be."""
+    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+        """The samples' rewards, of an async function awaited many at once."""
         found: list[Outcome] = []
-        of = len(samples)
-
-        def add(outcome: Outcome) -> None:
-            found.append(outcome)
-            told(len(found), of)
-
-        for first in range(0, of, AT_ONCE):
+        for first in range(0, len(samples), AT_ONCE):
             some = samples[first : first + AT_ONCE]
-            if self.waits:
-                for begun in [self.begin(sample) for sample in some]:
-                    add(ended(begun))
-                continue
-            heard: list[BaseException] = []
-            with interrupts(heard):  # once for many: it takes longer than a cheap reward
-                for sample in some:
-                    add(self._caught(self._outcome, sample, heard))
+            futures = [self.start(sample) for sample in some] if self.waits else []
+            for outcome in (each.result() for each in futures) if self.waits else map(self.outcome, some):
+                found.append(outcome)
+                if on_progress is not None:
+                    on_progress(len(found), len(samples))
         return found
 
-    def begin(self, sample: Sample, limit: float | None = None) -> Begun:
-        """Call an async reward, and begin to wait for it, at most `limit` seconds. What is not async in it runs in this
-        thread, which may be the main one, and is part of the sample's time."""
+    def start(self, sample: Sample, limit: float | None = None) -> Future[Outcome]:
+        """Call an async reward, and wait for it in the event loop, at most `limit` seconds. What is not async runs in
+        this thread, and is part of the sample's time."""
         started = time.monotonic()
-        heard: list[BaseException] = []
-        with interrupts(heard):
-            value = self._caught(self.called, sample, heard)
-        if isinstance(value, Failure):
-            return value
+        try:
+            value = self.called(sample)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failed: Future[Outcome] = Future()
+            failed.set_result(self._raised(error, sample))
+            return failed
         left = None if limit is None else limit - (time.monotonic() - started)
         return loop.begin(self._outcome_within(limit, left, value, sample))
 
@@ -218,30 +188,11 @@ class Reward:
             return self._raised(error, sample)
         return self._judged(value, sample)
 
-    def _value(self, sample: Sample) -> Any:
-        """What the function returns, waited for where it is to be awaited."""
-        value = self.called(sample)
-        if isinstance(value, float) or not inspect.isawaitable(value):  # the former is quicker, and what most return
-            return value
-        waiting = loop.begin(_awaited(value))
-        try:
-            return waiting.result()
-        except BaseException:  # its time is up, say
-            waiting.cancel()
-            raise
-
     def called(self, sample: Sample) -> Any:
         """What the function returns, which may be an awaitable."""
         prompt, response, tokens = sample
         seen = {"tokens": np.asarray(tokens).tolist()} if self.takes_tokens else {}
         return self.function(prompt, response, **seen, **self.options)
-
-    def judge(self, value: Any) -> Judged:
-        """What the function returned, as a reward. Raises NoNumber."""
-        if (judged := self.judged(value)) is None:
-            by_name = "finite numbers by name" if isinstance(value, Mapping) else "a finite number"
-            raise NoNumber(f"returned {short_repr(value)}, wanted {by_name},")
-        return judged
 
     def judged(self, value: Any) -> Judged | None:
         """What the function returned, as a reward; None if it says nothing of the sample: None, or no part that is
@@ -273,10 +224,13 @@ class Reward:
 
     def _judged(self, value: Any, sample: Sample) -> Outcome:
         try:
-            return self.judge(value)
+            if (judged := self.judged(value)) is None:
+                by_name = "finite numbers by name" if isinstance(value, Mapping) else "a finite number"
+                raise NoNumber(f"returned {short_repr(value)}, wanted {by_name},")
+            return judged
         except NoNumber as error:
             return self.failure("no-number", str(error), sample)
-        except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
+        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
             return self.failure("no-number", f"returned a value that raised {described(error)}", sample)
 
     def _raised(self, error: BaseException, sample: Sample) -> Failure:
@@ -292,9 +246,11 @@ class Reward:
     def late(self, limit: float, sample: Sample) -> Failure:
         return self.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", sample)
 
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Score in this process, without a time limit."""
-        return gathered(self.outcomes(samples_of(rollout, tokens=self.takes_tokens)), self.failed_value, part=part)
+    def score(self, rollout: Rollout, *, part: bool = False, on_progress: Counted | None = None) -> Scores:
+        """Score in this process, without a time limit. `on_progress` gets how many samples are scored, and how many
+        there are."""
+        samples = samples_of(rollout, tokens=self.takes_tokens)
+        return gathered(self.outcomes(samples, on_progress), self.failed_value, part=part)
 
 
 @frozen(kw_only=True)
@@ -323,7 +279,7 @@ class WeightedSum(Reward):
         return any(term.reward.takes_tokens for term in self.terms)
 
     def called(self, sample: Sample) -> Any:
-        # Async ones last: if another one raises, none of them was begun in vain.
+        # Async ones last: if another one raises, none of them was called in vain.
         order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
         found = {place: self.terms[place].reward.called(sample) for place in order}
         values = [found[place] for place in range(len(self.terms))]
@@ -349,10 +305,6 @@ class WeightedSum(Reward):
         return Judged(reward=total, parts=parts) if parts else None
 
 
-def ended(begun: Begun) -> Outcome:
-    return begun if isinstance(begun, Failure) else begun.result()
-
-
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
@@ -360,16 +312,6 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 async def _all(values: Sequence[Any]) -> list[Any]:
     waiting = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
     return [next(waiting) if inspect.isawaitable(value) else value for value in values]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that led to it, each once: code may make an error its own cause."""
-    current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -380,6 +322,46 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
     """Whether a reward function has a parameter of its own for the response's token ids."""
     signature = signature_of(function)
     return signature is not None and "tokens" in list(signature.parameters)[2:]
+
+
+class OutcomeScorer:
+    """Takes the rewards that samples bring, and scores the others with another scorer."""
+
+    def __init__(self, scorer: Scorer, *, failed_value: float) -> None:
+        self._scorer = scorer
+        self._failed_value = failed_value
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """An episode is scored once, by its last answer, and all its rows get that reward. Raises RewardError if every
+        sample fails, unless they are only a `part` of a batch."""
+        episodes, episode_of = rollout.batch.episodes
+        if len(episodes) == len(episode_of):
+            return self._score(rollout, part)
+        scores = self._score(rollout.at(episodes), part)
+        values = {name: each[episode_of] for name, each in scores.values.items()}
+        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of], values=values)
+
+    def _score(self, rollout: Rollout, part: bool) -> Scores:
+        outcomes = rollout.outcomes
+        unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
+        if not len(outcomes) or len(unknown) == len(outcomes):
+            return self._scorer.score(rollout, part=part)
+        brought = [each if isinstance(each, Failure | Judged) else Judged(reward=each or 0.0) for each in outcomes]
+        known = gathered(brought, self._failed_value, part=True)
+        rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
+        failures, parts, values = Counter(known.failures), known.parts, {**known.values}
+        if len(unknown):
+            scores = self._scorer.score(rollout.at(unknown), part=True)
+            rewards[unknown], failed[unknown] = scores.rewards, scores.failed
+            failures.update(scores.failures)
+            parts = added(parts, scores.parts)
+            for name, each in scores.values.items():
+                values.setdefault(name, np.full(len(rewards), np.nan, np.float32))[unknown] = each
+            if scores.first and failed.argmax() in unknown:
+                first = scores.first
+        if failed.all() and not part:
+            raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
+        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts, values=values)
 
 
 class Scoring:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
 from corerl.config.functions import imported, meant, signature_of
-from corerl.errors import ConfigError, RewardError
+from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl.rollout.rewards.base import Reward, Term, WeightedSum, takes_tokens
 
@@ -104,25 +103,6 @@ def require_part(reward: Reward, name: str, *, setting: str) -> None:
     if name and not free and name not in known:
         has = f"its parts are {', '.join(map(repr, known))}" if known else f"{reward.name!r} has no parts"
         raise ConfigError(f"{setting}: {name!r} is no part of the reward; {has}{did_you_mean(name, known)}")
-
-
-def require_any_thread(reward: Reward, prompt: Prompt) -> None:
-    """Try a reward in a thread, as a run calls it whose source samples ahead. Raises ConfigError if it needs the main
-    thread, which alone may set signals; other errors may be those of this sample alone. One that needs it for some
-    samples only ends the run at the first of them."""
-    refused: list[RewardError] = []
-
-    def call() -> None:
-        try:
-            reward.outcomes([(prompt, prompt.answer, ())])
-        except RewardError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=call, name="reward trial", daemon=True)
-    thread.start()
-    thread.join()
-    if refused:
-        raise ConfigError(f"reward.processes: {refused[0]}") from refused[0]
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:

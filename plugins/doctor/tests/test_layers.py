@@ -12,9 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ModelConfig
-from corerl.models.packed import PackedPolicy
+from corerl.models.layouts import PackedPolicy, WholePolicy
 from corerl.models.policy import Policy
-from corerl.models.whole import WholePolicy
 from corerl.plan.make import make_plan
 from corerl.plugin.spec import Finding, Level
 from corerl_doctor import layers

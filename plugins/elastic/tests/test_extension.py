@@ -40,7 +40,7 @@ class Case(test_groups.Case):
         resize(self.control, overrides, lines)
         return [line.rpartition(",")[0] for line in lines]
 
-    def refit(self, *, ranks: bool = True) -> list[str]:
+    def replace_lost(self, *, ranks: bool = True) -> list[str]:
         """What is told where processes have ended: all ranks, or engines alone."""
         before = len(told(self.ears))
         self.control.failed("it has died", ranks=ranks)
@@ -108,14 +108,14 @@ def of_two(tmp_path: Path, **tables: Any) -> Case:
 def test_where_no_machine_is_gone_nothing_changes(tmp_path: Path) -> None:
     case = of_two(tmp_path)
     before = case.state
-    assert case.refit() == [] and case.state == before
+    assert case.replace_lost() == [] and case.state == before
     assert case.log == ["look"]
 
 
 def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must(tmp_path: Path) -> None:
     case = of_two(tmp_path)
     case.room.gone = {0}
-    assert case.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
     assert case.engines.resized_to is not None
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
@@ -128,7 +128,7 @@ def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must
 def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 4}, "critic": {"ranks": 1}})
     case.room.gone = {3}
-    assert case.refit() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
+    assert case.replace_lost() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
 
 
 def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(t
     before = case.groups.plan
     case.room.gone = {1}
     with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "):
-        case.refit()
+        case.replace_lost()
     assert case.groups.plan is before
     case.room.gone = {0, 1}
     with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 2$"):
-        case.refit()
+        case.replace_lost()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_group_that_has_lost_all_of_its_devices_gets_some_of_the_others(
     roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
     case = make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
     case.room.gone = gone
-    assert case.refit() == lines
+    assert case.replace_lost() == lines
 
 
 def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_be(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_b
     case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
     case.room.gone = {0}
     with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 1$"):
-        case.refit()
+        case.replace_lost()
 
 
 def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
     case.room.gone = {2}
     before = dict(case.room.slots)
     case.log.clear()
-    assert case.refit(ranks=False) == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
+    assert case.replace_lost(ranks=False) == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
     for name in ("actor", "critic"):  # these live
         assert [slot.devices for slot in case.room.slots[name]] == [slot.devices for slot in before[name]]
     with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
-        case.refit(ranks=False)
+        case.replace_lost(ranks=False)
     assert ends == ["actor"]
 
 
@@ -199,11 +199,11 @@ def test_ranks_whose_machine_goes_while_a_spare_is_awaited_are_ended(
 
     def settle(self: Places, *, within: float) -> None:
         self.room.moves |= {("reservation 0", index): "" for index in (0, 1)}  # type: ignore[attr-defined]
-        self.room.look_again()
+        self.room.refresh()
 
     monkeypatch.setattr(Places, "settle", settle)
     with pytest.raises(WorkerDied, match="^actor rank 0: its machine is gone$"):
-        case.refit(ranks=False)
+        case.replace_lost(ranks=False)
     assert ends == ["actor"] and indices(room["engines"]) == [2, 3, 4, 5]
 
 
@@ -247,10 +247,10 @@ def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
     # Two of four engines are on a machine that Ray's names, which have no order, put before the one of the ranks.
     room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
     before = {name: list(slots) for name, slots in room.items()}
-    assert case.refit(ranks=False) == ["engines: 4 -> 2"]
+    assert case.replace_lost(ranks=False) == ["engines: 4 -> 2"]
     assert {name: list(room[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
     assert indices(room["engines"]) == [4, 5] and room.reserved == [6]
-    assert case.refit(ranks=False) == []  # and is nothing of which a machine is gone
+    assert case.replace_lost(ranks=False) == []  # and is nothing of which a machine is gone
 
 
 def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
@@ -259,7 +259,7 @@ def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
     case = of_engines(tmp_path, 4, 2)
     now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
     room = in_room(case, 3, now, monkeypatch, engines=4)
-    assert case.refit() == ["engines: 2 -> 1"]
+    assert case.replace_lost() == ["engines: 2 -> 1"]
     used = indices(room["actor"]) + indices(room["engines"])
     assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
 
@@ -275,7 +275,7 @@ def test_sizes_and_devices_are_those_that_are_left_also_before_ranks_have_starte
     room.moves = {("reservation 0", index): "" for index in range(2, 6)}
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - {"node 0"})
     assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
-    assert case.refit() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
+    assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
     assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
     assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
@@ -287,7 +287,7 @@ def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
 ) -> None:
     case = of_engines(tmp_path, 2, 2)
     room = in_room(case, 2, ["node 0", "node 0", "", "", "node 2", "node 2"], monkeypatch, engines=4)
-    assert case.refit(ranks=False) == []
+    assert case.replace_lost(ranks=False) == []
     assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
 
 
@@ -301,9 +301,9 @@ def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
     def fail(*_: object, **__: object) -> None:
         raise CorerlError("the cluster has no room")
 
-    monkeypatch.setattr(case.room, "refit", fail)
+    monkeypatch.setattr(case.room, "replace_lost", fail)
     with pytest.raises(NoPlaces, match="^the cluster has no room$"):
-        case.refit()
+        case.replace_lost()
     assert case.groups.plan is before
 
 
@@ -318,15 +318,15 @@ def test_a_gpu_that_does_not_answer_is_told_with_the_groups_that_get_smaller_or_
     case = of_engines(tmp_path, 2, 2)
     room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
     monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
-    assert case.refit(ranks=False) == [silence, "engines: 2 -> 1"]
-    assert indices(room["engines"]) == [2] and case.refit(ranks=False) == []
+    assert case.replace_lost(ranks=False) == [silence, "engines: 2 -> 1"]
+    assert indices(room["engines"]) == [2] and case.replace_lost(ranks=False) == []
     (tmp_path / "without").mkdir()
     case = of_engines(tmp_path / "without", 1, 1)
     in_room(case, 2, ["node 8", ""], monkeypatch)
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes)
     monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
     with pytest.raises(NoPlaces) as caught:
-        case.refit()
+        case.replace_lost()
     assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
 
 
@@ -336,7 +336,7 @@ def test_where_unused_devices_take_the_place_of_others_each_engine_is_sent_to_by
     case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.updates.address.senders == (0, 1)
-    assert case.refit() == []  # as large as before
+    assert case.replace_lost() == []  # as large as before
     case.updates.renewed(case.updates.source)  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left

@@ -9,7 +9,7 @@ import pytest
 
 from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.placement import Room
+from corerl.cluster.placement import ResourcePool
 from corerl_elastic import places as module
 from corerl_elastic.places import Places
 from tests.cluster.test_placement import gpus, moves, on, rooms_of
@@ -56,7 +56,10 @@ def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
 
 
 def waiting(
-    room: Room, moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch, later: Mapping[float, Sequence[str]]
+    room: ResourcePool,
+    moves: dict[tuple[str, int], str],
+    monkeypatch: pytest.MonkeyPatch,
+    later: Mapping[float, Sequence[str]],
 ) -> float:
     """The seconds that a room waits at most a minute, while the cluster puts its bundles on the nodes of `later`, by
     second."""
@@ -82,7 +85,7 @@ def test_a_room_waits_for_no_bundle_whose_place_an_unused_one_can_take(
     on(moves, ["", "", "node 1", "node 1", "node 2"])
     assert waiting(room, moves, monkeypatch, {}) == 0.0
     assert [slot.lost for slot in room["actor"]] == [True, True, False] and Places(room).unused == 2
-    found = room.refit(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
+    found = room.replace_lost(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
     assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
         *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
     ]

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig
 
 from corerl.models.build import materialize
-from corerl.models.layout import make_policy
+from corerl.models.layouts import make_policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output
 from corerl_forecast.activations import activations_of

@@ -1,10 +1,9 @@
 import asyncio
 import json
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import ModuleType
 from typing import Any, cast
@@ -18,7 +17,17 @@ from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.event_loop import in_thread
-from corerl.rollout.rewards.base import Failure, Judged, Reward, Scores, Scoring, ended, samples_of
+from corerl.rollout.rewards.base import (
+    Failure,
+    Judged,
+    OutcomeScorer,
+    Reward,
+    Scores,
+    Scoring,
+    Term,
+    WeightedSum,
+    samples_of,
+)
 from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -35,23 +44,10 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_scores_follow_the_samples_to_their_own_prompts() -> None:
-    other = Prompt(index=7, text="00007>", answer="00007")
-    both = rollout(["01358", "00007", "00007", "01357"], [0, 0, 1, 1], (SORT, other))
-    assert resolve_reward("exact-match", {}).score(both).rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
 def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
     mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
     reward = resolve_reward("my_rewards:longer", {"than": 3})
     assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
-
-
-def test_a_reward_that_raises_is_an_error_that_names_function_sample_and_cause(mine: ModuleType) -> None:
-    mine.parse = lambda prompt, response: int(response)  # type: ignore[attr-defined]
-    reward = resolve_reward("my_rewards:parse", {})
-    with pytest.raises(RewardError, match=r"'my_rewards:parse' raised ValueError: .*prompt 35018 \('35018>'\).*'1x'"):
-        reward(SORT, "1x")
 
 
 def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first_is_named(mine: ModuleType) -> None:
@@ -87,7 +83,7 @@ def in_corerl(prompt: Prompt, response: str) -> float:
 
 @pytest.mark.parametrize("function", [in_a_library, in_corerl])
 def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(function: Callable[..., Any]) -> None:
-    failure = Reward(name="mine", function=function).outcome(Prompt(index=0, text="a", answer=""), "[")
+    failure = Reward(name="mine", function=function).outcome((Prompt(index=0, text="a", answer=""), "[", ()))
     line = function.__code__.co_firstlineno + 1
     where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
     assert isinstance(failure, Failure) and where in failure.message
@@ -130,67 +126,49 @@ def verbose(prompt: Prompt, response: str) -> float:
 def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     function: Callable[..., Any], kind: str, told: str
 ) -> None:
-    outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
+    outcome = Reward(name="mine:f", function=function).outcome((Prompt(index=3, text="a", answer="b"), "c", ()))
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("texts", [["x"], ["", "", "x", ""]])
-def test_a_signal_that_interrupts_is_no_failure_of_the_sample(
-    number: signal.Signals, hides: bool, texts: list[str]
-) -> None:
-    counts: list[tuple[int, ...]] = []
+def interrupted(prompt: Prompt, response: str) -> float:
+    raise KeyboardInterrupt
 
-    def interrupted(prompt: Prompt, response: str) -> float:
-        try:
-            if response:
-                signal.raise_signal(number)
-        except BaseException:
-            if not hides:
-                raise
-        return 1.0
 
-    before = signal.signal(number, signal.default_int_handler)  # as the run's own at the second signal
-    try:
+async def interrupted_later(prompt: Prompt, response: str) -> float:
+    return 0.0
+
+
+def test_ctrl_c_is_no_failure_of_the_sample() -> None:
+    reward = Reward(name="mine:f", function=interrupted)
+    terms = [Term(label="a", weight=1.0, reward=evolve(reward, function=interrupted_later))]
+    several = WeightedSum(name="a + mine:f", terms=[Term(label="b", weight=1.0, reward=reward), *terms])
+    for each in (reward, several):
         with pytest.raises(KeyboardInterrupt):
-            Reward(name="mine:f", function=interrupted).outcomes(
-                [(SORT, text, ()) for text in texts], told=lambda *count: counts.append(count)
-            )
-        assert counts == [(count, len(texts)) for count in range(1, texts.index("x") + 1)]
-        assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
+            each.outcomes([(SORT, "x", ())])
 
 
 # ---- what a function may return, and take ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "value", [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).bfloat16()]
-)
-def test_a_scalar_of_numpy_or_torch_is_a_number(value: object) -> None:
-    reward = Reward(name="mine:f", function=lambda prompt, response: value)
-    assert reward(SORT, "x") == 0.5
-    assert type(reward(SORT, "x")) is float
-
-
-@pytest.mark.parametrize(
     ("value", "number"),
     [
-        (True, 1.0),
-        (np.bool_(True), 1.0),
-        (torch.tensor(True), 1.0),
-        (torch.tensor(3), 3.0),
-        (np.uint64(7), 7.0),
-        (Fraction(1, 2), 0.5),
-        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (np.array(0.5), 0.5),
         (np.longdouble(0.5), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (torch.tensor(0.5).bfloat16(), 0.5),
+        (Fraction(1, 2), 0.5),
+        (True, 1.0),
+        (torch.tensor(True), 1.0),
+        (np.uint64(7), 7.0),
     ],
 )
-def test_truth_values_and_integers_are_numbers_too(value: object, number: float) -> None:
-    assert Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x") == number
+def test_whatever_is_a_scalar_is_a_number(value: object, number: float) -> None:
+    found = Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x")
+    assert found == number and type(found) is float
 
 
 @pytest.mark.parametrize(
@@ -211,7 +189,7 @@ def test_truth_values_and_integers_are_numbers_too(value: object, number: float)
     ],
 )
 def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
 
 
@@ -227,19 +205,13 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
     ],
 )
 def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message.startswith(f"reward 'mine:f' {told}")
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome(SORT, "x")
-    assert isinstance(outcome, Failure) and len(outcome.message) < 300
-    assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
-
-
 def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message == (
         "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
@@ -264,10 +236,10 @@ def test_parts_are_weighted_in_the_reward_and_summed_as_they_are(
 
 
 def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_it() -> None:
-    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome(SORT, "x")
+    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure)
     assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
-    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome(SORT, "x")
+    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome((SORT, "x", ()))
     assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
 
 
@@ -282,7 +254,7 @@ def test_parts_that_are_none_are_left_out_of_sum_and_means() -> None:
         assert scores.rewards.tolist() == rewards and not scores.failed.any()
         assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
     for value in (None, {"right": None}, {}):
-        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome(SORT, "x")
+        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome((SORT, "x", ()))
         assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
 
 
@@ -321,31 +293,6 @@ def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes
 # ---- async functions -------------------------------------------------------------------------------------------------
 
 
-def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
-    inside, most = 0, 0
-    met: list[asyncio.Event] = []
-
-    async def judge(prompt: Prompt, response: str) -> float:
-        nonlocal inside, most
-        met = met_of()
-        inside += 1
-        most = max(most, inside)
-        if inside == 4:
-            met.set()  # none of them goes on before the last one has begun
-        await met.wait()
-        inside -= 1
-        return float(len(response))
-
-    def met_of() -> asyncio.Event:
-        if not met:
-            met.append(asyncio.Event())
-        return met[0]
-
-    scores = Reward(name="mine:f", function=judge).score(rollout(["a", "bb", "ccc", ""], [0] * 4, (SORT,)))
-    assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 0.0]
-    assert most == 4
-
-
 def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
     inside, most = 0, 0
 
@@ -380,7 +327,7 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
 
     samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends", "cancels")]
     reward = Reward(name="mine:f", function=judge)
-    fine, *failures = [ended(begun) for begun in [reward.begin(sample, limit=0.2) for sample in samples]]
+    fine, *failures = [begun.result() for begun in [reward.start(sample, limit=0.2) for sample in samples]]
     assert fine == Judged(reward=1.0)
     told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
@@ -472,18 +419,11 @@ def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_tim
     mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
     names = ("my_rewards:later", "my_rewards:sync")
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
-    begun = [reward.begin((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
-    fine, slow, bad, again = map(ended, begun)
+    begun = [reward.start((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
+    fine, slow, bad, again = [each.result() for each in begun]
     assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
     assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
-
-
-def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
-    reward = resolve_reward("tests.rollout.user_rewards:act", {})
-    outcome = reward.outcome(SORT, "leave")
-    assert isinstance(outcome, Failure) and outcome.kind == "died"
-    assert " ended its process (sys.exit(4)) on prompt " in outcome.message
 
 
 # ---- beside other coroutines -----------------------------------------------------------------------------------------
@@ -553,3 +493,49 @@ def test_scoring_that_nobody_waits_for_any_more_still_keeps_its_turn() -> None:
 
     assert asyncio.run(work()) == [2.0]
     assert scorer.order == ["broken", "ab"]
+
+
+# ---- rewards that samples bring --------------------------------------------------------------------------------------
+
+LATE = Failure(kind="timeout", message="it was late")
+
+
+def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
+    count = len(outcomes)
+    batch = SampleBatch(
+        tokens=np.zeros(count, np.int64),
+        offsets=np.arange(count + 1),
+        rows={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
+    )
+    texts = ["x" * (1 + row) for row in range(count)]
+    return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))
+
+
+def by_length(failed: float = -1.0) -> OutcomeScorer:
+    return OutcomeScorer(Reward(name="long", function=lambda prompt, text: len(text)), failed_value=failed)
+
+
+def test_samples_that_bring_no_reward_are_scored_and_the_others_are_not() -> None:
+    scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
+    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
+    assert scores.failed.tolist() == [False, False, True, False]
+    assert (scores.failures, scores.first) == ({"timeout": 1}, "it was late")
+    assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
+
+
+def test_a_batch_that_brings_no_rewards_is_scored_as_ever() -> None:
+    rollout = brought([None, None, None])
+    assert by_length().score(rollout).rewards.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rows_of_an_episode_share_the_reward_of_its_last_answer() -> None:
+    episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
+    scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
+    assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
+
+
+def test_a_batch_of_failures_is_an_error_and_a_part_of_one_is_not() -> None:
+    rollout = brought([LATE, LATE])
+    with pytest.raises(RewardError, match="^it was late; none of the 2 samples has a reward$"):
+        by_length().score(rollout)
+    assert by_length(0.25).score(rollout, part=True).rewards.tolist() == [0.25, 0.25]

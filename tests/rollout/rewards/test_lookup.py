@@ -1,7 +1,5 @@
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
 
 import pytest
 from attrs import evolve
@@ -10,7 +8,7 @@ from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards.base import Failure, Reward, Term, WeightedSum
-from corerl.rollout.rewards.lookup import require_any_thread, require_part, resolve_reward, reward_of
+from corerl.rollout.rewards.lookup import require_part, resolve_reward, reward_of
 
 SORT = Prompt(index=35018, text="35018>", answer="01358")
 
@@ -27,7 +25,7 @@ def test_built_in_rewards_count_right_positions_over_the_longer_text_and_exact_a
 
 
 def test_where_a_reward_of_corerls_own_fails_is_told_as_its_innermost_line() -> None:
-    failure = resolve_reward("exact-match", {}).outcome(Prompt(index=0, text="a", answer=""), "x")
+    failure = resolve_reward("exact-match", {}).outcome((Prompt(index=0, text="a", answer=""), "x", ()))
     assert isinstance(failure, Failure) and re.search(
         r"corerl/rollout/rewards/lookup\.py:\d+\) on prompt 0", failure.message
     )
@@ -107,7 +105,7 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
         reward_of(RewardConfig(functions=inside))
     with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
         reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
-    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome(SORT, "x")
+    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome((SORT, "x", ()))
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
 
@@ -115,36 +113,6 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
 def test_without_several_functions_the_one_named_is_the_reward() -> None:
     reward = reward_of(RewardConfig(name="exact-match", failed_value=-2.0))
     assert (reward.name, reward.failed_value, reward(SORT, "01358")) == ("exact-match", -2.0, 1.0)
-
-
-NEEDS = (
-    "reward 'tests.rollout.user_rewards:alarmed' needs the main thread (ValueError: signal only works in main thread"
-)
-HELPS = "set reward.processes to at least 1, or rollout.source='synchronous'"
-
-
-@pytest.mark.parametrize("options", [{}, {"hidden": True}])
-def test_a_reward_that_needs_the_main_thread_is_told_where_it_will_run_in_another(options: dict[str, Any]) -> None:
-    reward = resolve_reward("tests.rollout.user_rewards:alarmed", options)
-    assert reward(SORT, "x") == 1.0  # here, in the main thread
-    with pytest.raises(ConfigError) as caught:
-        require_any_thread(reward, SORT)
-    assert caught.value.message.startswith(f"reward.processes: {NEEDS} of the main interpreter (tests/rollout/user_rew")
-    assert caught.value.message.endswith(f" it is called in another one; {HELPS}")
-
-
-def test_a_reward_that_needs_the_main_thread_for_some_answers_ends_the_run_at_the_first_of_them() -> None:
-    reward = resolve_reward("tests.rollout.user_rewards:alarmed", {"only": "hard"})
-    require_any_thread(reward, SORT)
-    with ThreadPoolExecutor(1) as source, pytest.raises(RewardError) as caught:
-        source.submit(reward.outcomes, [(SORT, "easy", ()), (SORT, "hard", ())]).result()
-    assert caught.value.message.startswith(NEEDS) and caught.value.message.endswith(HELPS)
-    assert [each.reward for each in reward.outcomes([(SORT, "hard", ())])] == [1.0]
-
-
-def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
-    for name in ("picky", "act"):
-        require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT)
 
 
 def test_a_part_that_a_reward_cannot_have_is_refused() -> None:

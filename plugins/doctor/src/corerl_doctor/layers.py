@@ -22,13 +22,11 @@ from corerl.config.schema import ModelConfig, RoleConfig
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.config import hf_config
 from corerl.models.files import look_at, model_files
-from corerl.models.initial import initials
-from corerl.models.layout import make_policy, own_attention
+from corerl.models.initial import RandomSource, initials
+from corerl.models.layouts import WholePolicy, make_policy, own_attention
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.policy import Policy
-from corerl.models.random import RandomSource
 from corerl.models.routing import routers
-from corerl.models.whole import WholePolicy
 from corerl.ops.attention import PackedSequences
 from corerl.plugin.spec import Finding, Level, ok
 from corerl.types import Output, offsets_of

@@ -25,7 +25,7 @@ from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.files import look_at
-from corerl.models.layout import choose_layout, make_policy
+from corerl.models.layouts import choose_layout, make_policy
 from corerl.models.names import hf_boxes
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences

@@ -7,7 +7,7 @@ import time
 from attrs import define, field
 
 from corerl.cluster.arrangement import Placement
-from corerl.cluster.placement import Bundle, Room
+from corerl.cluster.placement import Bundle, ResourcePool
 
 LOOK_SECONDS = 0.5  # between two looks where bundles are
 
@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.5  # between two looks where bundles are
 class Places:
     """The bundles of a run, some of which may be on no machine any more."""
 
-    room: Room
+    room: ResourcePool
     _missed: set[Bundle] = field(factory=set, init=False)  # waited for, in vain
 
     def settle(self, *, within: float) -> None:
@@ -26,7 +26,7 @@ class Places:
         until = time.monotonic() + within
         while self._misses() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
-            self.room.look_again()
+            self.room.refresh()
         self._missed |= self._lost()
 
     def _misses(self) -> bool:

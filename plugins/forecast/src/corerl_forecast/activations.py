@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from corerl.models.build import decoder_layers, recompute_layers
 from corerl.models.files import Described
-from corerl.models.layout import make_policy
+from corerl.models.layouts import make_policy
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
 from corerl.types import Output

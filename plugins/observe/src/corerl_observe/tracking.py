@@ -13,7 +13,6 @@ from typing import Any
 from corerl import hookimpl
 from corerl.config import CONFIG_FILE
 from corerl.errors import DataError
-from corerl.observability import read_json_file
 from corerl.plugin import Evaluated, Event, RunFinished, RunStarted, SampleShown, StepFinished
 
 
@@ -97,7 +96,7 @@ class Identity:
         if not goes_on or not self._path.exists():
             return {}
         try:
-            identity = read_json_file(self._path)
+            identity = json.loads(self._path.read_bytes())
         except ValueError as error:
             raise DataError(f"{self._path} is not valid JSON: {error}; remove it to begin a new run there") from error
         if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):

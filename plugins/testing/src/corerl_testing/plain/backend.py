@@ -18,7 +18,7 @@ from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.models.layout import choose_layout
+from corerl.models.layouts import choose_layout
 from corerl.models.lora import freeze, put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of

@@ -21,8 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from corerl.cluster.deaths import cause, death
-from corerl.cluster.watchdog import Status
+from corerl.cluster.failures import Failure, words
 
 # What Ray 2.60 says, with fewer of its lines.
 SAID = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 6aca) \
@@ -38,22 +37,21 @@ Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/. Consider provisioning"""
 
 
-def told(error: RayError) -> str:
-    died = death("engine-0", "generate", error)
-    assert died is not None
-    assert died.details == str(error)
+def message(error: RayError) -> str:
+    failure = Failure.of(error, "engine-0", "generate")
+    assert failure is not None
+    died = failure.error
+    assert (died.failure, died.details) == (failure, str(error))
     assert "\n" not in died.message
     return died.message
 
 
-def test_a_death_names_the_hook_it_was_last_heard_of_in() -> None:
-    status = Status(hook="forward_backward", place="mine/backend.py:7 in outputs")
-    died = death("actor rank 1", "train", WorkerCrashedError(), status)
+def test_a_death_names_the_hook_of_the_last_heartbeat() -> None:
+    died = Failure.of(WorkerCrashedError(), "actor rank 1", "train at optimizer step 3", "forward_backward")
     assert died is not None
-    assert died.message.startswith("actor rank 1: its process died during train (")
-    assert "; last heard of in the hook forward_backward); unless someone killed it" in died.message
-    between = death("actor rank 1", "train", WorkerCrashedError(), Status())
-    assert between is not None and "last heard of" not in between.message
+    assert (died.kind, died.who, died.step) == ("died", "actor rank 1", "train at optimizer step 3")
+    assert str(died).startswith("actor rank 1: its process died during train at optimizer step 3 (")
+    assert "; last heartbeat in the hook forward_backward); unless someone killed it" in str(died)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +63,9 @@ def test_a_death_names_the_hook_it_was_last_heard_of_in() -> None:
         ("in words of another version", ""),
     ],
 )
-def test_a_process_that_ray_ends_for_want_of_memory_has_died_with_its_memory_in_one_line(
-    text: str, numbers: str
-) -> None:
-    assert told(OutOfMemoryError(text)) == (
-        f"engine-0: Ray ended its process during generate because the machine ran out of memory{numbers}; end other "
+def test_a_process_killed_for_memory_is_one_line_with_numbers(text: str, numbers: str) -> None:
+    assert message(OutOfMemoryError(text)) == (
+        f"engine-0: its process was killed by Ray during generate: the machine ran out of memory{numbers}; end other "
         "programs there, use fewer ranks or engines on it, a lower precision or smaller batches, or raise Ray's limit "
         "(the variable RAY_memory_usage_threshold, 0.95 by default)"
     )
@@ -109,8 +105,8 @@ def of_context(message: str, **more: object) -> ActorDiedError:
         (RaySystemError("the worker did not start"), "System error: the worker did not start"),
     ],
 )
-def test_whatever_else_ends_a_process_is_its_death_with_the_cause(error: RayError, why: str) -> None:
-    assert told(error) == (
+def test_every_other_death_names_its_cause(error: RayError, why: str) -> None:
+    assert message(error) == (
         f"engine-0: its process died during generate ({why}); unless someone killed it, see the machine's log (dmesg: "
         "out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
     )
@@ -121,16 +117,16 @@ def test_whatever_else_ends_a_process_is_its_death_with_the_cause(error: RayErro
     [WorkerCrashedError(), ActorUnavailableError("no connection", b"\0" * 16), ObjectLostError("ab", None, "")],
 )
 def test_a_process_that_cannot_be_reached_any_more_has_died(error: RayError) -> None:
-    assert told(error).startswith("engine-0: its process died during generate (")
+    assert message(error).startswith("engine-0: its process died during generate (")
 
 
 def test_what_a_dead_node_says_at_length_is_cut() -> None:
-    assert len(cause(NodeDiedError("too many words " * 100))) == 300
+    assert len(words(NodeDiedError("too many words " * 100))) == 300
 
 
-def test_an_exception_inside_a_process_is_no_death_whatever_it_derives_from() -> None:
+def test_an_exception_inside_a_process_is_no_death() -> None:
     inside = RayTaskError("call", "Traceback", NodeDiedError("another's node")).as_instanceof_cause()
     assert isinstance(inside, NodeDiedError)
-    assert death("engine-0", "generate", inside) is None
-    assert death("engine-0", "generate", RaySystemError(TypeError("cannot read it"), "Traceback")) is None
-    assert death("engine-0", "generate", ObjectStoreFullError()) is None
+    assert Failure.of(inside, "engine-0", "generate") is None
+    assert Failure.of(RaySystemError(TypeError("no"), "Traceback"), "engine-0", "generate") is None
+    assert Failure.of(ObjectStoreFullError(), "engine-0", "generate") is None

@@ -1,0 +1,270 @@
+"""Choose the way through a model, packed sequences or the whole model on padded rows, and build its policy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.messages import one_line
+from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.config import context_length, reads_pictures
+from corerl.models.files import look_at
+from corerl.models.mixers import attends, counts_tokens, keep_apart, kept_apart, mixers, unregistered_attention
+from corerl.models.parts import Parts, Reads, parts_of
+from corerl.models.policy import Policy
+from corerl.ops.attention import PackedSequences
+
+
+@frozen
+class Layout:
+    name: Literal["packed", "whole"]
+    why: str = ""  # whole, though it was not asked for: what keeps the model from being packed
+
+
+def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
+    """The way through `model`, from `look_at`, that `train.layout` = `asked` takes: 'auto' prefers packed.
+
+    Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
+    """
+    decoder = parts_of(model).decoder
+    if reads_pictures(model.config):
+        _require_text_alone(model, decoder)
+    if asked == "whole":
+        return Layout("whole")
+    try:
+        require_packable(model, decoder)
+        require_packed_attention(decoder)
+    except ModelError as error:
+        if asked == "packed":
+            raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
+        return Layout("whole", error.message)
+    return Layout("packed")
+
+
+def _require_text_alone(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ModelError if a decoder on meta wants more than tokens, such as pictures, or lets them see later ones."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} has an encoder, which lets every token see later ones; use another model")
+    try:
+        decoder(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{name} cannot be called with text alone ({one_line(error)}); use another model") from None
+    except RuntimeError:
+        pass  # its code depends on values, of which there are none on meta
+
+
+def make_policy(
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    layout: str = "auto",
+    value_head: bool = False,
+    compute: torch.dtype | None = None,
+    buffers: bool = True,
+    vocabulary: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Policy:
+    """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
+    real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
+    meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
+    share the rows of the output matrix, see `Policy`. Raises ModelError if transformers cannot build it, or CoreRL not
+    train it."""
+    chosen = choose_layout(look_at(config, value_head=value_head), layout)
+    packed = chosen.name == "packed"
+    model = build_on_meta(
+        config,
+        dtype=dtype,
+        attention=PACKED if packed else own_attention(config),
+        value_head=value_head,
+        compute=compute,
+        buffers=buffers,
+    )
+    return (PackedPolicy if packed else WholePolicy)(model, vocabulary=vocabulary, group=group)
+
+
+def own_attention(config: PreTrainedConfig) -> str:
+    """The fastest attention that transformers has for the model on every device."""
+    return "sdpa" if getattr(architecture_of(config), "_supports_sdpa", False) else "eager"
+
+
+NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
+
+
+def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ModelError unless sequences can be packed for the `decoder` of `model`."""
+    name = type(model).__name__
+    if (module := unregistered_attention(decoder)) is not None:
+        raise ModelError(
+            f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
+            "one; packing requires transformers' attention interface"
+        )
+    if counts_tokens(decoder) is not None or any(hasattr(module, NUMBERS) for module in decoder.modules()):
+        raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
+    if "position_ids" not in inspect.signature(decoder.forward).parameters and attends(decoder):
+        raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
+
+
+def require_packed_attention(decoder: PreTrainedModel) -> None:
+    """Raise ModelError if the layers of a decoder that is wholly on meta ask packed attention for what it lacks, or do
+    not pass it the bounds of sequences."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.ones_like(tokens, device="cpu")  # some layers' code asks whether it hides anything
+    with _looked_at(decoder) as unseen, torch.no_grad():
+        try:
+            decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
+        except ModelError:
+            raise
+        except Exception as error:
+            # Some code depends on values, of which there are none on meta. Then it is enough that each kind of layer
+            # that mixes tokens was called.
+            if unseen or not isinstance(error, RuntimeError):
+                raise ModelError(
+                    f"{type(decoder).__name__} cannot be called with packed sequences ({one_line(error)})"
+                ) from error
+
+
+def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
+    """Names of the parameters that no pass over text reads, so that they never get a gradient: attention to an encoder
+    that is not there, for example. `model` is wholly on meta; empty if its code depends on values."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.ones_like(tokens, device="cpu")
+    passed_over = {id(param) for module in kept_apart(parts.decoder) for param in module.parameters()}  # on meta
+    with _looked_at(parts.decoder), Reads() as reads, torch.no_grad():
+        try:
+            parts.decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
+        except Exception:  # as above
+            return set()
+    read = passed_over | reads.parameters.keys()
+    after = {VALUE_HEAD_WEIGHT} if parts.head is None else set(parts.head.reads)
+    return {name for name, param in model.named_parameters() if id(param) not in read} - after
+
+
+@contextmanager
+def _looked_at(decoder: PreTrainedModel) -> Iterator[set[type]]:
+    """Within the block, the decoder is one that `PackedPolicy` runs, with experts that can be on meta. Gives the
+    classes of modules that mix tokens and have not been called."""
+    register_packed_attention()
+    held = (getattr(each, "config", None) for each in decoder.modules())
+    configs: dict[int, Any] = {id(each): each for each in held if isinstance(each, PreTrainedConfig)}
+    before = [(config, config._attn_implementation, config._experts_implementation) for config in configs.values()]
+    apart = keep_apart(decoder)
+    unseen = {type(module) for module in mixers(decoder)}
+    handles = [
+        module.register_forward_hook(lambda module, *_: unseen.discard(type(module))) for module in mixers(decoder)
+    ]
+    try:
+        for config in configs.values():
+            config._attn_implementation, config._experts_implementation = PACKED, "batched_mm"
+        yield unseen
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in apart:
+            del module.forward
+        for config, attention, experts in before:
+            config._attn_implementation, config._experts_implementation = attention, experts
+
+
+def packed_call(tokens: torch.Tensor, positions: torch.Tensor, packing: PackedSequences) -> dict[str, Any]:
+    """The arguments of a decoder for packed tokens and positions [T]."""
+    # Without a mask, transformers would look for packed sequences in the positions, which waits for the device.
+    return _call(tokens[None], positions[None], torch.ones_like(tokens)[None], packing)
+
+
+def _call(tokens: Any, positions: Any, mask: Any, packing: Any) -> dict[str, Any]:
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "attention_mask": mask,
+        "use_cache": False,
+        "packing": packing,
+    }
+
+
+class PackedPolicy(Policy):
+    """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
+    Raises ModelError if the model cannot be packed."""
+
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(model, vocabulary=vocabulary, group=group)
+        require_packable(model, self.decoder)
+        if (attention := model.config._attn_implementation) != PACKED:
+            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
+        # The rows of layers with a state are padded, in whatever order the sequences are.
+        self.rectangular = bool(keep_apart(self.decoder))
+
+    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+        hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]
+        return hidden.index_select(0, packing.continuations - 1)
+
+
+class WholePolicy(Policy):
+    """A policy that passes right-padded rows through the decoder of a model with an attention of transformers.
+
+    A micro-batch is one call of the decoder, however many tokens it has: ranks that gather weights together call it
+    equally often.
+    """
+
+    rectangular = True
+
+    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+        rows, gather, scatter = packing.rows
+        self.routers.laid_out(gather, scatter)
+        # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
+        cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state
+        hidden: Tensor = cells.flatten(0, 1).index_select(0, scatter[packing.continuations - 1])
+        return hidden
+
+
+OFFSET = 2  # rows that OPT's table has before its first position
+SHORT = 4  # tokens
+LONGEST_TABLE = 2**24  # positions: what allows more has no table, and takes no pass on meta either
+
+
+def position_limit(model: PreTrainedModel, *, wanted: int) -> int | None:
+    """The number of the model's positions, if it cannot take a sequence of `wanted` tokens; None if it can. `model` is
+    on meta, where a look-up beyond a table's end raises nothing: learned tables are taken for limits, and of
+    all else a pass shows whether it is one."""
+    positions = context_length(model.config)
+    if positions is None or not positions < wanted or positions > LONGEST_TABLE:
+        return None
+    words = model.get_input_embeddings()
+    learned = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    if _fits(learned, positions):
+        return positions
+    made = _fits(_table_rows(model), positions)
+    if not _runs(model, SHORT):  # as models do on meta whose code looks at values
+        return positions if made else None
+    if not _runs(model, positions + OFFSET + 1):
+        return positions
+    return positions if made and _fits(_table_rows(model), positions) else None  # else the pass has made a longer one
+
+
+def _table_rows(model: nn.Module) -> list[int]:
+    return [buffer.shape[0] for buffer in model.buffers() if buffer.dim() == 2]
+
+
+def _fits(rows: list[int], positions: int) -> bool:
+    return any(positions <= each <= positions + OFFSET for each in rows)
+
+
+def _runs(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a pass with so many tokens computes shapes that fit each other."""
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), use_cache=False)
+    except Exception:  # whatever a model's code does with tensors that do not fit, or have no values
+        return False
+    return True

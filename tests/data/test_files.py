@@ -1,0 +1,279 @@
+"""Files as `pyarrow` and `datasets` write them; splits and subsets are compared with what `datasets` reads."""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from corerl.config.load import config_of
+from corerl.config.schema import DataConfig, DataSource
+from corerl.data.load import load_prompts
+from corerl.data.prompts import PromptSource
+from corerl.errors import ConfigError, DataError
+from corerl.plan.settle import with_absolute_paths
+from tests.data.files import load, numbered, parquet, write
+
+CARD = """---
+configs:
+- config_name: easy
+  data_files:
+  - {split: train, path: [one/b-*, one/a-*]}
+  - {split: test, path: one/t-*}
+- config_name: hard
+  data_dir: two
+---
+"""
+
+
+def put(directory: Path, *names: str, suffix: str = "parquet", rows: int = 3) -> Path:
+    for name in names:
+        file = directory / f"{name}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        table = [{"prompt": f"{name} {number}", "answer": str(number)} for number in range(rows)]
+        if suffix == "parquet":
+            datasets.Dataset.from_list(table).to_parquet(file)
+        else:
+            write(file, *map(json.dumps, table))
+    return directory
+
+
+def texts(source: PromptSource) -> list[str]:
+    return [source.prompt(index).text for index in range(len(source))]
+
+
+def reference(directory: Path, subset: str | None = None, split: str = "train") -> list[str]:
+    return list(datasets.load_dataset(str(directory), subset, split=split)["prompt"])
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "grüß", "answer": "a", "level": 2}',
+        "",
+        '{"prompt": "two"}',
+        '{"answer": 42, "prompt": "three"}',
+    ]
+    path = write(tmp_path / "p.jsonl", *lines)
+    source = load(path)
+    first, second, third = (source.prompt(index) for index in range(3))
+    assert (first.index, first.text, first.answer, first.fields["level"]) == (0, "grüß", "a", 2)
+    assert (second.text, second.answer) == ("two", "")
+    assert (third.text, third.answer) == ("three", "42")
+    assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
+    assert [source.where(index) for index in range(3)] == [f"{path}:{line}" for line in (1, 3, 4)]
+    assert load(path, chat=True).where(1) == f"{path}:3"
+
+
+def test_objects_line_by_line_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
+    for name in ("p.json", "p.txt"):
+        assert load(write(tmp_path / name, "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json"])
+def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(3)])
+    path = tmp_path / f"p{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps(rows.to_list()))
+    else:
+        {".parquet": rows.to_parquet, ".csv": rows.to_csv}[suffix](path)
+    source = load(path, held_out=0)
+    assert [dict(source.prompt(index).fields) for index in range(3)] == rows.to_list()
+    assert source.where(1) == f"{path}, row 1"
+    lines = load(numbered(tmp_path / "p.jsonl", 3), held_out=0)
+    assert source.shares[0].digests.tolist() == lines.shares[0].digests.tolist()
+
+
+def test_values_of_a_parquet_file_are_those_of_python(tmp_path: Path) -> None:
+    path = parquet(
+        tmp_path / "p.parquet",
+        question=["grüß", "two", "three"],
+        answer=["a", None, "c"],
+        tests=[{"in": [1], "out": "x"}, None, {"in": [], "out": "y"}],
+        day=[datetime.date(2025, 3, day) for day in (1, 2, 3)],
+    )
+    source = load(path, prompt_key="question")
+    assert [source.prompt(index).answer for index in range(3)] == ["a", "", "c"]
+    assert source.prompt(2).fields == {
+        "question": "three",
+        "answer": "c",
+        "tests": {"in": [], "out": "y"},
+        "day": datetime.date(2025, 3, 3),
+    }
+    assert load(path, prompt_key="question", answer_key="tests").prompt(0).answer == '{"in": [1], "out": "x"}'
+    assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
+
+
+def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict(
+        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
+    )
+    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
+    source, saved = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
+    assert len(source) == 50
+    for index in (0, 17, 49):
+        assert source.prompt(index).fields == saved[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("d.txt", "x", "has files of the formats .txt, expected a .jsonl, .parquet, .*; convert them to one format"),
+        ("d.parquet", "no parquet at all", "cannot read .*d.parquet: .*[Pp]arquet magic bytes not found.*; expected"),
+        ("d.jsonl", "", "d.jsonl is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, line: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"^data.source: .*{message}"):
+        load(write(tmp_path / name, line))
+
+
+def test_a_source_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file or directory; expected .*`$"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
+        load(tmp_path / "none.parquet")
+    with pytest.raises(ConfigError, match="unknown source 'sort-digit'; known: sort-digits, .*did you mean"):
+        load("sort-digit")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot read .*empty: .*doesn't contain any data files"):
+        load(empty)
+
+
+def test_a_damaged_saved_data_set_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path / 'saved'}: "):
+        load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
+        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is None, expected a non-empty string"),
+        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_its_number(
+    tmp_path: Path, columns: dict[str, list[object]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(parquet(tmp_path / "p.parquet", **columns))
+
+
+def test_without_datasets_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
+    directory = put(tmp_path / "set", "train", suffix="jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source in (path, directory):
+        with pytest.raises(ConfigError, match=r"`datasets`, which is not installed; pip install 'corerl\[data\]'"):
+            load(source)
+    assert len(load(directory / "train.jsonl")) == 3  # which asks nothing of it
+
+
+# ---- directories and patterns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "suffix"),
+    [
+        (("train", "test", "validation"), "jsonl"),
+        (("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"), "parquet"),
+        (("train/1", "train/0", "test/0"), "jsonl"),
+        (("b", "a"), "parquet"),
+    ],
+)
+def test_a_directory_is_read_as_datasets_reads_its_splits(tmp_path: Path, names: tuple[str, ...], suffix: str) -> None:
+    directory = put(tmp_path / "set", *names, suffix=suffix)
+    assert texts(load(directory)) == reference(directory)
+    if "test" in datasets.get_dataset_split_names(str(directory)):
+        assert texts(load(directory, split="test")) == reference(directory, split="test")
+
+
+def test_a_card_names_subsets_and_their_splits(tmp_path: Path) -> None:
+    directory = put(tmp_path / "set", "one/a-0", "one/b-0", "one/b-1", "one/t-0", "two/train", "two/test", "extra/x")
+    write(directory / "README.md", CARD)
+    with pytest.raises(ConfigError, match=r"data.subset: '', but .*set has the subsets easy, hard; set it to one"):
+        load(directory)
+    easy, hard = load(directory, subset="easy"), load(directory, subset="hard")
+    assert (
+        texts(easy) == reference(directory, "easy") == [f"one/{n} {i}" for n in ("b-0", "b-1", "a-0") for i in range(3)]
+    )
+    assert texts(hard) == reference(directory, "hard")
+    mix = DataConfig(
+        sources=(
+            DataSource(source=str(directory), subset="easy", name="e"),
+            DataSource(source=str(directory), subset="hard", split="test", name="h"),
+        ),
+        held_out=1,
+    )
+    assert texts(load_prompts(mix, seed=0)) == texts(easy) + reference(directory, "hard", split="test")
+    write(directory / "README.md", CARD.replace("config_name: easy", "config_name: easy\n  default: true"))
+    assert texts(load(directory)) == texts(easy)
+
+
+def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:
+    directory = put(tmp_path / "set", "validation", "test")
+    with pytest.raises(ConfigError, match=r"data.split: 'train', but .*set has the splits validation, test; set it"):
+        load(directory)
+    with pytest.raises(ConfigError, match=r"data.split: 'tset', .* did you mean 'test'\?"):
+        load(directory, split="tset")
+    with pytest.raises(ConfigError, match=r"data.split: 'test', but .*test.parquet has no splits; remove it"):
+        load(directory / "test.parquet", split="test")
+    with pytest.raises(ConfigError, match=r"data.subset: 'en', but .*set has no subsets; remove it"):
+        load(directory, subset="en", split="test")
+
+
+def test_a_common_choice_is_for_sources_that_have_several(tmp_path: Path) -> None:
+    several, one = put(tmp_path / "several", "train", "test"), put(tmp_path / "one", "file") / "file.parquet"
+    mix = tuple(DataSource(source=str(source)) for source in (several, one))
+    source = load_prompts(DataConfig(sources=mix, split="test", held_out=0), seed=0)
+    assert texts(source) == [*texts(load(several, split="test")), *texts(load(one))]
+    with pytest.raises(ConfigError, match=r"data.split: 'dev', but .*several has the splits train, test"):
+        load_prompts(DataConfig(sources=mix, split="dev", held_out=0), seed=0)
+
+
+def test_splits_that_were_saved_together_are_chosen_by_name(tmp_path: Path) -> None:
+    splits = {
+        name: datasets.Dataset.from_dict({"prompt": [f"{name} {i}" for i in range(2)]}) for name in ("train", "test")
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
+    assert texts(load(tmp_path / "both")) == ["train 0", "train 1"]
+    assert (
+        texts(load(tmp_path / "both", split="test")) == texts(load(tmp_path / "both" / "test")) == ["test 0", "test 1"]
+    )
+
+
+def test_a_cache_of_hugging_face_is_read_at_its_main_revision(tmp_path: Path) -> None:
+    cache = tmp_path / "datasets--x--y"
+    for revision in ("abc", "def"):
+        blobs = put(cache / "blobs" / revision, "file", rows=2 if revision == "abc" else 5)
+        link = cache / "snapshots" / revision / "data" / "train-00000-of-00001.parquet"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(blobs / "file.parquet")
+    (cache / "refs").mkdir()
+    write(cache / "refs" / "main", "def")
+    assert len(load(cache)) == 5
+
+
+def test_a_pattern_is_read_in_the_order_of_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "set" / "deep", "train-b", "train-a", "test", suffix="jsonl")
+    source = load(tmp_path / "set" / "**" / "train-*.jsonl")
+    assert texts(source) == [f"train-{name} {i}" for name in "ab" for i in range(3)]
+    assert source.where(4) == f"{tmp_path / 'set' / 'deep' / 'train-b.jsonl'}:2"
+    with pytest.raises(DataError, match=r"no file matches '.*/none-\*.jsonl'; correct the pattern"):
+        load(tmp_path / "none-*.jsonl")
+    monkeypatch.chdir(tmp_path / "set" / "deep")
+    config = with_absolute_paths(config_of({"backend": {"name": "plain"}, "data": {"source": "train-*.jsonl"}}))
+    monkeypatch.chdir("/")
+    assert texts(load(config.data.source)) == texts(source)
+    put(tmp_path / "set" / "deep", "train-c")
+    with pytest.raises(DataError, match=r"has files of the formats .jsonl, .parquet, expected .*; convert them to one"):
+        load(tmp_path / "set" / "deep" / "t*")
