@@ -171,7 +171,7 @@ def _close(run: Run) -> None:
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
-    start, rollout, trains = plan.start, plan.rollout, plan.run.trains
+    start, trains = plan.start, plan.run.trains
     loop = EventLoop("rollout")
     stack.callback(loop.close)
     rewards = start_rewards(plan, loop, progress, stack)  # first: their processes start while Ray does
