@@ -57,7 +57,7 @@ def result(
     return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
 
 
-def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() -> None:
+def test_rollout_metrics_are_means_over_samples() -> None:
     assert rollout_metrics(scored(0.5)) == {
         "rollout/reward": 0.75,
         "rollout/reward_std": 0.25,
@@ -69,7 +69,7 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
 
 
-def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_compare() -> None:
+def test_groups_without_spread_are_counted_among_compared_ones() -> None:
     given = scored(None)
     assert "rollout/groups_without_spread" not in rollout_metrics(given)  # groups of one
     of_four = evolve(
@@ -83,7 +83,7 @@ def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_co
         assert found["rollout/groups_without_spread"] == share
 
 
-def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None:
+def test_parts_are_means_over_samples_that_have_them() -> None:
     parts = {"right": (1.0, 4), "failed": (-1.5, 2)}
     metrics = rollout_metrics(evolve(scored(None), parts=parts, failures={"timeout": 3}))
     assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
@@ -114,7 +114,7 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     assert metrics["rollout/response_length"] == pytest.approx((1 + 1 + 3) / 3)
 
 
-def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_of_skipped_steps() -> None:
+def test_train_metrics_are_means_over_optimizer_steps() -> None:
     steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
     assert train_metrics(steps, lr=0.01) == {
         "train/loss": 2.0,
@@ -126,7 +126,7 @@ def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_o
     }
 
 
-def test_extremes_stay_extremes_and_a_mean_over_nothing_is_left_out() -> None:
+def test_extremes_stay_extremes() -> None:
     parts = [
         {"peak": Metric(peak, 1.0, Reduction.MAX), "least": Metric(peak, 1.0, Reduction.MIN), "ratio": ratio}
         for peak, ratio in ((1.0, Metric(0.0, 0.0)), (9.0, Metric(6.0, 3.0)), (2.0, Metric(4.0, 1.0)))
@@ -143,17 +143,17 @@ def test_each_roles_metrics_stand_under_its_own_prefix() -> None:
     assert names["critic/loss"] == 1.0
 
 
-def test_a_norm_that_is_not_finite_is_shown_as_it_is() -> None:
+def test_a_norm_that_is_not_finite_is_shown() -> None:
     assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
 
 
-def test_the_mismatch_is_the_first_steps_own_where_nothing_was_recomputed() -> None:
+def test_the_mismatch_is_the_first_steps_without_recomputing() -> None:
     found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
     assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
     assert first_step_mismatch(result(1.0)) == {}  # a loss that does not report it
 
 
-def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch() -> None:
+def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:
     batch = samples(
         old_logprobs=[9.0, 9.0, -1.0, 9.0, 9.0, -2.0, -3.0, -4.0],
         rollout_logprobs=[0.0, 0.0, -1.5, 0.0, 0.0, -2.0, -2.0, -4.5],
@@ -169,7 +169,7 @@ def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch(
     }
 
 
-def test_staleness_counts_updates_from_each_loss_tokens_version_to_the_weights_that_are_trained() -> None:
+def test_staleness_counts_updates_since_each_loss_token() -> None:
     batch = samples()  # loss tokens: one of the first sample, three of the second
     versions = np.array([9, 9, 4, 9, 9, 2, 2, 5])
     assert staleness_metrics(batch.with_columns(versions=versions), 5) == {
@@ -268,7 +268,7 @@ def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
     }
 
 
-def test_spans_of_all_threads_are_taken_once_and_one_that_goes_on_in_every_step() -> None:
+def test_spans_of_all_threads_are_taken_once() -> None:
     now = [0.0]
     spans = Spans(lambda: now[0])
     go, entered = threading.Event(), threading.Event()

@@ -56,7 +56,7 @@ def beat(progress: Progress, hears: Hears) -> Event:
     return hears.heard[-1]
 
 
-def test_a_beat_tells_how_long_a_phase_takes_and_how_far_it_is(progress: Progress, hears: Hears, clock: Clock) -> None:
+def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hears: Hears, clock: Clock) -> None:
     progress.beat()
     assert hears.heard == []  # there is no phase
     progress.begin("rollout")
@@ -89,9 +89,7 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     )
 
 
-def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
-    progress: Progress, hears: Hears, clock: Clock
-) -> None:
+def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, hears: Hears, clock: Clock) -> None:
     def notices() -> list[str]:
         return [event.text for event in hears.heard if isinstance(event, Notice)]
 

@@ -137,7 +137,7 @@ def scored() -> ScoredRollout:
 # ---- learning rate ---------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_run: Callable[..., Run]) -> None:
+def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     run = make_run(config, ears=ears, rollout_step=5)
@@ -154,7 +154,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
-def test_compilations_are_counted_and_a_long_one_for_what_no_graph_allowed_is_told(
+def test_compilations_are_counted_and_long_ones_reported(
     make_run: Callable[..., Run],
 ) -> None:
     ears = Ears()
@@ -195,7 +195,7 @@ def with_experts() -> ScoredRollout:
     return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
 
 
-def test_the_experts_of_old_logprobs_come_of_the_same_pass_and_are_every_tokens(make_run: Callable[..., Run]) -> None:
+def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..., Run]) -> None:
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
@@ -206,7 +206,7 @@ def test_the_experts_of_old_logprobs_come_of_the_same_pass_and_are_every_tokens(
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
 
 
-def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_trained(
+def test_old_logprobs_use_the_engines_experts_where_training_does(
     make_run: Callable[..., Run],
 ) -> None:
     actor = Group()
@@ -221,9 +221,7 @@ def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_t
     ("rollout", "source"),
     [({"engine": "fake"}, "the engine 'fake'"), ({"saved": "runs/a"}, "the batches in 'runs/a'")],
 )
-def test_samples_without_the_engines_experts_end_the_run_in_one_line(
-    make_run: Callable[..., Run], rollout: dict[str, Any], source: str
-) -> None:
+def test_missing_experts_end_the_run(make_run: Callable[..., Run], rollout: dict[str, Any], source: str) -> None:
     run = make_run(make_config(algorithm={"routing_replay": "engine"}, rollout=rollout))
     with pytest.raises(DataError) as caught:
         run.with_advantages(scored())
@@ -247,7 +245,7 @@ def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None
     assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
 
 
-def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss(make_run: Callable[..., Run]) -> None:
+def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]) -> None:
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
     actor = Group()
     run = make_run(make_config(algorithm=algorithm), actor=actor)
@@ -273,7 +271,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
-def test_a_step_whose_tokens_are_all_masked_is_taken_without_advantages_and_told(make_run: Callable[..., Run]) -> None:
+def test_a_step_whose_tokens_are_all_masked_is_reported(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     correction = {"correction": "token", "correction_beyond": "mask", "correction_floor": 0.9}
     run = make_run(make_config(algorithm={**correction, "old_logprobs": "recompute"}), actor=actor, ears=ears)
@@ -288,7 +286,7 @@ def test_a_step_whose_tokens_are_all_masked_is_taken_without_advantages_and_told
     assert told(ears) == [line]
 
 
-def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
+def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
@@ -299,7 +297,7 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: C
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
-def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Callable[..., Run]) -> None:
+def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
@@ -327,7 +325,7 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run: Callable[..., Run]) -> None:
+def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
     config = make_config(train={"epochs": 3})
     roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
@@ -353,7 +351,7 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
 
 
-def test_a_frozen_role_passes_samples_and_takes_no_step_and_rewards_are_not_all_that_teaches(
+def test_a_frozen_role_takes_no_step(
     make_run: Callable[..., Run],
 ) -> None:
     ears, teacher = Ears(), Group()
@@ -391,7 +389,7 @@ def halve(batch: ScoredRollout) -> ScoredRollout:
     [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)],
     ids=str,
 )
-def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
+def test_saved_batches_are_not_postprocessed(
     make_run: Callable[..., Run], tmp_path: Path, table: Any, kept: int
 ) -> None:
     plan = plan_of(make_config(**table), tmp_path)
@@ -407,9 +405,7 @@ def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
     assert not kept or [file.parent for file in saved_rollouts(tmp_path)] == [tmp_path / ROLLOUTS] * 2
 
 
-def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
-    make_run: Callable[..., Run], engines: Engines
-) -> None:
+def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., Run], engines: Engines) -> None:
     actor, ears, source = Group(), Ears(), sampling.source(engines, steps=1)
     updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
@@ -428,7 +424,7 @@ def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
+def test_staleness_counts_from_the_weights_that_are_trained(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
@@ -438,7 +434,7 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
 
 
-def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
+def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
     for held_out, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
@@ -453,7 +449,7 @@ def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: C
         assert pushed == expected
 
 
-def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(
+def test_dead_engines_are_replaced_where_no_update_is_due(
     make_run: Callable[..., Run],
 ) -> None:
     actor, fleet = Group(), Group()
@@ -467,9 +463,7 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
-def test_engines_that_have_come_get_the_weights_which_are_no_new_ones(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the snapshots of earlier updates would be of these weights too."""
     kept: list[int] = []
     monkeypatch.setattr(Snapshots, "updated", lambda snapshots: kept.append(len(kept)))
@@ -483,7 +477,7 @@ def test_engines_that_have_come_get_the_weights_which_are_no_new_ones(
     assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
 
 
-def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ranks_sleep(
+def test_each_verb_of_a_step_finds_its_memory_resident(
     make_run: Callable[..., Run],
 ) -> None:
     both = Group()  # one log of ranks and engines, so that the order between the two shows
@@ -540,7 +534,7 @@ class Judging:
         self.judged.append(samples)
 
 
-def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_batch_has_none(
+def test_samples_of_the_current_weights_are_compared(
     make_run: Callable[..., Run],
 ) -> None:
     some, none = batch(), batch().take(np.zeros(0, np.int64))
@@ -599,7 +593,7 @@ def test_each_set_is_evaluated_at_its_own_steps(make_run: Callable[..., Run], mo
         (EvalConfig(every=0), []),
     ],
 )
-def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
+def test_evaluation_is_due_at_start_multiples_and_end(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, config: EvalConfig, steps: list[int]
 ) -> None:
     evaluated: list[int] = []
@@ -646,7 +640,7 @@ class Stop:
         self.requested = requested
 
 
-def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(make_run: Callable[..., Run]) -> None:
+def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
     for last_step, log in (
         (4, [("start 5", False), ("complete", True)]),
         (5, [("complete", True)]),
@@ -689,7 +683,7 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
     assert run.finish().reason == reason
 
 
-def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
+def test_a_resumed_run_shows_the_answers_from_before_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(response: str, prompt: str = "a") -> tuple[SampleShown, ...]:
@@ -740,7 +734,7 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
     assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
 
 
-def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: Callable[..., Run]) -> None:
+def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
     for kept in ({}, {"actor": "0" * 32}):
         saves = Saves(0)
         run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
@@ -749,7 +743,7 @@ def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: C
         assert [state.get("kept", {}) for state in saves.states] == [kept]
 
 
-def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_run: Callable[..., Run]) -> None:
+def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
     class Due(Saves):
@@ -779,7 +773,7 @@ class Asking:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_extensions_are_asked_after_each_step_but_the_last_and_engines_get_weights_if_groups_have_changed(
+def test_extensions_are_asked_after_each_step_but_the_last(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
     pushed: list[int] = []

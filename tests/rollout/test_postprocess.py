@@ -76,8 +76,6 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
         (no_tokens, r"without any loss tokens$"),
     ],
 )
-def test_what_cannot_be_trained_on_is_told_with_the_functions_name(
-    function: Callable[[ScoredRollout], Any], message: str
-) -> None:
+def test_an_unusable_batch_names_the_function(function: Callable[[ScoredRollout], Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^rollout.postprocess='mine:shape' (returned a batch )?{message}"):
         through(function)
