@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile anew what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments quickstart test test-fast test-fsdp-oldest test-exports-oldest lint types docs wheels
+.PHONY: help setup environments quickstart test test-all test-fast test-fsdp-oldest test-exports-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,14 +77,17 @@ environments: $(DEV) $(OLDEST)/.installed $(VERSION_4)/.installed ## all environ
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(DEV) ## the tests of core and plugins that pass without a GPU
+test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
+
+test-all: $(DEV) test-fsdp-oldest test-exports-oldest ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-fast: $(DEV) ## those of them that start no process: under two minutes, for the inner loop
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not processes" $(ARGS)
+test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not processes and not nightly" $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
-	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 -m "not nightly" plugins/fsdp/tests tests/models $(ARGS)
 	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py tests/ops/test_products.py
 
 test-exports-oldest: $(VERSION_4)/.installed ## exported models of all families that transformers 4.57 has, read by it

@@ -11,19 +11,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And what shapes an operator gives: to keep that takes a third of a compilation, and each is seen once here.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
-from corerl.cli import trial
 from corerl_testing import pool
 from corerl_testing.marks import MARK
+from corerl_testing.outcomes import FOUNDATION, parameters_of, repeated
 from tests import machine
 from tests.forks import server
-from tests.room import with_room
 
 pytest_plugins = ["corerl_testing.plugin"]
 server.fork_fork_servers()
@@ -32,19 +30,20 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
+OF_VARIANTS = {"C18", "C43"}  # besides training: a resumed run, and sleep
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
+    "plugins/testing/tests/test_new_backend.py",
     "plugins/testing/tests/test_broken.py",
-    "plugins/fsdp/tests/test_conformance.py",
-    "tests/end_to_end/test_bad_days.py",
+    "plugins/megatron/tests/test_lora.py",
     "plugins/deepspeed/tests/test_conformance.py",
-    "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
-    "tests/end_to_end/test_failures.py",
-    "tests/docs/test_code_blocks.py",
-    "plugins/deepspeed/tests/test_options.py",
-    "plugins/megatron/tests/test_layouts.py",
+    "plugins/sglang/tests/test_engine.py",
     "plugins/megatron/tests/test_conformance.py",
-    "plugins/doctor/tests/test_nodes.py",
+    "plugins/fsdp/tests/test_conformance.py",
+    "plugins/elastic/tests/test_resizing.py",
+    "tests/end_to_end/test_resume.py",
+    "tests/rollout/rewards/test_pool.py",
+    "tests/cluster/test_group.py",
 ]
 
 
@@ -55,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # for as long as another thread of its rank holds a lock: where it takes the core of that one, both wait.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     config.addinivalue_line("markers", "processes: it starts processes; `make test-fast` leaves it out")
+    config.addinivalue_line("markers", "nightly: it repeats at greater cost what a test of `make test` sees")
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses what its controller has chosen
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
         os.environ["CORERL_TEST_FORKS_OWNER"] = str(os.getpid())
@@ -76,8 +76,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(machine.paced(own.args[0] if own else usual)), append=False)
         if STARTING.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker(MARK):
             item.add_marker("processes")
+    others = [item for item in items if item.path.name == "test_conformance.py"]  # of backends other than plain
+    for item in {*repeated(others), *filter(is_seen_elsewhere, others)}:
+        item.add_marker("nightly")
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def is_seen_elsewhere(item: pytest.Item) -> bool:
+    """Whether a check runs on fewer ranks than its most, or with a variant that trains, sleeps and resumes as well."""
+    if (mark := item.get_closest_marker(MARK)) is None or mark.args[0].id == FOUNDATION:
+        return False
+    parameters = parameters_of(item)
+    if parameters.get("backend_variant") is not None:
+        return mark.args[0].id not in OF_VARIANTS
+    return parameters.get("world_size", 0) < max(mark.args[0].ranks) and "world_size" in parameters
 
 
 def pytest_collection_finish() -> None:
@@ -86,15 +99,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(*server.SELDOM)
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """What pytest does, with room."""
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    with_room(lambda: runtestprotocol(item, nextitem=nextitem))
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 class Unmarked:
@@ -162,18 +166,12 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def untried(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A command tries imports in another process; only tests with the mark may start it. And all take a model for
-    packable that is like one that was."""
+def known_layouts() -> None:
+    """A model like one that was found packable is not examined again."""
     if "corerl.models.layouts" in sys.modules:
         from tests.forks.once import look_once
 
         look_once()
-    with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
-        if request.node.get_closest_marker("processes") is None:
-            own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
-            own.setattr(trial, "in_fork", lambda function: function())
-        yield
 
 
 @pytest.fixture(scope="module")

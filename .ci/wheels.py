@@ -6,7 +6,8 @@ PYTHON has all that the wheels in the directory DIST require of others, and none
 unpacked to a directory of its own, so that a set of them is a list for PYTHONPATH. Of each set:
 
 - every plugin of every kind is usable, and each example's config is valid or names the extra that it lacks;
-- if an extra names it, an example trains for two steps: the one that needs most of these wheels.
+- of those that an extra names, the fewest that use every wheel train an example for two steps: the one that needs most
+  of these wheels.
 
 Core and one backend train where there is nothing but what these two require, directly or through others.
 """
@@ -76,10 +77,10 @@ def main(dist: str) -> int:
         ]
         print(f"{len(found)} sets of {len(sites)} wheels looked at in {time.monotonic() - began:.0f} s")
         if any(needed.values()):
-            trained = {frozenset(in_a_run(each, sites)) for each in named} - {frozenset({"corerl", BACKEND})}
+            trained = covering({frozenset(in_a_run(each, sites)) for each in named}, sites)
             with ThreadPoolExecutor(JOBS) as pool:
                 jobs = [pool.submit(train_bare, {"corerl", BACKEND}, sites, needed)]
-                jobs += [pool.submit(train, names, sites, needed) for names in sorted(trained, key=sorted)]
+                jobs += [pool.submit(train, names, sites, needed) for names in trained]
                 wrong += [line for job in jobs for line in job.result()]
             print(f"{len(jobs)} runs trained; {time.monotonic() - began:.0f} s in all")
         else:
@@ -151,6 +152,27 @@ def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
     parts = {"corerl", *(name for name in names if points([name], sites, *PARTS))}
     parts = parts.union(*(ours(name, sites) for name in parts))
     return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
+
+
+def covering(sets: Iterable[frozenset[str]], sites: Mapping[str, Path]) -> list[frozenset[str]]:
+    """The fewest of these sets, one after the other, whose runs use every wheel that any of them uses."""
+    backends = {name for name in sites if name != "corerl" and points([name], sites, "corerl.backends")}
+
+    def used(names: frozenset[str]) -> set[str]:
+        return set(names) - (backends - {backend_of(names, sites)})
+
+    left, chosen = sorted(sets, key=lambda names: (len(names), sorted(names))), list[frozenset[str]]()
+    missing = set[str]().union(*map(used, left)) - {"corerl", BACKEND}  # which train alone
+    while missing:
+        chosen.append(max(left, key=lambda names: len(used(names) & missing)))
+        missing -= used(chosen[-1])
+    return chosen
+
+
+def backend_of(names: Iterable[str], sites: Mapping[str, Path]) -> str:
+    """The wheel whose backend a run with these trains on."""
+    own = [name for name in sorted(names) if name != "corerl" and points([name], sites, "corerl.backends")]
+    return BACKEND if BACKEND in own else own[0]
 
 
 # ---- looking, in a fork that has imported what is not ours -----------------------------------------------------------
@@ -287,7 +309,7 @@ def run(
     others = names - {"corerl"}
     fitting = [each for each in needed if needed[each] and needed[each] <= {*names, BACKEND}]
     example = max(fitting, key=lambda each: (len(needed[each] & names), each))
-    backend = points({BACKEND} & others or others, sites, "corerl.backends")[0]
+    backend = points([backend_of(names, sites)], sites, "corerl.backends")[0]
     directory = Path("runs") / uuid.uuid4().hex
     words = [*QUICK, f"backend.name={backend}", f"run.dir={directory}"]
     words += [f"weights.transport={name}" for name in points(others, sites, "corerl.transports")]

@@ -19,7 +19,7 @@ from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import put, ray_session
 from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
@@ -58,7 +58,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         )
     )
     loss = plan_algorithm(config).objectives["actor"].loss
-    plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
+    plan = plan_role("actor", config, plugins_of(config), device="cpu")
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)
     step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)

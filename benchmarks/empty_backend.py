@@ -7,10 +7,9 @@ from collections.abc import Set
 from attrs import frozen
 
 from corerl.config.schema import RoleConfig
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin.spec import BackendSpec, hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.colocated_update import SHAPES
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
 from benchmarks.runs import SERVER
-from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
+from corerl.config.structuring import structure
 from corerl.data.prompts import Prompt
 from corerl.driver.launch import launch
 from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams

@@ -42,8 +42,8 @@ from benchmarks.steps import (
     packed_batch,
     run_ranks,
 )
-from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.config.structuring import structure
 from corerl.models.files import look_at
 from corerl.plugin.registry import Kind, load
 from corerl.types import MemoryKind, Output

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.empty_backend import EmptyBackend
 from benchmarks.report import Comparison, Number, Report, environment, finish, in_turns, parser
 from corerl import hookimpl
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import PluginHost, State
 from corerl.types import LossSpec, MemoryKind, Output, PackedBatch
 

@@ -45,7 +45,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
@@ -274,7 +274,7 @@ def measure(batch: Batch, reader: Any, *, ranks: int, dp_size: int) -> Row:
     processes = Ranks(layouts_of(ranks, dp_size), reader)
     group = TrainGroup(
         processes,  # type: ignore[arg-type]  # all that a group asks of its processes
-        plan_role("actor", CONFIG, experts=1, device="cpu", run_dir="", resume=""),
+        plan_role("actor", CONFIG, plugins_of(CONFIG), device="cpu"),
     )
     group.layouts = list(processes.layouts)
     ray.get([reader.call.remote("nothing") for _ in range(20)])  # Ray leases and connects

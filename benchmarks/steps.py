@@ -30,8 +30,8 @@ from torch import Tensor
 
 from benchmarks.report import commit
 from benchmarks.samples import make_batch, plan_one_step
-from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
+from corerl.config.structuring import structure
 from corerl.data.packing import pack
 from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.registry import Kind, load

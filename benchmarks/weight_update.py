@@ -11,8 +11,8 @@ import torch.distributed as dist
 from attrs import evolve
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
-from corerl.config.load import structure
 from corerl.config.schema import Config
+from corerl.config.structuring import structure
 from corerl.driver.launch import launch
 from corerl.driver.run import Run
 from corerl.plan.make import make_plan

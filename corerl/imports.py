@@ -1,4 +1,4 @@
-"""Put off or speed up imports of large packages such as torch, and tell when something else can be imported."""
+"""Lazy imports of public names, faster imports of large packages such as torch, and when `sys.path` has changed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run, Summary
 from corerl.plan.make import make_plan
-from corerl.plan.names import wrong_apart
 
 
 def training(run: Run) -> None:
@@ -72,6 +71,6 @@ def train(config: Config | Mapping[str, Any] | Path | str, overrides: Sequence[s
     TOML file, a path names one; `overrides` are as on the command line, such as "run.steps=10".
 
     Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
-    with launch(partial(make_plan, as_config(config, overrides, more=wrong_apart))) as run:
+    with launch(partial(make_plan, as_config(config, overrides))) as run:
         LOOPS[run.plan.run.mode](run)
         return run.finish()

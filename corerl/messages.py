@@ -64,30 +64,22 @@ def did_you_mean_path(path: str | os.PathLike[str]) -> str:
 
 def message_of(error: BaseException) -> str:
     """The message of a CoreRL error; of any other, its type and full text."""
-    return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {text_of(error)}"
-
-
-def text_of(error: BaseException) -> str:
-    """An error's text; of one whose own class cannot make it, that."""
-    try:
-        return str(error)
-    except BaseException as failed:
-        return f"has no text, since its class raises {type(failed).__name__}"
+    return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {error}"
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has none."""
-    return text_of(error).strip().partition("\n")[0] or type(error).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
     """The last line of an error's text, which in Ray's errors is the informative one, or its type if it has none."""
-    return (text_of(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {text_of(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
 
 
 def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
@@ -139,18 +131,9 @@ def shorten_to_end(text: str, longest: int) -> str:
 
 def short_repr(value: object, longest: int = LONGEST) -> str:
     """`repr(value)` on one line, cut to `longest` characters."""
-    return shorten(_repr(value), longest)
-
-
-def _repr(value: object) -> str:
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes; nested too deeply
-        return f"{type(value).__name__} that is too large to be shown"
-    except BaseException as failed:
-        return f"{type(value).__name__} that cannot be shown, since its class raises {type(failed).__name__}"
+    return shorten(repr(value), longest)
 
 
 def note(line: str) -> None:
-    """Tell the user something where there is no display of a run."""
+    """Print a notice for the user where there is no display of a run."""
     print(f"corerl: note: {shorten(line, LONGEST_LINE)}", file=sys.stderr)

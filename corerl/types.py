@@ -14,7 +14,6 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from corerl.errors import ContractError
-from corerl.fields import explain
 from corerl.kinds import MemoryKind as MemoryKind
 from corerl.kinds import ModelSize as ModelSize
 
@@ -33,7 +32,7 @@ class Output(StrEnum):
     """Per-token outputs that a model can compute; entry t always refers to token t."""
 
     LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 at sequence starts
-    ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 at sequence starts
+    ENTROPY = "entropy"  # of the distribution that token_t was sampled from; 0 at sequence starts
     VALUES = "values"  # value head on the hidden state at t - 1; 0 at sequence starts
     # [n, MoE layers, experts per token] integers: the experts that each of these layers routed token t through.
     ROUTED_EXPERTS = "routed_experts"
@@ -128,7 +127,7 @@ class SampleBatch:
     offsets: IntArray  # [B + 1] sample b is tokens[offsets[b]:offsets[b + 1]]
     columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
     rows: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, reward, truncated, prompt_length, ...
-    temperature: float = 1.0  # at which the samples were drawn
+    temperature: float = 1.0  # at which the samples were generated
 
     def __attrs_post_init__(self) -> None:
         bounds = self.offsets
@@ -274,6 +273,8 @@ class ParallelLayout:
 
 @frozen(kw_only=True)
 class InitResult:
+    """What a rank reports of `init`."""
+
     layout: ParallelLayout
     optimizer_step: int = 0  # the next step
     weights_version: int = 0  # of the loaded weights
@@ -335,6 +336,8 @@ class TrainResult:
 
 @frozen(kw_only=True)
 class UpdateResult:
+    """What a rank reports of one weight update."""
+
     version: int
     bytes: int  # sent by this rank
     seconds: float
@@ -344,6 +347,8 @@ class UpdateResult:
 
 @frozen(kw_only=True)
 class SaveResult:
+    """What a rank reports of one checkpoint."""
+
     path: str
     bytes: int  # written, or staged, by this rank
     complete: bool  # False while a background save is still writing
@@ -351,6 +356,8 @@ class SaveResult:
 
 @frozen(kw_only=True)
 class SleepResult:
+    """What a rank has released."""
+
     freed_bytes: int  # of the storages of these kinds
     # Still in use according to the GPU driver: by this process if it tells processes apart, else on the whole device.
     residual_bytes: int
@@ -362,7 +369,6 @@ class SleepResult:
 
 @frozen(kw_only=True)
 class WakeResult:
+    """What a rank has restored."""
+
     restored_bytes: int
-
-
-explain(__name__)

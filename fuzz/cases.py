@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from corerl.config.schema import Config
-from corerl.config.words import class_fields
+from corerl.config.toml_text import class_fields
 from fuzz.case import SECRET, Case
 from fuzz.edits import ODD, places, read_tree
 

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import corerl.loop
 from corerl.cli.main import main
-from corerl.config.load import config_of, dump_toml, load_config, recorded, to_plain
+from corerl.config.load import config_of, dump_toml, load_config, recorded
 from corerl.config.schema import Config
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError, CorerlError, NothingLeft
 from corerl.plan.make import make_plan
 from corerl.rollout.encoding import encode

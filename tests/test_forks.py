@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -22,10 +18,10 @@ from corerl.errors import ModelError
 from corerl.models import layouts
 from corerl.models.files import look_at
 from corerl_testing.models import tiny_config, tiny_fields
-from tests.forks.asking import RAYS, SOCKET, WORKERS
-from tests.forks.client import Forked, connect, forked_for, processes_of
+from tests.forks.asking import RAYS
+from tests.forks.client import Forked, forked_for, processes_of
 from tests.forks.once import look_once
-from tests.forks.ray import environment, place_of, shared
+from tests.forks.ray import environment
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -51,7 +47,7 @@ def forked(tmp_path: Path, code: str, *argv: str, said: str = "", **environment:
         )
 
 
-def test_it_has_what_it_was_given_and_nothing_of_the_server_but_its_imports(tmp_path: Path) -> None:
+def test_it_has_what_it_was_given_and_the_servers_imports(tmp_path: Path) -> None:
     process = forked(tmp_path, SHOWS, "program", "word", said="heard", WORD="own")
     assert process.wait(paced(60.0)) == 3
     seen = "[true, false]"
@@ -81,16 +77,6 @@ def of_a_driver() -> dict[str, str]:
     return {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
 
 
-def test_a_driver_is_forked_with_ray_imported_unless_it_starts_ray_as_users_do(tmp_path: Path) -> None:
-    importlib.import_module("corerl.cluster")  # sets variables of Ray
-    given = of_a_driver()
-    assert place_of({name: value for name, value in given.items() if name != "RAY_AUTH_MODE"}) == SOCKET
-    with (tmp_path / "out").open("wb") as out:
-        code = "import sys; print('corerl.driver.launch' in sys.modules, 'ray' in sys.modules)"
-        process = Forked(["driver"], code, environment=given, stdout=out, stderr=out, place=place_of(given))
-    assert (process.wait(paced(60.0)), (tmp_path / "out").read_text()) == (0, "True True\n")
-
-
 DRIVES = """
 import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -102,21 +88,6 @@ class Worker:
 worker = ray.remote(Worker).options(runtime_env={"env_vars": %r}).remote()
 print(ray.get_runtime_context().get_job_id(), *ray.get(worker.tell.remote()))
 """
-
-
-def test_a_worker_is_forked_with_ray_imported_and_is_its_own_jobs(tmp_path: Path) -> None:
-    given = of_a_driver()
-    told = []
-    for niceness in (WORKERS, WORKERS, dict.fromkeys(WORKERS, "3")):
-        with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-            words = ["driver", shared().address]
-            process = Forked(words, DRIVES % niceness, environment=given, stdout=out, stderr=err, place=place_of(given))
-        assert process.wait(paced(60.0)) == 0, (tmp_path / "err").read_text()
-        job, of_worker, *rest = (tmp_path / "out").read_text().split(maxsplit=2)
-        assert job == of_worker
-        told.append((job, *rest))
-    assert len({job for job, _ in told}) == 3
-    assert [rest for _, rest in told] == ["[True, False] 0\n"] * 2 + ["[False, False] 3\n"]
 
 
 def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -144,25 +115,7 @@ sys.exit(%s)
 """
 
 
-@pytest.mark.parametrize(("given", "status", "said"), [("", 0, ""), ("259", 3, ""), ("'why'", 1, "why\n")])
-def test_threads_and_what_is_registered_come_before_its_end(tmp_path: Path, given: str, status: int, said: str) -> None:
-    process = forked(tmp_path, ENDS % given, "program")
-    assert process.wait(paced(60.0)) == status
-    assert (tmp_path / "out").read_text().splitlines() == ["by the program", "by a thread", "at exit"]
-    assert (tmp_path / "err").read_text() == said
-    assert ran("-c", ENDS % given).returncode == status
-
-
-def test_one_whose_words_nobody_reads_ends_as_an_interpreter_does(tmp_path: Path) -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-    with open(writes, "wb") as out, (tmp_path / "err").open("wb") as err:
-        process = Forked(["program"], "print('x')", environment={}, stdout=out, stderr=err)
-        started = subprocess.run([sys.executable, "-c", "print('x')"], env={}, stdout=out, stderr=err, check=False)
-    assert process.wait(paced(60.0)) == started.returncode == 120
-
-
-def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for_it(forked_python: None) -> None:
+def test_signals_end_it_whoever_sends_them(forked_python: None) -> None:
     done = ran("-X", "faulthandler", "-c", "import os\n\nos.abort()")
     assert done.returncode == -signal.SIGABRT
     assert "line 3 in <module>" in done.stderr
@@ -181,31 +134,7 @@ def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for
         started.stdout.close()
 
 
-def test_the_server_outlives_one_that_ends_at_the_same_moment_as_whoever_asked_for_it(forked_python: None) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    pid = int(started.stdout.readline())
-    with connect() as connection:
-        asked = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        server, _, _ = struct.unpack("3i", asked)
-    assert pid in forked_for(os.getsid(0)) and server != os.getpid()
-    ends = os.pidfd_open(pid)
-    os.kill(server, signal.SIGSTOP)  # then it hears of both at once
-    try:
-        os.kill(pid, signal.SIGKILL)
-        assert select.select([ends], [], [], paced(60.0))[0]
-        started.kill()
-        started.wait(paced(60.0))
-    finally:
-        os.kill(server, signal.SIGCONT)
-        os.close(ends)
-    started.stdout.close()
-    assert ran("-c", "print('served')").stdout == "served\n"
-    assert pid not in forked_for(os.getsid(0))
-
-
-def test_a_program_that_a_forked_one_starts_is_forked_too_and_no_other(forked_python: None) -> None:
+def test_programs_of_a_forked_one_are_forked(forked_python: None) -> None:
     def starts(program: str) -> str:
         return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
 
@@ -235,7 +164,7 @@ def test_a_test_that_starts_a_process_without_the_mark_fails(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed")
 
 
-def test_a_model_like_one_that_passed_is_not_passed_through_again_and_one_that_failed_is(
+def test_a_model_that_passed_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []

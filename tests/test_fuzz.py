@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fuzz
 from corerl.cli import config as command
 from corerl.errors import DataError
+from corerl.types import SampleBatch
 from fuzz.case import SECRET, Case, case_of
 from fuzz.doors import surroundings, try_case
 from fuzz.edits import apply
@@ -38,7 +40,7 @@ def watched() -> Iterator[None]:
         yield
 
 
-@pytest.mark.processes  # user's modules are tried in another one first
+@pytest.mark.processes  # chat templates are rendered in another one
 @pytest.mark.parametrize("file", CORPUS, ids=lambda file: file.stem)
 def test_what_was_found_once_is_answered_well(file: Path, inputs: Path) -> None:
     finding = try_case(case_of(json.loads(file.read_text())["case"]), inputs)
@@ -61,7 +63,10 @@ def test_the_inputs_are_valid_before_they_are_edited(command: tuple[str, ...], i
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        (ZeroDivisionError(), "ZeroDivisionError in corerl/cli/main.py:main"),
+        (
+            lambda: SampleBatch(tokens=np.arange(5), offsets=np.array([1, 3])),
+            "ValueError in corerl/types.py:__attrs_post_init__",
+        ),
         (DataError("\x1b" * 9), None),  # escaped
         (DataError("a\nb"), None),  # one line
         (f"corerl: error: {SECRET}", "secret in config check"),
@@ -76,6 +81,8 @@ def test_bad_answers_are_findings(
     answer: Any, found: str | None, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(args: Any) -> int:
+        if callable(answer):
+            answer()
         if isinstance(answer, BaseException):
             raise answer
         if isinstance(answer, str):
@@ -83,7 +90,7 @@ def test_bad_answers_are_findings(
             return 1
         return int(answer)
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "run_check", run)
     finding = try_case(Case(kind="config", command=("config", "check", "texts.toml")), inputs)
     assert (finding and finding.key) == found
 

@@ -128,7 +128,7 @@ def test_no_algorithm_is_named_outside_its_own_file() -> None:
     assert found == []
 
 
-def test_a_config_is_taken_as_a_whole_only_where_it_is_read_and_planned() -> None:
+def test_only_reading_and_planning_take_a_whole_config() -> None:
     found = [
         f"{path.relative_to(CORE).as_posix()}:{name}"
         for path in sorted(CORE.rglob("*.py"))
@@ -138,7 +138,7 @@ def test_a_config_is_taken_as_a_whole_only_where_it_is_read_and_planned() -> Non
     assert found == DOORS
 
 
-def test_the_search_for_configs_sees_arguments_and_fields_but_not_slices() -> None:
+def test_the_search_for_configs_sees_arguments_and_fields() -> None:
     text = """
 class Holds:
     config: Config | None
@@ -152,7 +152,7 @@ def asks(config: pytest.Config) -> None: ...
     assert holders_of_a_config(text) == ["Holds", "takes"]
 
 
-def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentation() -> None:
+def test_the_search_for_backend_names_skips_documentation() -> None:
     text = '"""Runs under FSDP."""\nTABLE = {\n    "fsdp": "install",\n}\nif name == "megatron":\n    pass\n'
     assert names_in(text, BACKEND_NAMES, hints="TABLE") == [5]
     assert names_in(text, BACKEND_NAMES) == [3, 5]
@@ -166,7 +166,7 @@ def test_import_corerl_loads_no_heavy_package() -> None:
     assert loaded_by("import corerl", "torch", "ray", "transformers", "uvicorn") == []
 
 
-def test_what_serves_http_is_imported_by_the_functions_that_do() -> None:
+def test_only_functions_import_what_serves_http() -> None:
     """What only reads a config would take a tenth of a second longer."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -187,7 +187,7 @@ def test_corerl_help_loads_no_heavy_package() -> None:
 
 
 @pytest.mark.processes
-def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
+def test_reading_all_specs_loads_neither_torch_nor_ray() -> None:
     code = (
         "from importlib.metadata import entry_points\n"
         "from corerl.plugin.registry import Kind\n"
@@ -199,13 +199,13 @@ def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
 
 
 @pytest.mark.processes
-def test_config_and_all_packages_with_public_names_load_neither_torch_nor_ray_until_one_is_asked_for() -> None:
+def test_public_packages_load_neither_torch_nor_ray() -> None:
     code = "\n".join(f"import {package}\ndir({package})" for package in PUBLIC)
     code += "\nimport corerl.config.load\nfrom corerl.config import *\nfrom corerl.plugin import *"
     assert loaded_by(code, "torch", "ray", "transformers") == []
 
 
-def test_a_public_name_is_what_its_module_defines_and_documents_and_no_submodule_bears_it() -> None:
+def test_a_public_name_is_defined_and_documented_once() -> None:
     for package, names in PUBLIC.items():
         module = importlib.import_module(package)
         assert sorted(module.__all__) == sorted(names)
@@ -217,12 +217,12 @@ def test_a_public_name_is_what_its_module_defines_and_documents_and_no_submodule
                 assert vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__, f"{package}.{name}"
 
 
-def test_what_engines_and_specs_are_made_of_does_not_lead_to_the_plugin_host() -> None:
+def test_public_names_of_plugins_leave_the_host_out() -> None:
     """Which a contract of imports cannot see: public names are imported for type checkers alone."""
     assert "corerl.plugin.host" not in PUBLIC["corerl.plugin"].values()
 
 
-def test_plugins_the_scaffold_and_examples_import_public_names_of_corerl_and_nothing_deeper() -> None:
+def test_plugins_and_examples_import_public_names_alone() -> None:
     files = [*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/**/*.py")]
     files = [path for path in files if path.relative_to(ROOT).parts[1] not in INSIDE]
     files += (ROOT / "plugins/testing/src/corerl_testing/backend_template").rglob("*.py")
@@ -235,7 +235,7 @@ def test_plugins_the_scaffold_and_examples_import_public_names_of_corerl_and_not
     assert len(files) > 50 and deeper == []
 
 
-def test_tests_of_plugins_import_public_names_and_nothing_deeper() -> None:
+def test_tests_of_plugins_import_public_names_alone() -> None:
     files = [path for path in ROOT.glob("plugins/*/tests/**/*.py") if path.relative_to(ROOT).parts[1] not in INSIDE]
     deeper = [
         f"{path.relative_to(ROOT)}: {module} {name}"
@@ -246,7 +246,7 @@ def test_tests_of_plugins_import_public_names_and_nothing_deeper() -> None:
     assert len(files) > 40 and deeper == []
 
 
-def test_packages_with_public_names_import_modules_of_each_other_so_that_contracts_see_them() -> None:
+def test_core_imports_modules_not_public_names() -> None:
     unseen = [
         f"{path.relative_to(ROOT)}: {module} {name}"
         for package in PUBLIC.keys() - {"corerl", "corerl_testing"}
@@ -263,7 +263,7 @@ def test_every_package_has_tests_at_the_same_place() -> None:
     assert without == []
 
 
-def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tests_as_a_whole() -> None:
+def test_every_test_file_has_a_package_at_the_same_place() -> None:
     packages = {"/".join(path.parent.relative_to(CORE).parts) for path in CORE.rglob("__init__.py")}
     packages |= {"docs", "end_to_end", "examples", "benchmarks"}
     lost = [
@@ -284,7 +284,7 @@ def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tes
         ("corerl.transports", {"ipc", "collective", "disk"}),
     ],
 )
-def test_what_is_built_in_enters_by_entry_points_like_any_plugin(group: str, expected: set[str]) -> None:
+def test_built_in_plugins_have_entry_points(group: str, expected: set[str]) -> None:
     assert expected <= {point.name for point in entry_points(group=group)}
 
 
@@ -300,7 +300,7 @@ def test_extras_name_plugins_of_this_minor_version() -> None:
         assert extras[backend][1:] == ["corerl[observe,doctor,forecast]"]
 
 
-def test_a_wheel_declares_what_it_imports_and_imports_what_it_declares() -> None:
+def test_a_wheel_declares_exactly_what_it_imports() -> None:
     """Required or in an extra."""
     of_import = {module: names[0] for module, names in packages_distributions().items()}
     for file in (ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")):
@@ -325,7 +325,7 @@ def test_a_wheel_declares_what_it_imports_and_imports_what_it_declares() -> None
             assert required - imported <= AS_TENSORBOARD, project["name"]
 
 
-def test_core_requires_ten_packages_of_which_none_draws_or_serves() -> None:
+def test_core_requires_ten_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {re.split(r"[<>=]", each, maxsplit=1)[0] for each in project["dependencies"]}
     assert required == TEN and len(TEN) == 10

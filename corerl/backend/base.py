@@ -37,10 +37,10 @@ from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
 from corerl.models.files import initial_source, look_at, model_files
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase
+from corerl.plugin.spec import hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -1,4 +1,5 @@
-"""Commands of plugins: `corerl --help` lists them by their specs; the code of one is imported once it is chosen."""
+"""The commands of `corerl`, core's own and those of plugins: `--help` lists their specs; only the chosen one's code is
+imported."""
 
 from __future__ import annotations
 
@@ -6,52 +7,56 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from corerl.plugin.registry import CORE_COMMANDS, Kind, Status, load, load_implementation, locate, scan
+from corerl.errors import PluginBroken
+from corerl.messages import one_line, printable
+from corerl.plugin.registry import CORE_COMMANDS, Kind, Loaded, Status, installed, load, load_implementation
+from corerl.plugin.spec import API, CommandSpec
+
+CORE = {
+    name: CommandSpec(implementation=implementation, api=API, summary=summary)
+    for name, implementation, summary in (
+        ("train", "corerl.cli.train:add_arguments", "train as a configuration specifies"),
+        ("eval", "corerl.cli.eval:add_arguments", "score weights on the held-out prompts"),
+        (
+            "export",
+            "corerl.cli.export:add_arguments",
+            "write a checkpoint's weights as a Hugging Face model directory",
+        ),
+        (
+            "config",
+            "corerl.cli.config:add_arguments",
+            "check a configuration, or show it with everything filled in",
+        ),
+        ("plugins", "corerl.cli.plugins:add_arguments", "list the installed plugins of every kind and their state"),
+        ("options", "corerl.cli.plugins:add_options", "print a plugin's settings as TOML, each with its default"),
+    )
+}
+assert tuple(CORE) == CORE_COMMANDS
 
 
 def add_parsers(subparsers: Any, words: Sequence[str]) -> None:
-    """Add the parser of the plugin's command that `words` choose, or an entry for each if they ask for `corerl --help`.
-    Raises PluginError if the command is unknown or cannot be used."""
+    """Add the parser of the command that `words` choose, or an entry for each if they ask for `corerl --help`. Raises
+    PluginError if the command is unknown or cannot be used."""
     name = next((word for word in words if not word.startswith("-")), None)
     leading = words if name is None else words[: words.index(name)]
     if {"-h", "--help"} & set(leading):
-        _add_all(subparsers)
-    elif name is not None and name not in subparsers.choices:
+        for each, summary in _summaries().items():
+            subparsers.add_parser(each, help=printable(summary).replace("%", "%%"))
+    elif name is not None:
         _add_chosen(subparsers, name)
 
 
-def other_providers(name: str) -> list[str]:
-    """A note for each plugin with a command of this name, which is core's own."""
-    return [
-        f"{name!r} is core's own command; write '{entry.distribution}:{name}' for that of {entry.distribution} "
-        f"{entry.version}"
-        for entry in (scan(Kind.COMMANDS) if name in CORE_COMMANDS else ())
-        if entry.name == name
-    ]
-
-
-def _add_all(subparsers: Any) -> None:
-    from corerl.cli.plugins import find
-    from corerl.messages import printable
-
-    shown = {}
-    for each in find([Kind.COMMANDS])[Kind.COMMANDS]:
+def _summaries() -> dict[str, str]:
+    shown = {name: spec.summary for name, spec in CORE.items()}
+    for each in installed(Kind.COMMANDS):
         name = f"{each.distribution}:{each.name}" if each.status is Status.CONFLICT else each.name
         usable = each.status in (Status.OK, Status.CONFLICT)
         shown[name] = each.summary if usable else f"{each.status}: {each.reason}"
-    for name, text in shown.items():
-        subparsers.add_parser(name, help=printable(text).replace("%", "%%"))
+    return shown
 
 
 def _add_chosen(subparsers: Any, name: str) -> None:
-    from corerl.cli.trial import in_fork, require_plugins
-    from corerl.errors import PluginBroken
-    from corerl.messages import one_line
-
-    locate(Kind.COMMANDS, name)
-    if in_fork(lambda: bool(load(Kind.COMMANDS, name))) is None:
-        require_plugins([(Kind.COMMANDS, name)])  # says so if the import has ended the fork
-    loaded = load(Kind.COMMANDS, name)
+    loaded = _core(name) if name in CORE else load(Kind.COMMANDS, name)
     add_arguments = load_implementation(Kind.COMMANDS, loaded)
     code = f"command {loaded}: {loaded.spec.implementation}"
 
@@ -64,3 +69,8 @@ def _add_chosen(subparsers: Any, name: str) -> None:
         add_arguments(parser)
     except (Exception, SystemExit) as error:
         raise PluginBroken(f"{code} cannot add its arguments: {one_line(error)}") from error
+
+
+def _core(name: str) -> Loaded:
+    spec = CORE[name]
+    return Loaded(name=name, distribution="corerl", version="", value=spec.implementation, spec=spec)

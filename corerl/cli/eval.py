@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-LATEST = 20  # notices of a training run that are repeated
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from corerl.config.schema import Config
 
-
-# What says how a run samples for training, and what says it here.
+Result = TypeVar("Result")
+LATEST = 20  # notices of a training run that are repeated
+# Settings of sampling for training, and what to set for evaluation instead.
 SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
 SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("eval", help="score weights on the held-out prompts")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         metavar="WHAT",
@@ -41,29 +38,23 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
     import os
-    from pathlib import Path
 
     from attrs import evolve
 
-    from corerl.cli.trial import beside
     from corerl.config.load import load_config
     from corerl.errors import ConfigError
     from corerl.imports import uncollected
-    from corerl.plan.names import wrong_apart
-    from corerl.plan.user_code import code_of
 
     for word in args.overrides:
         if (setting := word.partition("=")[0].strip()) in SAMPLING:
             raise ConfigError(f"{setting}: has no effect on evaluation; {SAMPLING[setting]}")
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
-    # What is missing is a config file only by its name; else a run's directory that is misspelt, or a checkpoint that
-    # retention has removed.
+    # A path that does not exist is a config file only if it ends in .toml; otherwise a misspelt run, or a checkpoint
+    # that retention has removed.
     directory = os.path.isdir(what) or (what.suffix != ".toml" and not os.path.exists(what))
-    # First: shows its errors without importing torch.
-    config = None if directory else load_config(what, given, more=partial(wrong_apart, trial=beside))
+    config = None if directory else load_config(what, given)  # before torch is imported
     with uncollected():
-        from corerl.cli.newest import with_checkpoint
         from corerl.driver.run import Summary
         from corerl.loop import train
 
@@ -76,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
             own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
         else:
             own = config
-        code = code_of(own)
-        beside(code.modules, code.plugins)()
-        # A separate directory, so that the run's own files stay as they are.
-        scores = Path(own.run.dir) / "eval"
+        scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
         summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
         repeat_notices(Path(own.run.dir), scores)
         return summary
@@ -96,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def repeat_notices(run_dir: Path, scores: Path) -> None:
-    """Print what the training run has noted and its evaluation in `scores` has not: it may be why a score is low."""
+    """Print the notices of the training run that its evaluation in `scores` has not: they may explain a low score."""
     from corerl.messages import note
     from corerl.observability.notices import NOTICES_FILE, read_notices
 
-    heard = {notice.text for notice in read_notices(scores)}
-    notices = [notice for notice in read_notices(run_dir) if notice.text not in heard]
+    printed = {notice.text for notice in read_notices(scores)}
+    notices = [notice for notice in read_notices(run_dir) if notice.text not in printed]
     if len(notices) > LATEST:
         note(f"{run_dir / NOTICES_FILE} has {len(notices)} notices of the training run, the latest {LATEST}:")
     for notice in notices[-LATEST:]:
@@ -111,13 +99,13 @@ def repeat_notices(run_dir: Path, scores: Path) -> None:
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
     """The config of the run that wrote a checkpoint, to score it, with the overrides `given`."""
     import os
-    import sys
 
     from attrs import evolve
 
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of
-    from corerl.plan.state import read_run
+    from corerl.messages import note
+    from corerl.plan.resume import read_run
 
     run_dir = checkpoint.parent
     if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
@@ -126,7 +114,32 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
     config = config_of(read_run(checkpoint)["config"], [*own, *given])
     missing = [name for name in config.cluster.secrets if name not in os.environ]
     if missing:  # they were needed to train; scores may not need them
-        print(f"corerl: note: cluster.secrets: not set here: {', '.join(map(repr, missing))}", file=sys.stderr)
+        note(f"cluster.secrets: not set here: {', '.join(map(repr, missing))}")
         there = tuple(name for name in config.cluster.secrets if name not in missing)
         config = evolve(config, cluster=evolve(config.cluster, secrets=there))
     return config
+
+
+def with_checkpoint(what: Path, use: Callable[[Path], Result]) -> Result:
+    """Call `use` with a run's newest checkpoint; if that is damaged, with the one before, and a line on stderr for each
+    that is skipped. A path that is no run is passed on. Raises CheckpointError if all checkpoints are damaged."""
+    from corerl.checkpoint.commit import latest, passed_over
+    from corerl.errors import CheckpointDamaged, CheckpointError
+    from corerl.messages import LONGEST_LINE, shorten
+
+    damaged: dict[Path, str] = {}
+    printed: set[Path] = set()
+    while True:
+        newest, lost = latest(what, damaged=damaged), passed_over(what, damaged=damaged)
+        if newest is None:
+            for fault in lost.values():
+                raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")
+            return use(what)
+        for path in [each for each in lost if each not in printed]:
+            line = f"corerl: skipping {path.name}, using {newest.name}: {shorten(lost[path], LONGEST_LINE)}"
+            print(line, file=sys.stderr)
+        printed |= lost.keys()
+        try:
+            return use(newest)
+        except CheckpointDamaged as error:
+            damaged[newest] = error.message

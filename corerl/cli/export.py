@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("export", help="write a checkpoint's weights as a Hugging Face model directory")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's (for its newest checkpoint)"
     )
@@ -40,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from corerl.cli.newest import with_checkpoint
+    from corerl.cli.eval import with_checkpoint
     from corerl.imports import uncollected
 
     with uncollected():

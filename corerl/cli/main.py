@@ -7,17 +7,20 @@ import io
 import os
 import select
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from importlib import import_module
+from types import FrameType
 from typing import TextIO
 
-from corerl import __version__
-from corerl.cli.commands import add_parsers, other_providers
+import corerl
+from corerl.cli.commands import add_parsers
 from corerl.errors import CorerlError, UserError
-from corerl.messages import LONGEST, LONGEST_LINE, note, one_line, place, printable, shorten, shorten_inside
-from corerl.plugin.registry import CORE_COMMANDS
+from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
+
+CORE = os.path.dirname(corerl.__file__) + os.sep
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,71 +28,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="corerl", description="Reinforcement-learning post-training of language models on pluggable backends."
     )
-    parser.add_argument("--version", action="version", version=f"corerl {__version__}")
+    parser.add_argument("--version", action="version", version=f"corerl {corerl.__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors; also CORERL_DEBUG=1")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in CORE_COMMANDS:  # each with an `add_parser(subparsers)`; they import little: help is instant
-        import_module(f"corerl.cli.{name}").add_parser(subparsers)
-    args: argparse.Namespace | None = None
     words = sys.argv[1:] if argv is None else argv
     debug = os.environ.get("CORERL_DEBUG") == "1" or "--debug" in words
-    stdout = sys.stdout  # which code that the command imports may close or replace
+    args: argparse.Namespace | None = None
     try:
-        _require_surroundings()
+        _add_working_directory()
         add_parsers(subparsers, words)
         args = _parse(parser, words)
-        for line in other_providers(args.command):
-            note(line)
         status: int = args.run(args)
-        stdout.flush()
+        sys.stdout.flush()
         return status
-    except CorerlError as error:
-        if debug:
-            traceback.print_exc()
-            if error.details:
-                print(error.details, file=sys.stderr)
-        said = "corerl: error:" if error.exit_status else "corerl:"
-        for line in (*error.message.split("\n"), *getattr(error, "__notes__", ())):
-            print(f"{said} {shorten_inside(line, LONGEST_LINE)}", file=sys.stderr)
-        return error.exit_status
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as error:  # of a plugin or a user's function
-        if args is None:
-            raise  # argparse's own
-        where = place(error, lambda frame: True)
-        print(f"corerl: error: the command was ended by SystemExit({error.code!r}){where}; remove it", file=sys.stderr)
-        return 2
-    except ValueError:  # as Python has it
-        if not stdout.closed:
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout):
+            return 141  # a shell's status for SIGPIPE
+        failure = None if isinstance(error, SystemExit) and args is None else _failure(error)
+        if failure is None:  # argparse's own exit, or a fault of CoreRL's
             raise
-        print("corerl: error: code that the command imported has closed sys.stdout; remove that", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        if not _reader_is_gone(stdout):
-            raise
-        return 141  # a shell's status for SIGPIPE
-    except (
-        OSError
-    ) as error:  # the machine's, at a place that has no better words: a full disk, a directory that is gone
         if debug:
             traceback.print_exc()
-        print(f"corerl: error: {_refused(error)}", file=sys.stderr)
-        return 1
+            print(getattr(error, "details", ""), end="", file=sys.stderr)
+        status, lines = failure
+        start = "corerl: error:" if status else "corerl:"
+        for line in (*lines, *getattr(error, "__notes__", ())):
+            print(f"{start} {shorten_inside(line, LONGEST_LINE)}", file=sys.stderr)
+        return status
     finally:
-        _discard_unwritten(stdout)
+        _discard_unwritten(sys.stdout)
+
+
+def _failure(error: BaseException) -> tuple[int, list[str]] | None:
+    """How a command that raised this ends: its exit status, and lines for the user. None for what is nobody's mistake
+    but CoreRL's."""
+    match error:
+        case CorerlError():
+            return error.exit_status, error.message.split("\n")
+        case SystemExit():
+            where = place(error, lambda frame: True)
+            return 2, [f"the command was ended by SystemExit({error.code!r}){where}; remove it"]
+        case OSError():  # such as a full disk, or a directory that is gone
+            what = printable(str(error.filename)) if error.filename else "cannot read or write"
+            where = "" if error.filename else place(error, lambda frame: True)
+            return 1, [f"{what}: {error.strerror or one_line(error)}{where}"]
+    # The innermost line that is no library's: of the user's code or a plugin's, such as a sampler's `draw`, or core's.
+    if (where := place(error, _is_no_library)) and where != place(error, _is_core):
+        return 1, [f"{one_line(error)}{where}; --debug shows the traceback"]
+    return None
+
+
+def _is_core(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(CORE)
+
+
+def _is_no_library(frame: FrameType) -> bool:
+    return _is_core(frame) or not frame.f_code.co_filename.startswith((*LIBRARIES, "<"))
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere; and help
     that cannot be written is an OSError."""
-    said = io.StringIO()
+    shown = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(shown):
             args, rest = parser.parse_known_args(words)
     except SystemExit:
-        print(said.getvalue(), end="", flush=True)
+        print(shown.getvalue(), end="", flush=True)
         raise
     rest = [word for word in rest if word != "--debug"]
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -98,55 +106,28 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 
         dashed = any(word.startswith("--") and "." in word.partition("=")[0] for word in rest)
         hint = "; settings are written KEY=VALUE, without dashes" if dashed and "overrides" in args else ""
-        shown = " ".join(shorten(without_value(word), LONGEST) for word in rest)
-        parser.error(f"unrecognized arguments: {shown}{hint}")
+        unknown = " ".join(shorten(without_value(word), LONGEST) for word in rest)
+        parser.error(f"unrecognized arguments: {unknown}{hint}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args
 
 
-def _require_surroundings() -> None:
-    """Raise UserError unless there are a working directory and a standard output."""
-    # 'module:name', in a config or as a plugin, may be a module in the working directory. It comes last: what it holds,
-    # such as a model's files, is never imported in the place of what is installed, or of Python's own modules.
+def _add_working_directory() -> None:
+    """Let 'module:name', in a config or as a plugin, be a module in the working directory. It comes last on sys.path:
+    what it holds, such as a model's files, is never imported in place of what is installed."""
     try:
         here = os.getcwd()
     except FileNotFoundError as error:
         raise UserError("the working directory does not exist any more; change to one that does") from error
     if here not in sys.path:
         sys.path.append(here)
-    for descriptor in (0, 2):
-        _require_open(descriptor)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  -- for as long as the command lasts
-    if sys.stdout is None:  # and the next file that is opened would be the standard output of all processes
-        raise UserError("standard output is closed; redirect it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable character ends no command
 
 
-def _require_open(descriptor: int) -> None:
-    """Open /dev/null there if it is closed: else the next file that is opened would be what all processes write to."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-        if opened != descriptor:
-            os.dup2(opened, descriptor)
-            os.close(opened)
-
-
-def _refused(error: OSError) -> str:
-    """What the system refused, in one line."""
-    what = printable(str(error.filename)) if error.filename else ""
-    why = error.strerror or one_line(error)
-    return f"{what}: {why}" if what else f"cannot read or write: {why}{place(error, lambda frame: True)}"
-
-
-def _discard_unwritten(stdout: TextIO | None) -> None:
+def _discard_unwritten(stdout: TextIO) -> None:
     """Discard what standard output does not take: Python would complain of it at exit, with a status of its own."""
-    if stdout is None or stdout.closed:
-        return
     try:
         stdout.flush()
     except OSError:

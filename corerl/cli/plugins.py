@@ -1,41 +1,50 @@
-"""`corerl plugins [KIND] [--json]`: what is installed of every kind, and why some cannot run."""
+"""`corerl plugins [KIND] [--json]`: what is installed of every kind, and why some cannot run.
+
+`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to paste."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from corerl.plugin.registry import Installed, Kind
+from attrs import asdict
+
+from corerl.config.toml_text import class_fields, comment, settings_with_help, toml_key, toml_value
+from corerl.errors import PluginBroken, PluginConflict, PluginNotFound, UserError
+from corerl.messages import did_you_mean, one_line, printable
+from corerl.plugin.registry import INSTALL_HINTS, Installed, Kind, Loaded, installed, installed_names, kinds_of, load
+
+SELECTED_BY = {
+    Kind.BACKENDS: "backend.name",
+    Kind.ENGINES: "rollout.engine",
+    Kind.SAMPLERS: "rollout.sampler",
+    Kind.ALGORITHMS: "algorithm.name",
+    Kind.TRANSPORTS: "weights.transport",
+}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plugins", help="list the installed plugins of every kind and their state")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", metavar="KIND", nargs="?", help="only these, such as backends or commands")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs: an array for each kind")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-
-    from corerl.errors import UserError
-    from corerl.messages import did_you_mean
-    from corerl.plugin.registry import INSTALL_HINTS, Kind
-
     values = [kind.value for kind in Kind]
     if args.kind not in (None, *values):
         near = did_you_mean(args.kind, values)
         raise UserError(f"there are no plugins of kind {args.kind!r}; choose from {', '.join(values)}{near}")
     kinds = [kind for kind in Kind if args.kind in (None, kind.value)]
-    found = find(kinds)
-    missing = {kind: dict(INSTALL_HINTS[kind]) for kind in kinds}
-    for kind in kinds:
-        for each in found[kind]:
-            missing[kind].pop(each.name, None)
+    with redirect_stdout(sys.stderr):  # a plugin may print on import
+        found = {kind: installed(kind) for kind in kinds}
+    missing = {
+        kind: {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in {each.name for each in plugins}}
+        for kind, plugins in found.items()
+    }
     if args.json:
         rows = {kind.value: _rows(found[kind], missing[kind]) for kind in kinds}
         print(json.dumps(rows if args.kind is None else rows[args.kind], indent=2))
@@ -46,24 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find(kinds: Sequence[Kind]) -> Mapping[Kind, list[Installed]]:
-    """What is installed of these kinds. A plugin whose import ends its process is broken, as if it had failed."""
-    from corerl.cli.trial import fatal_plugins, in_fork
-    from corerl.plugin.registry import installed, scan
-
-    with redirect_stdout(sys.stderr):  # a plugin may print on import
-        found = in_fork(lambda: {kind: installed(kind) for kind in kinds})
-        if found is None:
-            found = {}
-            for kind in kinds:
-                fatal = fatal_plugins(kind, [f"{entry.distribution}:{entry.name}" for entry in scan(kind)])
-                found[kind] = installed(kind, fatal)
-    return found
-
-
 def _rows(found: Sequence[Installed], missing: Mapping[str, str]) -> list[dict[str, Any]]:
-    from attrs import asdict
-
     rows = [asdict(each) for each in found]
     return rows + [{"name": name, "status": "not installed", "reason": hint} for name, hint in missing.items()]
 
@@ -72,8 +64,6 @@ def _text(found: Sequence[Installed], missing: Mapping[str, str]) -> str:
     """A table with columns as wide as their widest cell, except the last, which may hold sentences."""
     if not found and not missing:
         return "none"
-    from corerl.messages import printable
-
     rows = [("NAME", "PACKAGE", "VERSION", "API", "STATUS")]
     for each in found:
         api = ".".join(map(str, each.api)) if each.api else "-"
@@ -83,8 +73,53 @@ def _text(found: Sequence[Installed], missing: Mapping[str, str]) -> str:
         rows.append((each.name, each.distribution, each.version, api, status))
     rows += [(name, "-", "-", "-", f"not installed: {hint}") for name, hint in missing.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [printable("  ".join([*map(str.ljust, row, widths), row[-1]])) for row in rows]
-    shadowed = {each.distribution: each for each in found if each.shadowed}
-    for name, each in shadowed.items():
-        lines.append(f"{name} is found twice; not used: {', '.join(each.shadowed)} (corerl doctor {each.name})")
-    return "\n".join(lines)
+    return "\n".join(printable("  ".join([*map(str.ljust, row, widths), row[-1]])) for row in rows)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of a backend, an engine, an extension, ...")
+    parser.add_argument("--kind", metavar="KIND", help="needed if several plugins have this name: backend, engine, ...")
+    parser.set_defaults(run=run_options)
+
+
+def run_options(args: argparse.Namespace) -> int:
+    nouns = {kind.noun: kind for kind in Kind}
+    if args.kind and args.kind not in nouns:
+        raise UserError(f"unknown kind {args.kind!r}; known: {', '.join(nouns)}{did_you_mean(args.kind, nouns)}")
+    kinds = [nouns[args.kind]] if args.kind else kinds_of(args.name)
+    if not kinds:
+        known = [name for kind in Kind for name in (*installed_names(kind), *INSTALL_HINTS[kind])]
+        near = did_you_mean(args.name, known) or "; corerl plugins lists all"
+        raise PluginNotFound(f"unknown plugin {args.name!r}{near}")
+    if len(kinds) > 1:
+        raise PluginConflict(
+            f"{args.name!r} is the name of several plugins; write "
+            + " or ".join(f"--kind {kind.noun}" for kind in kinds)
+        )
+    print(table_of(kinds[0], load(kinds[0], args.name)), end="")
+    return 0
+
+
+def table_of(kind: Kind, loaded: Loaded) -> str:
+    """One plugin's table for a config file, all settings at their defaults: adding it changes nothing in the run."""
+    source = f" ({loaded.distribution} {loaded.version})" if loaded.distribution else ""
+    lines = comment(f"{kind.noun} {loaded.name}{source}: {loaded.spec.summary}")
+    if kind in SELECTED_BY:
+        lines.append(f"# selected by {SELECTED_BY[kind]} = {toml_value(loaded.name)}")
+        path = f"{kind.value}.{toml_key(loaded.name)}"
+    elif kind is Kind.EXTENSIONS:
+        lines.append("# extensions listed in a config replace the default ones; the first is the outermost")
+        lines += ["[[extensions]]", f"name = {toml_value(loaded.name)}"]
+        path = "extensions.options"
+    if not class_fields(loaded.spec.config):
+        lines.append("# there are no settings")
+    if kind not in SELECTED_BY and kind is not Kind.EXTENSIONS:
+        return "\n".join(lines) + "\n"
+    try:
+        defaults = loaded.spec.config()
+    except Exception as error:
+        raise PluginBroken(
+            f"{kind.noun} {loaded}: {loaded.spec.config.__name__}() raised {one_line(error)}; every setting needs a "
+            "valid default"
+        ) from error
+    return "\n".join([*lines, f"[{path}]", *settings_with_help(defaults, path)]) + "\n"

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, listed, one_line
 
-SHOWN = 5  # functions of a module that has not the one that is asked for
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHOWN = 5  # functions of a module that are listed if it lacks the one in question
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
@@ -27,36 +22,24 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'{meant(name)}")
-    heard: list[BaseException] = []
     try:
-        with interrupts(heard):
-            module = import_module(module_name)
-    except BaseException as error:  # importing a user's module may raise anything
-        if heard:
-            raise
+        module = import_module(module_name)
+        function = getattr(module, attribute, None)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         hint = meant(name) or (_missing(module_name, error) if isinstance(error, ModuleNotFoundError) else "")
         raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}{hint}") from error
-    try:
-        function = getattr(module, attribute, None)
-    except Exception as error:  # of the module's own `__getattr__`
-        raise ConfigError(f"{setting}: {name!r}: module {module_name!r} raised {one_line(error)}") from error
     if not callable(function):
-        functions = [each for each, value in vars(module).items() if callable(value)]
-        own = [each for each in functions if inspect.isfunction(vars(module)[each]) and not each.startswith("_")]
-        raise ConfigError(
-            f"{setting}: {name!r}: module {module_name!r} has no function {attribute!r}"
-            + (
-                _hidden(module_name)
-                or did_you_mean(attribute, functions)
-                or f"; it has {listed(own, SHOWN)}" * bool(own)
-            )
+        functions = {each: value for each, value in vars(module).items() if callable(value) and each[0] != "_"}
+        own = [each for each, value in functions.items() if inspect.isfunction(value)]
+        hint = (
+            _hidden(module_name) or did_you_mean(attribute, functions) or f"; it has {listed(own, SHOWN)}" * bool(own)
         )
+        raise ConfigError(f"{setting}: {name!r}: module {module_name!r} has no function {attribute!r}{hint}")
     return function
 
 
 def meant(name: str) -> str:
-    """The end of a message about a setting that is no 'module:function': what was meant by the path of a file, or by
-    dots alone; otherwise ""."""
+    """The end of a message about a setting that is no 'module:function' but the path of a file, or has only dots."""
     module, colon, function = name.partition(":")
     directory = ""
     if module.endswith(".py") or os.sep in module:
@@ -72,37 +55,6 @@ def meant(name: str) -> str:
     return f"; did you mean '{module}:{function or 'FUNCTION'}'{where}?"
 
 
-@contextmanager
-def interrupts(heard: list[BaseException]) -> Iterator[None]:
-    """Append to `heard` what the handlers of SIGINT and SIGTERM raise in the block, as for the user's Ctrl-C, and raise
-    it even if the block's code hides it: code may raise KeyboardInterrupt by itself. Signals interrupt the main thread
-    only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {
-        number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))
-    }
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        try:
-            before[number](number, frame)
-        except BaseException as error:
-            heard.append(error)
-            raise
-
-    for number in before:
-        signal.signal(number, hear)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is hear:  # not one that the block has set
-                signal.signal(number, handler)
-        if heard:
-            raise heard[0]
-
-
 def _missing(module_name: str, error: ModuleNotFoundError) -> str:
     """What to do about a module that is not found; "" if it is found, but imports another one that is not."""
     name = module_name.partition(".")[0]
@@ -113,20 +65,18 @@ def _missing(module_name: str, error: ModuleNotFoundError) -> str:
 
 
 def _hidden(module_name: str) -> str:
-    """That the working directory has a module of this name too, which was not looked for; "" otherwise."""
+    """That an installed module hides one of the same name in the working directory; "" otherwise."""
     name = module_name.partition(".")[0]
-    built_in = "built into Python" if name in sys.builtin_module_names else None
-    found = getattr(sys.modules.get(name), "__file__", None)
     own = next((path for path in (f"{name}.py", name) if os.path.exists(path)), "")
-    if not (found or built_in) or not own or (found and Path(found).resolve().is_relative_to(Path.cwd())):
+    found = getattr(sys.modules.get(name), "__file__", None)
+    if not own or (found and Path(found).resolve().is_relative_to(Path.cwd())):
         return ""
-    told = found or built_in
-    return f"; it is {told}, since installed modules come before those of the working directory: rename your {own}"
+    return f"; it is {found or 'built into Python'}: installed modules come first, rename your {own}"
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """How a user's function is called; None where Python cannot tell, as of some that are written in C."""
     try:
         return inspect.signature(function)
-    except Exception:  # ValueError, or whatever its own `__signature__` raises
+    except (ValueError, TypeError):
         return None

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import Attribute, field
+from attrs import Attribute, field, frozen
 
-from corerl.messages import did_you_mean, short_repr
+from corerl.messages import did_you_mean
 
 
-def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
-    """An attrs field with help text."""
-    return field(metadata={"help": help}, **kwargs)
+@frozen(kw_only=True)
+class Need:
+    """What a setting needs of another one, written "PATH" (it is set), "PATH=A|B" (it has one of these values), or with
+    a leading "!" (it is not, or has not). A path that begins with a dot is of the same table."""
+
+    text: str
+    value: str | None = None  # the only value of the setting that needs it; None: all but the default
+
+    @property
+    def path(self) -> str:
+        return self.text.lstrip("!").partition("=")[0]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.text.partition("=")[2].split("|")))
+
+    @property
+    def unwanted(self) -> bool:
+        return self.text.startswith("!")
+
+    def __str__(self) -> str:
+        of = f"{self.value!r} " if self.value else ""
+        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.')}"
+
+
+Needs = str | Sequence[str]
+
+
+def option(help: str, *, needs: Needs | Mapping[str, Needs] = (), **kwargs: Any) -> Any:  # noqa: A002  -- read by users
+    """An attrs field with help text. `needs` are conditions on other settings (see `Need`), or those of single values;
+    `corerl.plan.check` reports what is not met."""
+    by_value: Mapping[Any, Needs] = needs if isinstance(needs, Mapping) else {None: needs}
+    found = tuple(
+        Need(text=text, value=value)
+        for value, texts in by_value.items()
+        for text in ([texts] if isinstance(texts, str) else texts)
+    )
+    shown = f" ({', '.join(map(str, found))})" if found else ""
+    return field(metadata={"help": help + shown, "needs": found}, **kwargs)
 
 
 def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
@@ -58,19 +93,14 @@ def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """A validator of options: neither infinite nor NaN."""
-    if not _is_finite(value):
-        raise ValueError(f"must be finite, got {short_repr(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"must be finite, got {value!r}")
 
 
 def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
     for name, each in value.items():
-        if not _is_finite(each):
-            raise ValueError(f"each must be finite, got {name!r} = {short_repr(each)}")
-
-
-def _is_finite(value: float) -> bool:
-    """Whether a float can be `value`: `math.isfinite` raises an error for integers that are larger than any."""
-    return -sys.float_info.max <= value <= sys.float_info.max
+        if not math.isfinite(each):
+            raise ValueError(f"each must be finite, got {name!r} = {each!r}")
 
 
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:

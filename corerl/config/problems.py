@@ -53,6 +53,6 @@ class Problems:
 def _at(path: str, error: UserError) -> UserError:
     """The same error, with `path` before each line that has none."""
     lines = [line if TABLE.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
-    told = type(error)("\n".join(lines))
-    told.__cause__ = error
-    return told
+    placed = type(error)("\n".join(lines))
+    placed.__cause__ = error
+    return placed

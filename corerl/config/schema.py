@@ -30,7 +30,6 @@ from corerl.config.options import (
     variables,
     zero_or_several,
 )
-from corerl.fields import explain
 from corerl.kinds import MemoryKind
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -46,6 +45,8 @@ MOST = 16_384  # processes of one kind: more are a slip of the hand, and plannin
 
 @frozen(kw_only=True)
 class RunConfig:
+    """Output directory, mode, length and seed of a run."""
+
     dir: str = option("output directory of the run; one per run", default="runs/default", validator=filled)
     mode: Literal["train", "rollout-only", "train-only", "eval"] = option(
         "train; rollout-only: sample and save the batches; train-only: train from saved batches, without engines; "
@@ -69,6 +70,8 @@ class RunConfig:
 
 @frozen(kw_only=True)
 class ClusterConfig:
+    """Machines, devices and time limits."""
+
     address: str = option("address of a running Ray cluster; empty starts one on this machine", default="")
     device: Device = option(
         "device of ranks and engines; auto uses cuda if the driver's machine has it, even when address is set",
@@ -88,6 +91,7 @@ class ClusterConfig:
         "read), master (float32 copies, where a backend has them apart), grad, optimizer (moments)",
         default=KINDS,
         validator=some_of(KINDS),
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     max_residual_gib: float = option(
         "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "
@@ -95,12 +99,14 @@ class ClusterConfig:
         "device count too; 0 sets no limit",
         default=0.0,
         validator=at_least(0),
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     suspend_communicators: bool = option(
         "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB "
         "for each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
         "versions keep it and the run notes that once",
         default=False,
+        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     timeout: float = option(
         "seconds that ranks wait for each other in a collective before they fail",
@@ -129,6 +135,7 @@ class ClusterConfig:
         "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,
         validator=custom_resources,
+        needs="cluster.address",
     )
     environment: Mapping[str, str] = option(
         "environment variables set for every rank and engine before it imports torch; the run's own files name them "
@@ -182,6 +189,8 @@ class OptimizerConfig:
 
 @frozen(kw_only=True)
 class ScheduleConfig:
+    """The learning rate over optimizer steps."""
+
     warmup_steps: int = option("optimizer steps of linear warm-up from 0", default=0, validator=at_least(0))
     decay: Literal["constant", "linear", "cosine"] = option("learning-rate schedule after warm-up", default="constant")
     final_ratio: float = option(
@@ -281,6 +290,7 @@ class LoraConfig:
         "how A begins; kaiming: uniform within 1 / sqrt(inputs), gaussian: with a deviation of 1 / rank. B begins with "
         "zeros, so that the first policy is the model",
         default="kaiming",
+        needs="!.path",
     )
     path: str = option("a directory of PEFT with adapters to go on from; empty begins with new ones", default="")
 
@@ -298,11 +308,15 @@ class LoraConfig:
 
 @frozen(kw_only=True)
 class BackendChoice:
+    """The training backend of all roles that name none."""
+
     name: str = option("an installed training backend, 'distribution:name', or 'package.module:SPEC'")
 
 
 @frozen(kw_only=True)
 class RoleChoice:
+    """The worker processes of a role."""
+
     ranks: int = option("worker processes of this role, one per device", default=1, validator=between(1, MOST))
     backend: str = option("backend of this role only; empty uses backend.name", default="")
     options: Mapping[str, Any] | None = option(
@@ -335,6 +349,8 @@ class SideRoleChoice(RoleChoice):
 
 @frozen(kw_only=True)
 class RolesConfig:
+    """The roles of a run: the actor, and those that its algorithm needs."""
+
     actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
     critic: SideRoleChoice | None = option("the value function, for algorithms that need one", default=None)
     teacher: SideRoleChoice | None = option(
@@ -347,6 +363,7 @@ class RolesConfig:
         "the policy that algorithm.kl_coef measures against, as a frozen model of its own: of another size, on another "
         "backend or on other devices; unset: a snapshot in the host memory of the actor's ranks",
         default=None,
+        needs="algorithm.kl_coef",
     )
 
     @property
@@ -371,11 +388,16 @@ class AlgorithmConfig:
         default="grpo",
         validator=filled,
     )
-    advantages: str = option("'module:function' in place of the algorithm's own advantages", default="")
+    advantages: str = option(
+        "'module:function' in place of the algorithm's own advantages",
+        default="",
+        needs="!rollout.source=streamed",
+    )
     postprocess: str = option(
         "'module:function' that maps the samples of a step, with log-probs, values and advantages, to those that are "
         "trained on",
         default="",
+        needs="!rollout.source=streamed",
     )
     loss: str = option("in place of the algorithm's own policy loss: clipped, or 'module:function'", default="")
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
@@ -388,26 +410,32 @@ class AlgorithmConfig:
         "directory of the reference policy's weights, in the actor's architecture; empty: those that the actor starts "
         "from",
         default="",
+        needs=("algorithm.kl_coef", "!roles.reference", "!lora"),
     )
     reference_every: int = option(
         "rollout steps after which the reference policy becomes the actor's current weights, again and again; 0 keeps "
         "it as it is",
         default=0,
         validator=at_least(0),
+        needs=("algorithm.kl_coef", "!roles.reference"),
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3-differentiated"] | None = option(
         "estimator of the KL's value (Schulman 2020). In the loss, the gradient is that of the KL with each of them "
         "except k3-differentiated (Shao et al. 2024); in the reward, only with k1. Unset: k3 in the loss, k1 in the "
         "reward",
         default=None,
+        needs={"k3-differentiated": "algorithm.kl_in=loss"},
     )
     kl_in: Literal["loss", "reward"] = option(
-        "apply the KL penalty in the loss, or subtract it from each token's reward", default="loss"
+        "apply the KL penalty in the loss, or subtract it from each token's reward",
+        default="loss",
+        needs={"reward": "algorithm.kl_coef"},
     )
     kl_target: float = option(
         "target KL per token, to which kl_coef adapts (Ziegler et al. 2019); 0 keeps kl_coef fixed",
         default=0.0,
         validator=[at_least(0), finite],
+        needs="algorithm.kl_coef",
     )
     kl_horizon: int = option(
         "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
@@ -427,21 +455,32 @@ class AlgorithmConfig:
         "engines hold; or those that they held before the last update, which have sampled the batch if rollout.source "
         "is 'one-step-off'. The latter two are kept in host memory",
         default="current",
+        needs=("algorithm.old_logprobs=recompute", "!run.mode=train-only"),
     )
     correction: Literal["none", "token", "sequence", "geometric"] = option(
         "importance weights that correct for the mismatch of engine and trainer log-probs: the ratio of probabilities "
         "of each token, their product over a sample, or their geometric mean over it (Yao et al. 2025; Liu et al. "
-        "2025); needs old_logprobs = 'recompute'",
+        "2025)",
         default="none",
+        needs="algorithm.old_logprobs=recompute",
     )
     correction_floor: float = option(
-        "the smallest importance weight, at most correction_cap", default=0.0, validator=[at_least(0), finite]
+        "the smallest importance weight, at most correction_cap",
+        default=0.0,
+        validator=[at_least(0), finite],
+        needs="algorithm.correction",
     )
-    correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    correction_cap: float = option(
+        "the largest importance weight",
+        default=2.0,
+        validator=above(0),
+        needs="algorithm.correction",
+    )
     correction_beyond: Literal["truncate", "mask"] = option(
         "what becomes of ratios below correction_floor or above correction_cap; truncate: the weight is that bound; "
         "mask: it is 0, so that the token (Ling Team 2025, IcePop) or the sample (Liu et al. 2025) teaches nothing",
         default="truncate",
+        needs="algorithm.correction",
     )
     on_mismatch: Literal["stop", "warn", "off"] = option(
         "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by more "
@@ -463,12 +502,14 @@ class AlgorithmConfig:
         'chose while sampling (R3). Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and '
         'Inference Routers"; Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs"',
         default="none",
+        needs={"recompute": "algorithm.old_logprobs=recompute"},
     )
     dynamic_sampling: int | None = option(
         "maximum number of times that groups whose rewards are all equal are dropped and other prompts sampled "
         "instead (Yu et al. 2025, section 3.2); 0 keeps such groups; unset: 0, unless the algorithm says otherwise",
         default=None,
         validator=at_least(0),
+        needs=("!run.mode=train-only", "!rollout.source=streamed", "!algorithm.kl_in=reward"),
     )
     dynamic_sampling_on: str = option(
         "the part of the reward by which dynamic_sampling takes a group's rewards for equal: the label of one of "
@@ -589,6 +630,8 @@ class RewardFunction:
 
 @frozen(kw_only=True)
 class RewardConfig:
+    """How samples are scored."""
+
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
     weights: Mapping[str, float] = option(
@@ -619,6 +662,8 @@ class RewardConfig:
 
 @frozen(kw_only=True)
 class RolloutConfig:
+    """How prompts become samples."""
+
     engine: str = option("an installed rollout engine", default="transformers")
     sampler: str = option(
         "an installed sampler, which turns prompts into samples; prompts: each sample is one response",
@@ -664,24 +709,33 @@ class RolloutConfig:
         "the prompts that are scored while others are sampled; one-step-off: each batch while the previous one "
         "trains; asynchronous: all the time, paused for weight updates and continued with the new weights",
         default="synchronous",
+        needs="run.mode=train|eval",
     )
     max_staleness: int = option(
         "asynchronous: weight updates by which a sample's oldest token may lag behind the trainer; older samples are "
         "dropped and their prompts resampled",
         default=1,
         validator=at_least(1),
+        needs="rollout.source=asynchronous",
     )
     stale: Literal["discard", "wait"] = option(
         "asynchronous: what happens to samples that would become too old; discard: they are dropped and their prompts "
         "resampled, which costs tokens and, of slow prompts, most; wait: a batch is handed out only once the oldest "
         "samples can still be trained on in time, so that none is dropped",
         default="discard",
+        needs="rollout.source=asynchronous",
     )
     postprocess: str = option(
-        "'module:function' that maps a scored batch to another before advantages are computed", default=""
+        "'module:function' that maps a scored batch to another before advantages are computed",
+        default="",
+        needs="!rollout.source=streamed",
     )
     save: bool = option("save every batch under run.dir/rollouts; rollout-only always does", default=False)
-    saved: str = option("train-only: directory of saved batches to train from", default="")
+    saved: str = option(
+        "train-only: directory of saved batches to train from",
+        default="",
+        needs="run.mode=train-only",
+    )
 
 
 @frozen(kw_only=True)
@@ -698,6 +752,7 @@ class WeightsConfig:
         "rollout steps between weight updates; engines sample from weights up to this many steps old",
         default=1,
         validator=at_least(1),
+        needs="rollout.source=synchronous|streamed",
     )
     bucket_bytes: int = option(
         "bytes of weights sent at once; each rank allocates twice this. 0 uses a sixteenth of the weights, between "
@@ -719,6 +774,7 @@ class WeightsConfig:
         "so that weights are not rounded anew and only the adapters travel, but for engines that have slept or are "
         "new",
         default="merged",
+        needs={"adapter": ("lora", "!weights.quantize")},
     )
     unquantized: tuple[str, ...] = option(
         "substrings of the names of weights to leave unquantized, besides embeddings, head, norms and routers; the "
@@ -792,6 +848,8 @@ class EvalSource(DataSource, EvalSampling):
 
 @frozen(kw_only=True)
 class EvalConfig(EvalSampling):
+    """Evaluation on held-out prompts."""
+
     every: int = option(
         "rollout steps between evaluations on held-out prompts; 0 disables them", default=25, validator=at_least(0)
     )
@@ -806,6 +864,8 @@ class EvalConfig(EvalSampling):
 
 @frozen(kw_only=True)
 class CheckpointConfig:
+    """Saving, resuming and exporting."""
+
     every: int = option("rollout steps between checkpoints; 0 saves only at the end", default=50, validator=at_least(0))
     keep: int = option(
         "number of complete checkpoints to keep, the newest; 0 keeps all", default=2, validator=at_least(0)
@@ -821,12 +881,15 @@ class CheckpointConfig:
         "weights.every and algorithm.reference_every, written while training continues, from which the ranks start "
         "anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
         default=False,
+        needs="!cluster.address",
     )
     export: bool = option("export a Hugging Face model directory at the end", default=True)
 
 
 @frozen(kw_only=True)
 class ExtensionChoice:
+    """An extension and its options."""
+
     name: str = option("an installed extension")
     options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
@@ -946,6 +1009,3 @@ class ClusterInfo:
     lora: LoraConfig | None = None  # the role trains adapters alone: the weights are in `train.precision`
     streamed: bool = False  # gradients of a step come in several calls of `forward_backward`, and get a scale
     elsewhere: bool = False  # ranks run on machines of a cluster, which may have other libraries than this one
-
-
-explain(__name__)

@@ -16,14 +16,12 @@ from typing import Any, TypeVar, get_args, get_origin
 import attrs
 from attrs import evolve, frozen
 
-from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value, to_plain
+from corerl.config.toml_text import choices, class_fields, is_union, parse_toml, spell, spell_value
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
-SHOWN = 20  # parts of an array or table that are reported if they do not fit
-FITTINGS = 4  # what is wrong is removed, what is then missing is made empty, and then validators of tables speak
 
 
 @frozen
@@ -31,6 +29,7 @@ class Problem:
     keys: Keys
     text: str
     within: str = ""  # the setting inside `keys` that the value seems to be for
+    unknown: bool = False  # the key is none of its table's, nor similar to one
 
     def line(self, prefix: str = "") -> str:
         """The problem with its dotted path, below `prefix`."""
@@ -73,34 +72,6 @@ def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list
     return found, []
 
 
-def fitting(data: Mapping[str, Any], cls: type[T]) -> T | None:
-    """The instance of what fits of plain data: what is wrong has its default, and required text is empty. None if there
-    is none."""
-    rest = to_plain(data)
-    for _ in range(FITTINGS):
-        value, problems = try_structure(rest, cls)
-        if value is not None:
-            return value
-        for problem in problems:
-            _leave_out(problem.keys, rest)
-    return None
-
-
-def _leave_out(keys: Keys, data: dict[str, Any]) -> None:
-    """Remove a setting, or make it empty text if it is missing."""
-    while keys and isinstance(keys[-1], int):  # a whole array, whose other items would have other numbers
-        keys = keys[:-1]
-    if not keys:
-        return
-    table: Any = data
-    for key in keys[:-1]:
-        table = table.setdefault(key, {}) if isinstance(table, dict) else table[key]
-    if keys[-1] in table:
-        del table[keys[-1]]
-    else:
-        table[keys[-1]] = ""
-
-
 def is_setting(keys: Keys, cls: type) -> bool:
     """Whether a dotted path leads to a setting of an attrs class, or into one of its tables of any content."""
     kinds: list[Any] = [cls]
@@ -141,10 +112,7 @@ def _read_scalar(value: Any, kind: Any) -> Any:
                 return kind(value) if isinstance(kind, type) else value
         raise _wrong(_mismatch(value, kind))
     if kind is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise _wrong(_mismatch(value, kind)) from None
+        return float(value)
     if type(value) is not kind:
         raise _wrong(_mismatch(value, kind))
     if kind is float and math.isnan(value):
@@ -209,19 +177,14 @@ def _read_array(value: Any, kind: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
-    """Read all parts of an array or table; raise one error for the parts that fail, of many for the first ones."""
+    """Read all parts of an array or table; raise one error for all parts that fail."""
     done: list[Any] = []
     problems: list[Problem] = []
-    failed = 0
     for key, value, kind in zip(keys, values, kinds, strict=True):
         try:
             done.append(_read(value, kind))
         except (ValueError, TypeError, LookupError) as error:
             problems += _inside(key, error)
-            failed += 1
-            if failed == SHOWN:  # an array of the wrong kind may have millions
-                problems.append(Problem((), f"{SHOWN} of its parts do not fit; those behind them are not checked"))
-                break
     if problems:
         raise _Wrong(*problems)
     return done
@@ -271,13 +234,11 @@ def _missing(field: attrs.Attribute[Any], keys: Keys = ()) -> Iterator[Problem]:
 
 
 def _unknown(extra: Iterable[str], cls: type) -> Iterator[Problem]:
-    known, unknown = list(class_fields(cls)), sorted(extra)
-    if (more := len(unknown) - SHOWN) > 0:
-        yield Problem((), f"has {more} more unknown keys")
-    for key in unknown[:SHOWN]:
+    known = list(class_fields(cls))
+    for key in sorted(extra):
         near = next(iter(deeper(cls, key)), "") or nearest(key, known)
         advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        yield Problem((key,), f"unknown key; {advice}")
+        yield Problem((key,), f"unknown key; {advice}", unknown=not near)
 
 
 def deeper(cls: type, key: str) -> list[str]:

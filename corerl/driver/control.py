@@ -1,4 +1,4 @@
-"""A run, as its extensions may read and change it (`corerl.plugin.control.RunControl`)."""
+"""A run, as its extensions may read and change it (`corerl.plugin.hookspecs.RunControl`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.stop import StopRequest
 from corerl.errors import NoPlaces
 from corerl.plan.plan import Plan
-from corerl.plugin.control import Failure
+from corerl.plugin.hookspecs import Failure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from corerl.backend.frozen_weights import of_sums, rounded_sum
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource, read_extra
-from corerl.config.load import structure
 from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.config.structuring import structure
 from corerl.errors import ModelError
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
@@ -28,7 +28,7 @@ from corerl.models.names import peft_names
 from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plan.state import read_run
+from corerl.plan.resume import read_run
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -83,7 +83,7 @@ def export(
     source = CheckpointSource(checkpoint / role, *WEIGHTS)
     value_head = VALUE_HEAD_WEIGHT in source.shapes
     shapes = model_files.saved_shapes(hf, value_head=value_head, lora=lora)
-    model_files.require_same_model(checkpoint, role, shapes)  # else nothing could load the export
+    model_files.require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
     if lora is not None and not merge:
         if value_head:
             raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")

@@ -19,11 +19,10 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import EnginePlan, ProcessPlan
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders
 from corerl.plan.residency import REST, training
 from corerl.plan.roles import RolePlan
-from corerl.plan.sizes import REPLICAS
-from corerl.plan.transports import ENGINES, senders
+from corerl.plan.settle import REPLICAS
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address

@@ -43,10 +43,9 @@ from corerl.messages import one_line
 from corerl.observability.notices import NoticeFile
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
-from corerl.plan.processes import EnginePlan, ProcessPlan
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan
 from corerl.plan.residency import residency_plan
-from corerl.plan.run_dir import skipping
-from corerl.plan.transports import ENGINES
+from corerl.plan.resume import skipping
 from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced

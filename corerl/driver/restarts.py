@@ -20,7 +20,7 @@ from corerl.driver.roles import Role
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, NoPlaces, WorkerDied
-from corerl.plan.start import Start
+from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
 
 COPY = "copy in memory"

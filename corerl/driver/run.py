@@ -46,7 +46,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import SaveFailed
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
-from corerl.plan.run_dir import EXPORT
+from corerl.plan.resume import EXPORT
 from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet, evaluate

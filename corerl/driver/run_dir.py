@@ -13,7 +13,7 @@ from typing import Any
 from corerl.config.load import CONFIG_FILE, dump_toml
 from corerl.errors import ConfigError, SaveFailed
 from corerl.observability.files import keep
-from corerl.plan.writable import unwritable
+from corerl.plan.resume import unwritable
 
 
 @contextmanager

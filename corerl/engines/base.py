@@ -12,7 +12,6 @@ from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
 from corerl.errors import EngineFailed
-from corerl.fields import explain
 from corerl.plugin.spec import Begun
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
@@ -251,6 +250,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop everything at once, even while generating. Nothing is called afterwards."""
-
-
-explain(__name__)

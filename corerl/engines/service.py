@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.plugin.fingerprint import Origin, require_same
-from corerl.plugin.registry import Kind, load, load_implementation
-from corerl.plugin.requirements import require_met
+from corerl.plugin.registry import Kind, load, load_implementation, options_of
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -41,13 +39,12 @@ class EngineService:
     """One replica, in its own process."""
 
     def __init__(self, assignment: EngineAssignment) -> None:
-        require_met(each.distribution for each in assignment.origins)
         loaded = load(Kind.ENGINES, assignment.engine)
         plugins = [(Kind.ENGINES, loaded)]
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
-        options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
+        options = options_of(Kind.ENGINES, loaded, assignment.options)
         context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
         try:
             engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)

@@ -10,9 +10,8 @@ from corerl.observability.plain import PlainView
 from corerl.observability.run_state import RunState
 from corerl.observability.specs import ConsoleOptions
 from corerl.plugin.events import Event
-from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.registry import Kind, load, load_implementation, scan
-from corerl.plugin.spec import Display
+from corerl.plugin.spec import Display, hookimpl
 
 
 class Console:

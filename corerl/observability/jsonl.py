@@ -14,7 +14,7 @@ from corerl.observability.files import reopen
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.specs import JsonlOptions
 from corerl.plugin.events import Evaluated, Event, RunRewound, RunStarted, SampleShown, StepFinished
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.spec import hookimpl
 
 SAMPLES_FILE = "samples.jsonl"
 

@@ -12,7 +12,7 @@ from attrs import asdict
 
 from corerl.observability.files import read_lines, reopen
 from corerl.plugin.events import Event, Notice, RunStarted
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.spec import hookimpl
 
 NOTICES_FILE = "notices.jsonl"
 

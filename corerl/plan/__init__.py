@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.plan.ready import PlanReady as PlanReady
+    from corerl.plan.plan import PlanReady as PlanReady
 else:
     from corerl.imports import on_demand
 

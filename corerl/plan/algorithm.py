@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attrs import evolve, fields, frozen
 
@@ -17,16 +18,16 @@ from corerl.algorithms.base import (
     Postprocess,
 )
 from corerl.algorithms.functions import users_estimate, users_postprocess
+from corerl.algorithms.kl import DIFFERENTIATED
 from corerl.algorithms.registry import find_loss, policy_loss
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, RewardConfig, TrainConfig
+from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, RewardConfig, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
-from corerl.plan.resolve import ROLES, algorithm_spec, check_spec, role_kinds
+from corerl.plan.resolve import ROLES, Plugins, check_spec, plugins_of
 from corerl.plan.roles import CLIPPED
-from corerl.plan.sampler import plays_episodes
-from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
 
@@ -69,10 +70,12 @@ def _never(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray)
     raise ContractError("a run that only scores has no advantages")
 
 
-def plan_algorithm(config: Config) -> AlgorithmPlan:
+def plan_algorithm(config: Config, plugins: Plugins | None = None) -> AlgorithmPlan:
     """The plan of a settled config whose plugins' tables are resolved. Raises ConfigError if it names an impossible
     loss, or a function for advantages that cannot be imported."""
-    if config.run.mode == "eval":
+    plugins = plugins_of(config) if plugins is None else plugins
+    loaded, own, after = plugins.algorithm, config.algorithm.advantages, config.algorithm.postprocess
+    if loaded is None:
         return AlgorithmPlan(
             settings=config.algorithm,
             estimate=_never,
@@ -81,10 +84,23 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
             objectives={ACTOR: CLIPPED},
             compares=False,
         )
-    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+    algorithm = _construct(loaded, config.algorithms[loaded.name])
+    return AlgorithmPlan(
+        settings=config.algorithm,
+        estimate=users_estimate(own) if own else algorithm.advantages,
+        postprocess=users_postprocess(after) if after else None,
+        passes=tuple(_passes(config, algorithm)),
+        objectives=_objectives(config, algorithm, plugins.kinds),
+        compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
+        credits_turns=loaded.spec.credits_turns and not own,
+    )
+
+
+def _construct(loaded: Loaded, options: Any) -> Algorithm:
+    """The algorithm. Raises PluginBroken if it is not what its spec says."""
     implementation: type[Algorithm] = load_implementation(Kind.ALGORITHMS, loaded)
     try:
-        algorithm = implementation(config.algorithms[loaded.name])
+        algorithm = implementation(options)
         trained, passes = set(algorithm.objectives()), list(algorithm.forwards())
     except Exception as error:
         raise PluginBroken(f"algorithm {loaded}: {implementation.__name__} raised {one_line(error)}") from error
@@ -105,16 +121,7 @@ def plan_algorithm(config: Config) -> AlgorithmPlan:
                 f"algorithm {loaded}: forwards() passes the samples through the {each.role} under the weights "
                 f"{each.weights!r}; there are {', '.join(SNAPSHOTS)}, of the {ACTOR}"
             )
-    own, after = config.algorithm.advantages, config.algorithm.postprocess
-    return AlgorithmPlan(
-        settings=config.algorithm,
-        estimate=users_estimate(own) if own else algorithm.advantages,
-        postprocess=users_postprocess(after) if after else None,
-        passes=tuple(_passes(config, algorithm)),
-        objectives=_objectives(config, algorithm),
-        compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
-        credits_turns=loaded.spec.credits_turns and not own,
-    )
+    return algorithm
 
 
 def require_functions(config: Config, problems: Problems) -> None:
@@ -131,105 +138,50 @@ def require_functions(config: Config, problems: Problems) -> None:
                 imported(function, setting=name)
 
 
-def contradictions(config: Config) -> Iterator[str]:
-    """One line for each setting that does not fit the algorithm. The config is settled; its tables may be as written.
+def contradictions(config: Config, plugins: Plugins | None = None) -> Iterator[str]:
+    """One line for each setting that does not fit the algorithm. The config is settled; its tables may be unresolved.
     Raises PluginError if the algorithm cannot be loaded."""
-    algorithm, spec, sampled = config.algorithm, algorithm_spec(config), config.rollout.samples
+    plugins = plugins_of(config) if plugins is None else plugins
+    assert plugins.algorithm is not None
+    algorithm, spec, kinds = config.algorithm, plugins.algorithm.spec, plugins.kinds
     name = f"algorithm.name={algorithm.name!r}"
     given = {role for role in ROLES if getattr(config.roles, role) is not None}
-    kinds = role_kinds(config)
     for role, kind in kinds.items():
         if role not in given:
             yield f"roles.{role}: missing, but {name} needs a {role}; add one, such as roles.{role}.ranks=1"
-        elif kind is RoleKind.FROZEN and (own := getattr(config.roles, role).train) is not None:
-            for each in fields(TrainConfig):
-                if getattr(own, each.name) != getattr(own.of_passes(), each.name):
-                    yield f"roles.{role}.train.{each.name}: set, but {name} never trains the {role}; remove it"
-    if REFERENCE in given:
-        yield from _against_reference(config)
+        elif kind is RoleKind.FROZEN:
+            yield from _trained_in_vain(role, getattr(config.roles, role))
     for role in sorted(given - set(kinds)):
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
-    if algorithm.old_weights != "current" and not config.run.samples:
-        yield (
-            f"algorithm.old_weights: {algorithm.old_weights!r}, but run.mode={config.run.mode!r} has no engines; set "
-            "it to 'current'"
-        )
     if not spec.samples and config.run.samples and config.run.trains:
         yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
     if algorithm.advantages and any(kind is RoleKind.CRITIC for kind in spec.roles.values()):
-        yield (
-            f"algorithm.advantages: replaces those of {name}, whose other roles read columns of its own; remove it, or "
-            "choose an algorithm that trains the actor alone"
-        )
-    if spec.compares and sampled < 2 and not algorithm.advantages:
-        yield (
-            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or an "
-            "algorithm that does not compare the samples of a prompt"
-        )
-    if config.rollout.source == "streamed":
-        yield from _against_streaming(config)
-    if algorithm.dynamic_sampling and sampled < 2:
-        yield (
-            "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
-            "at least 2, or this to 0"
-        )
-    if algorithm.dynamic_sampling and not (spec.compares and algorithm.kl_in != "reward"):
-        yield (
-            "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
-            f"{name if not spec.compares else 'algorithm.kl_in=' + repr(algorithm.kl_in)}; set it to 0"
-        )
-
-
-def _against_reference(config: Config) -> Iterator[str]:
-    """What contradicts a reference policy that is a role."""
-    algorithm = config.algorithm
-    if not algorithm.kl_coef:
-        yield (
-            "roles.reference: set, but algorithm.kl_coef=0 measures against no reference policy; set that, or remove "
-            "the role"
-        )
-    if algorithm.reference:
-        yield (
-            f"algorithm.reference: {algorithm.reference!r}, but the reference policy is a role with a model of its "
-            "own; set roles.reference.model.path to it, and remove this"
-        )
-    if algorithm.reference_every:
-        yield (
-            f"algorithm.reference_every: {algorithm.reference_every}, but roles.reference is never trained; remove the "
-            "role, so that the reference policy is a snapshot of the actor, or remove this"
-        )
-
-
-def _against_streaming(config: Config) -> Iterator[str]:
-    """What needs the whole batch before training begins."""
-    algorithm = config.algorithm
-    others = "set rollout.source to 'synchronous' or 'one-step-off'"
-    if not algorithm_spec(config).by_prompt:
-        yield (
-            f"rollout.source: 'streamed' trains on a prompt's samples before the others are there, but the advantages "
-            f"of algorithm.name={algorithm.name!r} come from the whole batch; {others}"
-        )
-    settings = {
-        "algorithm.advantages": algorithm.advantages,
-        "algorithm.postprocess": algorithm.postprocess,
-        "rollout.postprocess": config.rollout.postprocess,
-    }
-    for name, function in settings.items():
-        if function:
+        yield f"algorithm.advantages: replaces those of {name}, which its critic trains on; remove it"
+    alone = config.rollout.samples < 2
+    if spec.compares and alone and not algorithm.advantages:
+        yield f"rollout.samples: 1 gives a sample nothing to compare with, as {name} does; use at least 2"
+    if algorithm.dynamic_sampling and (alone or not spec.compares):
+        why = "the rewards of a single sample are always equal" if alone else f"with {name} equal rewards teach too"
+        yield f"algorithm.dynamic_sampling: drops groups of equal rewards, but {why}; set it to 0"
+    if config.rollout.source == "streamed":  # training begins before the whole batch is there
+        others = "set rollout.source to 'synchronous' or 'one-step-off'"
+        if not spec.by_prompt:
+            yield f"rollout.source: 'streamed', but the advantages of {name} need the whole batch; {others}"
+        if algorithm.routing_replay == "engine" and (plugins.sampler is None or plugins.sampler.spec.episodes):
             yield (
-                f"{name}: {function!r} reads the whole batch, but rollout.source='streamed' trains on a prompt's "
-                f"samples before the others are there; remove it, or {others}"
+                "algorithm.routing_replay: 'engine', but episodes may sample nothing, and then have no experts as "
+                f"rollout.source='streamed' begins; set it to 'recompute', or {others}"
             )
-    if algorithm.routing_replay == "engine" and plays_episodes(config):
-        yield (
-            "algorithm.routing_replay: 'engine', but a prompt whose episodes draw nothing has no experts, and "
-            f"rollout.source='streamed' trains on it before the others are there; set it to 'recompute', or {others}"
-        )
-    if algorithm.dynamic_sampling:
-        yield (
-            f"algorithm.dynamic_sampling: {algorithm.dynamic_sampling}, but which prompts are drawn again is known "
-            f"once the whole batch is there, and rollout.source='streamed' begins before; set it to 0, or {others}"
-        )
+
+
+def _trained_in_vain(role: str, frozen: SideRoleChoice) -> Iterator[str]:
+    """What a role that is never trained has been given for training."""
+    if (train := frozen.train) is not None:
+        for each in fields(TrainConfig):
+            if getattr(train, each.name) != getattr(train.of_passes(), each.name):
+                yield f"roles.{role}.train.{each.name}: set, but the {role} is never trained; remove it"
+    if frozen.lora is not None:
+        yield f"roles.{role}.lora: set, but the {role} is never trained; remove it"
 
 
 def has_several_parts(reward: RewardConfig) -> bool:
@@ -237,9 +189,32 @@ def has_several_parts(reward: RewardConfig) -> bool:
     return len(reward.functions) > 1 or len(reward.weights) > 1
 
 
-def told_sampling(config: Config) -> Iterator[str]:
-    """A line if the policy is trained on tokens that are drawn from fewer than its log-probs are of, and one if what
-    dynamic sampling goes by may not be what is meant."""
+# What the KL penalty's gradient is that of, by `kl_in` and `kl_estimator`, where it is not KL(policy || reference).
+OTHER_GRADIENTS = {
+    ("loss", DIFFERENTIATED): "KL(reference || policy), and after the first optimizer step on a batch of neither",
+    ("reward", "k2"): "the mean of k2 - KL(policy || reference), which can lead away from the reference",
+    ("reward", "k3"): "KL(policy || reference) - KL(reference || policy), which can lead away from the reference",
+}
+
+
+def notices_of_learning(config: Config, plan: AlgorithmPlan) -> Iterator[str]:
+    """Lines about the gradient of a run that trains, where it may not be the one that is meant."""
+    algorithm = config.algorithm
+    gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
+    if gradient is not None and algorithm.kl_coef:
+        setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
+        yield f"{setting}: the penalty's gradient is that of {gradient}; remove it for that of KL(policy || reference)"
+    for tag, wanted in plan.snapshots(ACTOR).items() if config.rollout.source == "streamed" else ():
+        yield (
+            f"{wanted}: with rollout.source='streamed' the actor's weights are swapped for it at each part of a batch "
+            "that arrives, which can take longer than the passes themselves"
+            + ("; a table [roles.reference] makes it a model that stays in memory" if tag == REFERENCE else "")
+        )
+
+
+def notices_of_sampling(config: Config) -> Iterator[str]:
+    """A line if the policy is trained on tokens that are sampled from fewer than its log-probs are of, and one if what
+    dynamic sampling compares may not be what is meant."""
     rollout, reward, part = config.rollout, config.reward, config.algorithm.dynamic_sampling_on
     if config.algorithm.dynamic_sampling and has_several_parts(reward) and not part:
         yield f"algorithm.dynamic_sampling: {BY_ALL_PARTS}"
@@ -254,10 +229,11 @@ def told_sampling(config: Config) -> Iterator[str]:
         )
 
 
-def check_algorithm(config: Config) -> None:
+def check_algorithm(config: Config, plugins: Plugins | None = None) -> None:
     """Ask the algorithm's spec what contradicts it. Raises ConfigError with one line for each problem. The config is
     settled, its plugins' tables are resolved."""
-    loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+    loaded = (plugins_of(config) if plugins is None else plugins).algorithm
+    assert loaded is not None
     run = AlgorithmRun(
         algorithm=config.algorithm, rollout=config.rollout, train=config.train_of(ACTOR), steps=config.run.steps
     )
@@ -284,8 +260,8 @@ def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
     return [*passes, *(each for each in algorithm.forwards() if each.role in config.chosen_roles)]
 
 
-def _objectives(config: Config, algorithm: Algorithm) -> dict[str, Objective]:
-    common, kinds = config.algorithm, role_kinds(config)
+def _objectives(config: Config, algorithm: Algorithm, kinds: Mapping[str, RoleKind]) -> dict[str, Objective]:
+    common = config.algorithm
     found = {role: each for role, each in algorithm.objectives().items() if role in config.chosen_roles}
     for role, objective in found.items():
         aggregation = objective.aggregation or common.aggregation or "token-mean"

@@ -1,4 +1,5 @@
-"""Find contradictions between a configuration's settings, long before the first GPU minute."""
+"""Find what contradicts itself in a config, long before the first GPU minute: a line for each problem, which begins
+with the path of a setting."""
 
 from __future__ import annotations
 
@@ -7,87 +8,106 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from corerl.config.schema import KINDS, MOST_SAMPLES, AlgorithmConfig, ClusterConfig, Config
+import attrs
+
+from corerl.config.options import Need
+from corerl.config.schema import KINDS, MOST_SAMPLES, Config
+from corerl.config.toml_text import class_fields
 from corerl.config.variables import RAYS, READ_AT_START
-from corerl.messages import did_you_mean, did_you_mean_path
+from corerl.errors import ConfigError
+from corerl.messages import did_you_mean, did_you_mean_path, listed, short_repr
 
-UNSET = AlgorithmConfig()
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
+CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
+SHOWN = 3  # files in one line
 
 
 def contradictions(config: Config) -> list[str]:
-    """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
-    checks = (
-        *(_mode, _source, _evaluation, _model, _tokenizer, _batch, _algorithm, _asleep, _cluster, _extensions),
-        missing_directories,
-    )
-    return [line for check in checks for line in check(config)]
+    """Those of a run."""
+    checks = (_mode, _evaluation, _tokenizer, _batch, _asleep, _extensions)
+    return [*contradictions_of_a_group(config), *(line for check in checks for line in check(config))]
 
 
 def contradictions_of_a_group(config: Config) -> list[str]:
     """Those that concern the ranks of a role alone."""
-    return [line for check in (_model, _algorithm, _cluster, missing_directories) for line in check(config)]
+    checks = (unmet, _model, _algorithm, _cluster, missing_directories)
+    return [line for check in checks for line in check(config)]
+
+
+# ---- what settings need of each other: `option(..., needs=)` ---------------------------------------------------------
+
+
+def unmet(config: Config) -> Iterator[str]:
+    """A line for each need of a setting that is not met. A setting of its default has none, nor, in a run that only
+    scores, have those of the algorithm, which is not asked."""
+    unread = ("algorithm.", "roles.") if config.run.mode == "eval" else ()
+    for path, attribute, value in _settings(config):
+        if not _is_set(attribute, value) or path.startswith(unread):
+            continue
+        shown = "it" if attrs.has(type(value)) else short_repr(value)
+        for need in attribute.metadata.get("needs", ()):
+            if need.value in (None, value) and (why := _unmet(need, path, config)):
+                yield f"{path}: {shown} {why}"
+
+
+def _unmet(need: Need, path: str, config: Config) -> str:
+    """What is wrong, if the setting at `path` has this need; "" if it is met."""
+    other = need.path if not need.path.startswith(".") else path.rpartition(".")[0] + need.path
+    attribute, value = _at(other, config)
+    met = value in need.values if need.values else _is_set(attribute, value)
+    if met is not need.unwanted:
+        return ""
+    given = f"{other}={short_repr(value)}" if not attrs.has(type(value)) else other
+    if need.unwanted:
+        return f"does not go with {given}; change that, or remove this"
+    now = "unset" if value is None else short_repr(value)
+    wanted = f"{other} to be {' or '.join(map(repr, need.values))}" if need.values else other
+    return f"needs {wanted}, which is {now}; set that, or remove this"
+
+
+def _settings(table: Any, path: str = "") -> Iterator[tuple[str, attrs.Attribute[Any], Any]]:
+    """Each setting with its path and value, tables and those in them."""
+    for name, attribute in class_fields(type(table)).items():
+        value = getattr(table, name)
+        yield path + name, attribute, value
+        if attrs.has(type(value)):
+            yield from _settings(value, f"{path}{name}.")
+
+
+def _at(path: str, config: Config) -> tuple[attrs.Attribute[Any], Any]:
+    """The setting at a path, and its value."""
+    table: Any = config
+    *tables, name = path.split(".")
+    for each in tables:
+        table = getattr(table, each)
+    return class_fields(type(table))[name], getattr(table, name)
+
+
+def _is_set(attribute: attrs.Attribute[Any], value: Any) -> bool:
+    return bool(value) and value != attribute.default
+
+
+# ---- what is not a need of one setting -------------------------------------------------------------------------------
 
 
 def _mode(config: Config) -> Iterator[str]:
-    from_files = config.run.mode == "train-only"
-    if from_files and not config.rollout.saved:
+    if config.run.mode == "train-only" and not config.rollout.saved:
         yield "rollout.saved: empty, but run.mode='train-only' trains from saved batches; set it to their directory"
-    if config.rollout.saved and not from_files:
-        yield (
-            f"rollout.saved: set, but run.mode={config.run.mode!r} does not read saved batches; remove it, or set "
-            "run.mode='train-only'"
-        )
     if config.run.mode == "eval" and not config.data.held_out and not config.eval.sets:
-        yield (
-            "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1, or add a table "
-            "[[eval.sets]]"
-        )
-    if from_files and config.algorithm.dynamic_sampling:
-        yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
-    if config.checkpoint.memory and config.cluster.address:
-        yield (
-            f"checkpoint.memory: keeps copies in this machine's memory, but cluster.address={config.cluster.address!r} "
-            "may place ranks on others; leave it out, and set checkpoint.every to what may be lost"
-        )
+        yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it, or add a table [[eval.sets]]"
     if config.checkpoint.memory and not os.path.isdir("/dev/shm"):
         yield "checkpoint.memory: this machine has no /dev/shm, which keeps files in memory; leave it out"
-    sends = config.run.samples and config.run.trains
-    if sends and config.weights.every > 1 and config.checkpoint.every % config.weights.every:
-        yield (
-            f"checkpoint.every: {config.checkpoint.every} is not a multiple of weights.every={config.weights.every}; "
-            "a resumed run starts with fresh weights in its engines, so save only at steps that update them"
-        )
-
-
-def _source(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.max_staleness != 1 and rollout.source != "asynchronous":
-        yield (
-            f"rollout.max_staleness: {rollout.max_staleness}, but rollout.source={rollout.source!r} "
-            f"{'is always one update behind' if rollout.source == 'one-step-off' else 'has no staleness'}; remove it, "
-            "or set rollout.source='asynchronous'"
-        )
-    if rollout.stale != "discard" and rollout.source != "asynchronous":
-        yield (
-            f"rollout.stale: {rollout.stale!r}, but with rollout.source={rollout.source!r} no sample becomes too old; "
-            "remove it, or set rollout.source='asynchronous'"
-        )
-    if rollout.source == "synchronous" or config.run.mode == "eval":
-        return
-    if config.run.mode != "train":
-        yield (
-            f"rollout.source: {rollout.source!r} samples while the model trains, but run.mode={config.run.mode!r} "
-            f"{'only samples' if config.run.samples else 'does not sample'}; set it to 'synchronous'"
-        )
-    if config.weights.every > 1 and rollout.source != "streamed":
-        yield (
-            f"weights.every: {config.weights.every}, but rollout.source={rollout.source!r} counts staleness in "
-            "updates, one per step; set it to 1"
-        )
+    every = {"algorithm.reference_every": config.algorithm.reference_every}
+    if config.run.samples and config.run.trains:
+        every["weights.every"] = config.weights.every
+    for setting, steps in every.items():  # a resumed run starts with fresh weights in its engines and its reference
+        if steps and config.checkpoint.every % steps and config.run.mode != "eval":
+            yield f"checkpoint.every: {config.checkpoint.every} is not a multiple of {setting}={steps}; make it one"
 
 
 def _evaluation(config: Config) -> Iterator[str]:
@@ -104,8 +124,8 @@ def _evaluation(config: Config) -> Iterator[str]:
         given = [name for name in ("samples", "temperature") if getattr(own, name) is not None and settled.samples != 1]
         if not settled.temperature and (given or cuts):
             yield (
-                f"{table}.temperature: 0 takes the likeliest token: all samples of a prompt are the same, and nothing "
-                f"is cut off; set it above 0, or remove {table}.{(given or cuts)[0]}"
+                f"{table}.temperature: 0 takes the likeliest token, so that all samples of a prompt are the same; set "
+                f"it above 0, or remove {table}.{(given or cuts)[0]}"
             )
         if own.answer and settled.samples in (1, 2) and not common:
             yield f"{table}.answer: set, but a majority needs 3 samples or more; set {table}.samples, or remove it"
@@ -122,28 +142,20 @@ def _model(config: Config) -> Iterator[str]:
         if own.tokenizer:
             yield f"{table}.tokenizer: the {role} reads the actor's tokens; remove it"
     if not model.path and not model.config:
-        yield (
-            "model.path: neither model.path nor model.config is set; set model.path to a Hugging Face directory, or "
-            "model.config to start from random weights"
-        )
+        yield "model.path: unset, as is model.config; set it to a Hugging Face directory, or that for random weights"
     if model.path and model.config:
-        yield (
-            f"model.config: set together with model.path={model.path!r}; keep model.path to train its weights, or "
-            "model.config to start from random weights"
-        )
+        yield f"model.config: set, and model.path={model.path!r} too; keep that for its weights, or this"
     if model.config and "model_type" not in model.config:
         yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
 
 
 def _tokenizer(config: Config) -> Iterator[str]:
     model = config.model
-    if model.config and not model.path and not model.tokenizer:
+    if (model.config and not model.path and not model.tokenizer) or model.tokenizer == "characters:":
         yield (
-            "model.tokenizer: empty, but model.config has no tokenizer; set a tokenizer directory, or "
-            "'characters:ABC' for one token per character"
+            f"model.tokenizer: {model.tokenizer!r}; set a tokenizer directory, or 'characters:ABC' for one token per "
+            "character"
         )
-    if model.tokenizer == "characters:":
-        yield "model.tokenizer: 'characters:' lists no characters; append them, as in 'characters:ABC'"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -154,17 +166,12 @@ def _batch(config: Config) -> Iterator[str]:
             f"wanted at most {MOST_SAMPLES:,}, which are held in memory together; lower one of the two"
         )
     for role in config.chosen_roles:
-        yield from _batch_of(role, config)
-
-
-def _batch_of(role: str, config: Config) -> Iterator[str]:
-    train, table = config.train_of(role), config.train_table_of(role)
-    prompts = config.rollout.prompts
-    if prompts % train.mini_batches:
-        yield (
-            f"rollout.prompts: {prompts} does not split evenly into {table}.mini_batches={train.mini_batches} "
-            f"optimizer steps; {_use_multiple(prompts, train.mini_batches)}"
-        )
+        mini_batches = config.train_of(role).mini_batches
+        if prompts % mini_batches:
+            yield (
+                f"rollout.prompts: {prompts} does not split evenly into {config.train_table_of(role)}.mini_batches="
+                f"{mini_batches} optimizer steps; {_use_multiple(prompts, mini_batches)}"
+            )
 
 
 def uneven(role: str, config: Config, *, data_parallel: int) -> str:
@@ -173,7 +180,7 @@ def uneven(role: str, config: Config, *, data_parallel: int) -> str:
     train, ranks = config.train_of(role), config.chosen_roles[role].ranks
     prompts, samples = config.rollout.prompts, config.rollout.samples
     step = prompts * samples // train.mini_batches
-    if prompts % train.mini_batches or step % data_parallel == 0:  # `contradictions` reports the first case
+    if prompts % train.mini_batches or step % data_parallel == 0:  # `_batch` reports the first case
         return ""
     unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
     over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
@@ -194,78 +201,34 @@ def _use_multiple(value: int, unit: int) -> str:
 def _algorithm(config: Config) -> Iterator[str]:
     if config.run.mode == "eval":
         return  # nothing learns: what is unset is not as the algorithm says
-    algorithm = config.algorithm
-    if algorithm.kl_target and not algorithm.kl_coef:
-        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
-    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        yield "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3-differentiated":
-        yield (
-            "algorithm.kl_estimator: 'k3-differentiated', but algorithm.kl_in='reward' differentiates no estimator; "
-            "remove it, which uses k1"
-        )
-    for setting in ("reference", "reference_every"):
-        if getattr(algorithm, setting) and not algorithm.kl_coef:
-            yield (
-                f"algorithm.{setting}: set, but algorithm.kl_coef=0 keeps no reference policy; set that, or remove this"
-            )
+    algorithm, rollout = config.algorithm, config.rollout
     if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
         yield (
             f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
             f"remove it to use the initial weights{did_you_mean_path(algorithm.reference)}"
-        )
-    every = algorithm.reference_every
-    if every and config.checkpoint.every % every:
-        yield (
-            f"checkpoint.every: {config.checkpoint.every} is not a multiple of algorithm.reference_every={every}; a "
-            "resumed run starts with the current weights as reference, so save only at steps that renew it"
-        )
-    if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
-        yield (
-            f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
-            "set algorithm.old_logprobs='recompute'"
-        )
-    if algorithm.old_weights != "current" and algorithm.old_logprobs != "recompute":
-        yield (
-            f"algorithm.old_weights: {algorithm.old_weights!r} says what recomputes old_logprobs; set "
-            "algorithm.old_logprobs='recompute', or remove this"
         )
     if algorithm.correction_floor > algorithm.correction_cap:
         yield (
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
             f"{algorithm.correction_cap}; set it to at most that"
         )
-    for setting in ("correction_floor", "correction_cap", "correction_beyond"):
-        given, unset = getattr(algorithm, setting), getattr(UNSET, setting)
-        if algorithm.correction == "none" and given != unset:
-            yield f"algorithm.{setting}: {given!r}, but algorithm.correction is 'none'; set one, or remove this"
-    if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
+    samples = rollout.prompts * rollout.samples
+    if algorithm.kl_target and samples >= 5 * algorithm.kl_horizon:
         yield (
-            "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "
-            "algorithm.old_logprobs='recompute'"
+            f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has {samples} samples, so one step "
+            "could make kl_coef negative; set it to more than a fifth of that"
         )
-    penalised, buffer = algorithm.overlong == "penalty", algorithm.overlong_buffer or 0
-    if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
-        yield (
-            f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has "
-            f"{config.rollout.prompts * config.rollout.samples} samples, so one step could make kl_coef negative; set "
-            "it to more than a fifth of that"
-        )
-    if penalised != bool(buffer) or buffer > config.rollout.max_tokens:
+    penalized, buffer = algorithm.overlong == "penalty", algorithm.overlong_buffer or 0
+    if penalized != bool(buffer) or buffer > rollout.max_tokens:
         yield (
             f"algorithm.overlong_buffer: {buffer} with algorithm.overlong={algorithm.overlong!r}; "
-            f"'penalty' needs 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
+            f"'penalty' needs 1 to rollout.max_tokens={rollout.max_tokens}, the others 0"
         )
 
 
 def _asleep(config: Config) -> Iterator[str]:
-    """What is for ranks that take turns with engines; a group alone sleeps where its loop says so."""
-    cluster, usual = config.cluster, ClusterConfig()
-    why = {"cluster.offload": cluster.offload == "never", "cluster.placement": cluster.placement == "disaggregated"}
-    awake = [f"{name}={getattr(cluster, name.partition('.')[2])!r}" for name, so in why.items() if so]
-    for setting in ("offload_kinds", "suspend_communicators", "max_residual_gib"):
-        if awake and getattr(cluster, setting) != getattr(usual, setting):
-            yield f"cluster.{setting}: set, but with {awake[0]} no rank sleeps; remove one of the two"
+    """What is for ranks that sleep whole; a group alone sleeps where its loop says so."""
+    cluster = config.cluster
     if stays := [kind for kind in KINDS if kind not in cluster.offload_kinds]:
         for setting in ("suspend_communicators", "max_residual_gib"):
             if value := getattr(cluster, setting):
@@ -276,36 +239,27 @@ def _asleep(config: Config) -> Iterator[str]:
 
 
 def _cluster(config: Config) -> Iterator[str]:
-    if config.cluster.resources and not config.cluster.address:
-        yield (
-            f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
-            "has only CPUs and GPUs; set cluster.address, or remove it"
-        )
+    cluster = config.cluster
     for setting in ("environment", "secrets"):
-        for name in filter(RAYS.match, getattr(config.cluster, setting)):
+        for name in filter(RAYS.match, getattr(cluster, setting)):
             yield (
                 f"cluster.{setting}: {name!r} is for Ray, which runs before ranks and engines do; set it in the "
                 "environment of this command, or of `ray start` if cluster.address is set"
             )
-    for name in config.cluster.secrets:
-        if RAYS.match(name):
-            continue
+    for name in (each for each in cluster.secrets if not RAYS.match(each)):
         if READ_AT_START.match(name):
             yield (
-                f"cluster.secrets: {name!r} is read as a process starts, so that its value has to go through Ray, "
-                "which logs it; if it is no secret, set it in cluster.environment"
+                f"cluster.secrets: {name!r} is read as a process starts, so that Ray gets its value and logs it; if it "
+                "is no secret, set it in cluster.environment"
             )
-        elif name in config.cluster.environment:
+        elif name in cluster.environment:
             yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
         elif name not in os.environ:
-            yield (
-                f"cluster.secrets: {name!r} is not set in the environment of this command; set it there, or remove it "
-                "from the list"
-            )
+            yield f"cluster.secrets: {name!r} is not set in the environment of this command; set it, or remove it"
     counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
     if config.run.samples:
         counts["rollout.replicas"] = config.rollout.replicas
-    if not config.cluster.address and sum(counts.values()) > ONE_MACHINE:
+    if not cluster.address and sum(counts.values()) > ONE_MACHINE:
         most = max(counts, key=lambda name: counts[name])
         yield (
             f"{most}: {counts[most]}, which makes {sum(counts.values())} processes on this machine, at most "
@@ -314,8 +268,7 @@ def _cluster(config: Config) -> Iterator[str]:
 
 
 def _extensions(config: Config) -> Iterator[str]:
-    counts = Counter(extension.name for extension in config.chosen_extensions)
-    for name, count in counts.items():
+    for name, count in Counter(each.name for each in config.chosen_extensions).items():
         if count > 1:
             yield f"extensions: {name!r} is listed {count} times; keep one"
 
@@ -332,8 +285,22 @@ def missing_directories(config: Config) -> Iterator[str]:
             yield f"{table}.path: no directory {model.path!r}; {advice}"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):
-        beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
-        kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
+        removed = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
+        kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if removed else ""
         near = did_you_mean(resume, ("never", "auto")) or did_you_mean_path(resume)
         advice = f"set 'never', 'auto', or a checkpoint's or a run's directory{near}"
         yield f"checkpoint.resume: no directory {resume!r}{kept}; {advice}"
+
+
+def require_no_code_of_a_model(config: Config) -> None:
+    """Raise ConfigError if the working directory, where modules are looked for, is a model's with Python files."""
+    for role in config.chosen_roles:
+        model, table = config.model_of(role), config.model_table_of(role)
+        for name, directory in ((f"{table}.path", model.path), (f"{table}.tokenizer", model.tokenizer)):
+            if directory and os.path.isdir(directory) and os.path.samefile(directory, os.curdir):
+                code = sorted(str(file) for pattern in CODE for file in Path().glob(pattern))
+                if code:
+                    raise ConfigError(
+                        f"{name}: {directory!r} is the working directory, where modules are looked for, and has code "
+                        f"that may have come with the model ({listed(code, SHOWN)}); run the command in another one"
+                    )

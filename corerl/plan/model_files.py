@@ -106,20 +106,15 @@ def names_of_buffers(held: PreTrainedModel) -> set[str]:
     return {box.name for name in stored_buffers(held) for box in hf_boxes(held)[name]}
 
 
-def require_same_model(checkpoint: Path, role: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if the checkpoint lacks the role, or as `require_same_tensors`."""
-    if not (checkpoint / role).is_dir():
-        raise unusable(
-            checkpoint,
-            f"{checkpoint} has no {role}, but this run does; resume with the [algorithm] and [roles] it was trained "
-            "with, or start a new run from its export",
-        )
-    require_same_tensors(checkpoint / role, role, shapes)
-
-
 def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if a role's part of a checkpoint lacks any tensor of its `saved_shapes`, has one in another
-    shape, or holds adapters of a role that trains all weights, or the other way round."""
+    """Raise CheckpointError if a role's part of a checkpoint is not there, lacks any tensor of its `saved_shapes`, has
+    one in another shape, or holds adapters of a role that trains all weights, or the other way round."""
+    if not directory.is_dir():
+        raise unusable(
+            directory.parent,
+            f"{directory.parent} has no {role}, but this run does; resume with the [algorithm] and [roles] it was "
+            "trained with, or start a new run from its export",
+        )
     held = CheckpointSource(directory, *WEIGHTS).shapes
     adapters = any(is_adapter(name) for name in held)
     if adapters != any(is_adapter(name) for name in shapes):

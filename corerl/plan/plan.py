@@ -1,16 +1,19 @@
-"""A run before its first process, in slices: each part of the run takes its own."""
+"""A run before its first process, in slices: each part of the run takes its own; and what extensions are
+asked about a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
-from transformers import PreTrainedTokenizerBase
+from attrs import field, frozen
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from corerl.cluster.arrangement import Placement
 from corerl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
+    Config,
     EvalConfig,
     ExtensionChoice,
     RewardConfig,
@@ -18,12 +21,19 @@ from corerl.config.schema import (
     RunConfig,
     WeightsConfig,
 )
+from corerl.config.toml_text import to_plain, toml_value
 from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
+from corerl.errors import ConfigError, ContractError, UserError
 from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.data import MakeSampler
 from corerl.plan.processes import ProcessPlan
-from corerl.plan.sampler import MakeSampler
-from corerl.plan.start import Start
+from corerl.plan.resolve import Plugins
+from corerl.plan.resume import Start
+from corerl.plan.roles import RolePlan
+from corerl.plugin.contract import ask_each
+from corerl.plugin.observers import load_planners
+from corerl.plugin.spec import PlanAnswer
 from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
@@ -76,3 +86,93 @@ class Plan:
     def first_step(self) -> int:
         """Rollout steps already done; 0 for a run that only samples, which takes just the weights of a checkpoint."""
         return 0 if self.run.mode == "rollout-only" else int(self.start.state.get("rollout_step", 0))
+
+
+@frozen(kw_only=True)
+class GroupPlan:
+    """The ranks of one role alone."""
+
+    role: RolePlan
+    placement: Placement
+    cluster: ClusterConfig
+    notices: tuple[str, ...]  # a line each
+
+
+# ---- extensions ------------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class PlanReady:
+    """A run that has been planned without a problem, as `plan_ready` reads it."""
+
+    config: Config  # as the run will record it: plugins' tables resolved, and nothing left to be chosen
+    asked: Config  # the same, but [train] and the roles' own [train] say 'auto' where the user leaves a choice
+    algorithm: AlgorithmPlan  # what each role is trained with, and what is passed through it without training
+    plugins: Plugins  # with their specs
+    processes: ProcessPlan  # the device, cpu or cuda; each role's ranks, with its backend; engines; their placement
+    models: Mapping[str, PreTrainedConfig]  # by role
+    built: Mapping[str, PreTrainedModel]  # by role, on meta; not to be changed, as others see it too
+    device_memory: int  # bytes of this machine's smallest GPU; 0 on CPUs, and for a cluster, whose GPUs are not known
+    starting: bool  # False where the plan is only checked, or made for other sizes
+
+
+@frozen(kw_only=True)
+class Answers:
+    """What extensions have said of a plan."""
+
+    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value, where the plan has another
+    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it, also to what the plan has
+    reasons: tuple[str, ...] = ()  # notices of those who set what the plan has not
+    remarks: tuple[str, ...] = ()  # notices of the others
+    problems: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={toml_value(value)}" for key, value in self.settings.items()]
+
+    def explained(self, error: UserError) -> ConfigError:
+        """The error of a plan with these settings, with who has set them."""
+        lines = [f"{key}: set to {toml_value(value)} by {self.by[key]}" for key, value in self.settings.items()]
+        return ConfigError("\n".join([error.message, *lines]))
+
+
+def ask_extensions(plan: PlanReady, *, run_dir: str) -> Answers:
+    """Ask each extension that plans, in the config's order. Raises a UserError of theirs, HookFailed for any other
+    error, ContractError for what is no answer, and ConfigError for answers that contradict each other."""
+    settings, by = dict[str, Any](), dict[str, str]()
+    reasons, remarks, problems = list[str](), list[str](), list[str]()
+    has = to_plain(plan.config)
+    for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
+        if answer is None:
+            continue
+        if not isinstance(answer, PlanAnswer):
+            raise ContractError(f"{name}: plan_ready returned {type(answer).__name__}, expected PlanAnswer or None")
+        wanted = {key: to_plain(value) for key, value in answer.settings.items()}
+        for key, value in wanted.items():
+            if settings.setdefault(key, value) != value:
+                raise contradiction(key, by[key], settings[key], name, value)
+            by.setdefault(key, name)
+        changes = any(_at(has, key) != value for key, value in wanted.items())
+        (reasons if changes else remarks).extend(answer.notices)
+        problems += answer.problems
+    return Answers(
+        settings={key: value for key, value in settings.items() if _at(has, key) != value},
+        by=by,
+        reasons=tuple(reasons),
+        remarks=tuple(remarks),
+        problems=tuple(problems),
+    )
+
+
+def contradiction(key: str, first: str, value: Any, second: str, other: Any) -> ConfigError:
+    return ConfigError(
+        f"{key}: {first} sets it to {toml_value(value)}, and {second} to {toml_value(other)}; remove one of these "
+        "extensions, or change its options"
+    )
+
+
+def _at(plain: Any, key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    for name in key.split("."):
+        plain = plain.get(name) if isinstance(plain, Mapping) else None
+    return plain

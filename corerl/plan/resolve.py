@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from corerl.algorithms.base import REFERENCE
-from corerl.config.load import structure
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
+from corerl.config.structuring import structure
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import INSTALL_HINTS, Kind, Loaded, Status, installed, installed_names, load, locate, usable
-from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
@@ -87,37 +87,69 @@ def role_options(config: Config, role: str, backend: Loaded) -> Any:
     return config.backends[backend.name] if own is None else own
 
 
-def algorithm_spec(config: Config) -> AlgorithmSpec:
-    """The spec of the run's algorithm. Raises PluginError if it cannot be loaded."""
-    spec: AlgorithmSpec = load(Kind.ALGORITHMS, config.algorithm.name).spec
-    return spec
+@frozen(kw_only=True)
+class Plugins:
+    """A run's plugins with their specs, each loaded once; those that cannot be loaded are missing."""
+
+    algorithm: Loaded | None = None  # None also in a run that only scores
+    backends: Mapping[str, Loaded] = field(factory=dict)  # by role
+    engine: Loaded | None = None
+    sampler: Loaded | None = None
+    transport: Loaded | None = None  # None also for 'auto'
+    extensions: tuple[Loaded, ...] = ()  # as the config lists them
+    kinds: Mapping[str, RoleKind] = field(factory=dict)  # what each role is: of the algorithm, and the reference policy
+
+    def is_critic(self, role: str) -> bool:
+        """Whether `role` has a value head; the actor has none in any algorithm."""
+        return role != ACTOR and self.kinds.get(role) is RoleKind.CRITIC
+
+    def is_frozen(self, role: str) -> bool:
+        """Whether `role` is never trained; every algorithm trains the actor."""
+        return role != ACTOR and self.kinds.get(role) is RoleKind.FROZEN
+
+    def supports(self, role: str, capability: Capability) -> bool:
+        return role in self.backends and bool(self.backends[role].spec.support(capability).full)
 
 
-def role_kinds(config: Config) -> dict[str, RoleKind]:
-    """What each role of the algorithm is, and the reference policy if it is one."""
-    kinds = dict(algorithm_spec(config).roles)
-    return {**kinds, REFERENCE: RoleKind.FROZEN} if config.roles.reference is not None else kinds
+def plugins_of(config: Config, problems: Problems | None = None) -> Plugins:
+    """The plugins that a config names. What is wrong with one goes to `problems`, under "plugins" and its kind's value;
+    without these it is raised."""
+    found: dict[tuple[Kind, str], Loaded] = {}
+    wrong = Problems() if problems is None else problems
+    for each in selected(config):
+        with wrong.stage(f"plugins.{each.kind.value}", path=each.path):
+            loaded = load(each.kind, each.name)
+            if each.kind is Kind.ALGORITHMS:
+                _require_valid(loaded.spec, each.name)
+            found[each.kind, each.name] = loaded
+    if problems is None:
+        wrong.raise_all()
+    algorithm = found.get((Kind.ALGORITHMS, config.algorithm.name))
+    kinds = dict(algorithm.spec.roles) if algorithm is not None else {}
+    backends = {role: found.get((Kind.BACKENDS, backend_name(config, role))) for role in config.chosen_roles}
+    extensions = [found.get((Kind.EXTENSIONS, each.name)) for each in config.chosen_extensions]
+    return Plugins(
+        algorithm=algorithm,
+        backends={role: each for role, each in backends.items() if each is not None},
+        engine=found.get((Kind.ENGINES, config.rollout.engine)),
+        sampler=found.get((Kind.SAMPLERS, config.rollout.sampler)),
+        transport=found.get((Kind.TRANSPORTS, config.weights.transport)),
+        extensions=tuple(each for each in extensions if each is not None),
+        kinds={**kinds, REFERENCE: RoleKind.FROZEN} if config.roles.reference is not None else kinds,
+    )
 
 
-def has_value_head(config: Config, role: str) -> bool:
-    """Whether `role` is a critic; the actor is none in any algorithm."""
-    return role != ACTOR and role_kinds(config).get(role) is RoleKind.CRITIC
-
-
-def is_frozen(config: Config, role: str) -> bool:
-    """Whether `role` is never trained; every algorithm trains the actor."""
-    return role != ACTOR and role_kinds(config).get(role) is RoleKind.FROZEN
-
-
-def settle_algorithm(config: Config) -> Config:
+def settle_algorithm(config: Config, plugins: Plugins | None = None) -> Config:
     """The same config with what `[algorithm]` leaves unset as the algorithm says, or, in a run that only scores, as
     all do. Raises PluginError if the algorithm cannot be loaded, or says what it cannot."""
-    defaults: Mapping[str, Any] = {}
-    if config.run.mode != "eval":
-        spec = algorithm_spec(config)
-        defaults = dict(spec.defaults)
-        _require_valid(spec, config.algorithm.name)
-        if not config.run.samples or not spec.compares or config.algorithm.kl_in == "reward":
+    loaded = plugins.algorithm if plugins is not None else None
+    if plugins is None and config.run.mode != "eval":
+        loaded = load(Kind.ALGORITHMS, config.algorithm.name)
+        _require_valid(loaded.spec, config.algorithm.name)
+    defaults: dict[str, Any] = {}
+    if loaded is not None:
+        defaults = dict(loaded.spec.defaults)
+        if not config.run.samples or not loaded.spec.compares or config.algorithm.kl_in == "reward":
             defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
     return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
 
@@ -130,16 +162,16 @@ def settle_extensions(config: Config) -> Config:
 def with_extensions(config: Config) -> Config:
     """The same config, once settled, with the installed extensions that join every run, behind those that it lists."""
     listed = [each.name for each in config.chosen_extensions]
-    return evolve(config, extensions=(*config.chosen_extensions, *_joining("always", besides=listed)))
+    return evolve(config, extensions=(*config.chosen_extensions, *_joining("always", listed)))
 
 
-def _joining(how: str, besides: Sequence[str] = ()) -> tuple[ExtensionChoice, ...]:
-    """The installed extensions that join in this way, without those already listed. Whoever loads them raises an error
-    if two have one name."""
-    found = [each for each in usable(Kind.EXTENSIONS) if each.spec.joins == how]
+def _joining(how: str, listed: Sequence[str] = ()) -> tuple[ExtensionChoice, ...]:
+    """The installed extensions that join in this way, without those listed. Whoever loads them raises an error if two
+    have one name."""
     # A list that chooses one of several of a name, as 'distribution:name', leaves the others out.
-    chosen = {name.rpartition(":")[2] for name in besides}
-    new = [each for each in found if each.name not in chosen and each.value not in besides]
+    chosen = {name.rpartition(":")[2] for name in listed}
+    found = [each for each in usable(Kind.EXTENSIONS) if each.spec.joins == how]
+    new = [each for each in found if each.name not in chosen and each.value not in listed]
     names = dict.fromkeys(each.name for each in sorted(new, key=lambda each: (each.spec.place, each.name)))
     return tuple(ExtensionChoice(name=name) for name in names)
 
@@ -175,84 +207,61 @@ def _require_valid(spec: AlgorithmSpec, name: str) -> None:
             raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
 
 
-def resolve_tables(config: Config) -> Config:
+def resolve_tables(config: Config, problems: Problems | None = None) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class.
 
     Tables of unselected plugins stay as they are, and are checked if the plugin is installed. If it is not, but its
-    name is close to a known one, that is a problem too: a likely typo.
-    Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
-    in a table.
+    name is close to a known one, that is a problem too: a likely typo. Idempotent.
+
+    What is wrong goes to `problems`, under "plugins" and a kind's value if it is about a selected plugin of this kind;
+    a table that does not fit stays as it is, and so does that of a plugin that cannot be loaded, which `plugins_of`
+    reports. Without `problems`, all of that is raised.
     """
-    for each in selected(config):
-        load(each.kind, each.name)
-    resolved, wrong = resolved_tables(config)
-    if wrong:
-        raise ConfigError("\n".join(line for _, line in wrong))
-    return resolved
+    wrong = Problems() if problems is None else problems
+    if problems is None:
+        plugins_of(config)
 
+    def own(options: Any, kind: Kind, name: str, path: str = "") -> Any:
+        with contextlib.suppress(PluginError):
+            loaded = load(kind, name)
+            return _structured(options, loaded, path or _table(kind, loaded.name), kind.value, wrong)
+        return options
 
-def resolved_tables(config: Config) -> tuple[Config, list[tuple[Kind | None, str]]]:
-    """As `resolve_tables`, with the lines of problems, each with the kind of the selected plugin whose options it is
-    about, or None. What does not fit stays as it is, as do options of plugins that cannot be loaded."""
-    wrong: list[tuple[Kind | None, str]] = []
     tables: dict[Kind, dict[str, Any]] = {kind: dict(getattr(config, kind.value)) for kind in TABLES}
     for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
-        if (loaded := _found(kind, name)) is not None:
-            table = tables[kind].get(loaded.name, {})
-            tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), kind=kind, wrong=wrong)
-
-    def own(options: Any, kind: Kind, name: str, path: str) -> Any:
-        loaded = _found(kind, name)
-        return options if loaded is None else _options(options, loaded, path=path, kind=kind, wrong=wrong)
-
+        with contextlib.suppress(PluginError):
+            key = load(kind, name).name
+            tables[kind][key] = own(tables[kind].get(key, {}), kind, name)
     extensions = config.extensions and tuple(
         evolve(each, options=own(each.options, Kind.EXTENSIONS, each.name, f"extensions[{index}].options"))
         for index, each in enumerate(config.extensions)
     )
-    roles: dict[str, Any] = {
-        role: evolve(
-            choice,
-            options=own(choice.options, Kind.BACKENDS, backend_name(config, role), f"roles.{role}.options"),
-        )
-        for role, choice in config.chosen_roles.items()
-        if choice.options is not None
-    }
+    roles: dict[str, Any] = {}
+    for role, choice in config.chosen_roles.items():
+        if choice.options is not None:
+            options = own(choice.options, Kind.BACKENDS, backend_name(config, role), f"roles.{role}.options")
+            roles[role] = evolve(choice, options=options)
     for kind, name, plugin in _unselected(config):
+        table = _table(kind, name)
         if isinstance(plugin, Loaded):
-            _options(tables[kind][name], plugin, path=_table(kind, name), kind=None, wrong=wrong)
+            _structured(tables[kind][name], plugin, table, "others", wrong)
         elif not plugin and (meant := _meant(config, kind, name)):
-            line = (
-                f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? "
-                "Otherwise install it or remove the table"
+            wrong.add(
+                f"{table}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? Otherwise install it or "
+                "remove the table"
             )
-            wrong.append((None, line))
-    resolved = evolve(
-        config,
-        backends=tables[Kind.BACKENDS],
-        engines=tables[Kind.ENGINES],
-        samplers=tables[Kind.SAMPLERS],
-        algorithms=tables[Kind.ALGORITHMS],
-        transports=tables[Kind.TRANSPORTS],
-        roles=evolve(config.roles, **roles),
-        extensions=extensions,
-    )
-    return resolved, wrong
+    if problems is None:
+        wrong.raise_all()
+    changed: dict[str, Any] = {kind.value: table for kind, table in tables.items()}
+    return evolve(config, **changed, roles=evolve(config.roles, **roles), extensions=extensions)
 
 
-def load_plugins(config: Config, problems: Problems) -> Config:
-    """The same config as `resolve_tables` returns, if all plugins are found and their tables are valid. What is wrong
-    goes to `problems`, under "plugins" and a kind's value if it is about a selected plugin of this kind, and so does
-    what CoreRL and the plugins require of other packages and is not met, also by a plugin that cannot be loaded."""
-    with problems.stage("versions"):
-        require_met(distributions_of(config))
-    for each in selected(config):
-        with problems.stage(f"plugins.{each.kind.value}", path=each.path):
-            load(each.kind, each.name)
-    resolved, wrong = resolved_tables(config)
-    for kind, line in wrong:
-        with problems.stage(f"plugins.{kind.value if kind else 'others'}"):
-            raise ConfigError(line)
-    return resolved
+def _structured(table: Any, loaded: Loaded, path: str, kind: str, problems: Problems) -> Any:
+    """`table` as the plugin's config class; as it is if it does not fit, which is a problem of this kind of plugins."""
+    if not isinstance(table, loaded.spec.config):
+        with problems.stage(f"plugins.{kind}"):
+            return structure(table, loaded.spec.config, path=path)
+    return table
 
 
 def ignored_tables(config: Config) -> list[str]:
@@ -344,26 +353,6 @@ def _meant(config: Config, kind: Kind, name: str) -> str:
     """The selected or installed plugin whose name is closest to the unknown `name`; "" if none is close."""
     chosen = [each.name.rpartition(":")[2] for each in selected(config) if each.kind is kind]
     return nearest(name, [*chosen, *installed_names(kind)])
-
-
-def _found(kind: Kind, name: str) -> Loaded | None:
-    """The plugin; None if it cannot be loaded, which is reported where that is asked for."""
-    with contextlib.suppress(PluginError):
-        return load(kind, name)
-    return None
-
-
-def _options(table: Any, loaded: Loaded, *, path: str, kind: Kind | None, wrong: list[tuple[Kind | None, str]]) -> Any:
-    """`table` as the plugin's config class; if it does not fit, append the problems to `wrong`, each with `kind`, and
-    return it as is."""
-    cls = loaded.spec.config
-    if isinstance(table, cls):
-        return table
-    try:
-        return structure(table, cls, path=path)
-    except ConfigError as error:
-        wrong += [(kind, line) for line in error.message.splitlines()]
-        return table
 
 
 def _table(kind: Kind, name: str) -> str:

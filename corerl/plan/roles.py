@@ -5,28 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
 from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
-from corerl.config.load import to_plain
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterInfo, Config, LayoutName, RoleConfig, TrainConfig
-from corerl.plan.assignment import Assignment
-from corerl.plan.resolve import backend_name, check_spec, has_value_head, is_frozen, role_options
-from corerl.plugin.capabilities import Capability, asked_by_role
-from corerl.plugin.check import check_capabilities
-from corerl.plugin.context import Context
-from corerl.plugin.fingerprint import origins_of
-from corerl.plugin.observers import extensions_for
-from corerl.plugin.registry import Kind, Loaded, load
+from corerl.config.schema import ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
+from corerl.config.toml_text import to_plain
+from corerl.plan.residency import offloaded
+from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
+from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
+from corerl.plugin.fingerprint import Origin, origins_of
+from corerl.plugin.hookspecs import Context
+from corerl.plugin.registry import Kind, Loaded
 from corerl.plugin.spec import ACTOR, Process, Resources
-from corerl.plugin.transports import AUTO, transport_named
 from corerl.types import LossSpec
 
+if TYPE_CHECKING:
+    from corerl.plan.models import RoleModel
+
 CLIPPED = Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")
+
+
+@frozen(kw_only=True)
+class Assignment:
+    """The message from the driver to a rank, as plain data, so that it unpickles even if a plugin is missing."""
+
+    context: Context
+    backend: str  # the name, resolved again in the worker
+    config: RoleConfig  # with `options` as a plain table
+    extensions: tuple[ExtensionChoice, ...] = ()  # the ones for workers, options as plain tables
+    transport: str = ""  # of the weight updates that it sends; empty if it sends none, or it is not known
+    origins: tuple[Origin, ...]  # of the plugins the driver resolved
 
 
 @frozen(kw_only=True)
@@ -52,71 +64,34 @@ class RolePlan:
 def plan_role(
     role: str,
     config: Config,
+    plugins: Plugins,
     *,
-    experts: int,
     device: str,
-    run_dir: str,
-    resume: str,
-    buffer: str = "",
-    model: Mapping[str, Any] | None = None,
-    layout: LayoutName | None = None,
+    run_dir: str = "",
+    resume: str = "",
+    model: RoleModel | None = None,
     snapshots: Mapping[str, str] = MappingProxyType({}),
 ) -> RolePlan:
     """Check a role and plan its launch, with the environment that its backend asks for. `config` is resolved: options
-    are instances of the plugins' classes. `experts` is the model's number of experts, `buffer` the name of a buffer
-    with weights, if it has any, `resume` the role's directory in a checkpoint ("" for a fresh start), `model` the
-    fields of its Hugging Face config, for the backend's checks, `layout` what `train.layout` comes to for this model
-    (None if that is not known), `snapshots` the earlier weights that will be passed through, each with the setting that
-    wants it.
+    are instances of the plugins' classes. `resume` is the role's directory in a checkpoint ("" for a fresh start),
+    `model` its built model (None if that is not known: then nothing of it is checked), `snapshots` the earlier weights
+    that will be passed through, each with the setting that wants it.
 
-    Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
+    Raises all problems of the role together: missing capabilities, and those of the backend's own checks.
     """
-    choice = config.chosen_roles[role]
-    name = backend_name(config, role)
-    backend = load(Kind.BACKENDS, name)
+    choice, backend = config.chosen_roles[role], plugins.backends[role]
     options = role_options(config, role, backend)
-    half = backend.spec.support(Capability.BFLOAT16).full
-    cluster = cluster_of(role, config, device=device, model=model, layout=layout, bfloat16=half)
+    cluster = cluster_of(role, config, plugins, device=device, model=model)
     resume = "" if cluster.frozen else resume  # its weights are in no checkpoint
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
-        needs = needed(
-            role, config, cluster, experts=experts, buffer=buffer, saved_ranks=saved_ranks, snapshots=snapshots
-        )
-        check_capabilities(backend.spec, needs, name=name)
+        needs = needed(role, config, plugins, cluster, model=model, saved_ranks=saved_ranks, snapshots=snapshots)
+        check_capabilities(backend.spec, needs, name=backend_name(config, role))
     with problems.stage("backends"):
         check_spec(backend, options, cluster, config=config, role=role)
     problems.raise_all()
-    extensions = extensions_for(config.chosen_extensions, Process.WORKER)
-    plugins = [(Kind.BACKENDS, backend), *[(Kind.EXTENSIONS, loaded) for _, loaded in extensions]]
-    transport = config.weights.transport if role == ACTOR and config.weights.transport != AUTO else ""
-    if transport:
-        plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, transport)))
-    role_config = RoleConfig(
-        model=config.model_of(role),
-        train=cluster.train or config.train_of(role),
-        options=to_plain(options),
-        weights=config.weights,
-        device=device,
-        seed=config.run.seed,
-        timeout=config.cluster.timeout,
-        value_head=has_value_head(config, role),
-        lora=cluster.lora,
-        frozen=cluster.frozen,
-        resume=resume,
-        sleeps=config.cluster.offload_kinds if role in offloaded(config, device) else (),
-        max_residual_gib=config.cluster.max_residual_gib,
-        suspend_communicators=config.cluster.suspend_communicators,
-    )
-    assignment = Assignment(
-        context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),
-        backend=name,
-        config=role_config,
-        extensions=tuple(evolve(choice, options=to_plain(choice.options)) for choice, _ in extensions),
-        transport=transport,
-        origins=origins_of(*plugins),
-    )
+    assignment = _assignment(role, config, plugins, cluster, run_dir=run_dir, resume=resume)
     return RolePlan(
         role=role,
         backend=backend,
@@ -131,26 +106,58 @@ def plan_role(
     )
 
 
+def _assignment(
+    role: str, config: Config, plugins: Plugins, cluster: ClusterInfo, *, run_dir: str, resume: str
+) -> Assignment:
+    """That of rank 0."""
+    choice, backend = config.chosen_roles[role], plugins.backends[role]
+    pairs = zip(config.chosen_extensions, plugins.extensions, strict=True)
+    extensions = [(own, loaded) for own, loaded in pairs if loaded.spec.process is Process.WORKER]
+    origins = [(Kind.BACKENDS, backend), *((Kind.EXTENSIONS, loaded) for _, loaded in extensions)]
+    transport = plugins.transport if role == ACTOR else None
+    if transport is not None:
+        origins.append((Kind.TRANSPORTS, transport))
+    return Assignment(
+        context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),
+        backend=backend_name(config, role),
+        config=RoleConfig(
+            model=config.model_of(role),
+            train=cluster.train or config.train_of(role),
+            options=to_plain(role_options(config, role, backend)),
+            weights=config.weights,
+            device=cluster.device,
+            seed=config.run.seed,
+            timeout=config.cluster.timeout,
+            value_head=plugins.is_critic(role),
+            lora=cluster.lora,
+            frozen=cluster.frozen,
+            resume=resume,
+            sleeps=config.cluster.offload_kinds if role in offloaded(config, cluster.device) else (),
+            max_residual_gib=config.cluster.max_residual_gib,
+            suspend_communicators=config.cluster.suspend_communicators,
+        ),
+        extensions=tuple(evolve(own, options=to_plain(own.options)) for own, _ in extensions),
+        transport=config.weights.transport if transport is not None else "",
+        origins=origins_of(*origins),
+    )
+
+
 def cluster_of(
-    role: str,
-    config: Config,
-    *,
-    device: str,
-    model: Mapping[str, Any] | None = None,
-    layout: LayoutName | None = None,
-    bfloat16: bool = True,
+    role: str, config: Config, plugins: Plugins, *, device: str, model: RoleModel | None = None
 ) -> ClusterInfo:
-    """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`, and what its
-    [train] leaves open is settled, for a backend with or without bfloat16."""
-    ranks, train = config.chosen_roles[role].ranks, config.train_of(role).settled(device, bfloat16=bfloat16)
-    frozen = is_frozen(config, role)
+    """What the role's backend spec may know about the run, with nothing in its [train] left open. A built `model`
+    decides on `train.layout`."""
+    train = config.train_of(role).settled(device, bfloat16=plugins.supports(role, Capability.BFLOAT16))
+    frozen = plugins.is_frozen(role)
     if frozen:  # nothing is kept for a backward pass
         train = evolve(train, recompute="none")
+    if model is not None and model.layout is not None:
+        train = evolve(train, layout=model.layout.name)
     return ClusterInfo(
         device=device,
-        ranks=ranks,
-        model=model or {},
-        train=evolve(train, layout=layout) if layout else train,
+        ranks=config.chosen_roles[role].ranks,
+        model=model.hf.to_dict() if model is not None else {},
+        train=train,
         frozen=frozen,
         lora=config.lora_of(role),
         streamed=role == ACTOR and config.rollout.source == "streamed",
@@ -161,32 +168,29 @@ def cluster_of(
 def needed(
     role: str,
     config: Config,
+    plugins: Plugins,
     cluster: ClusterInfo,
     *,
-    experts: int = 1,
-    buffer: str = "",
+    model: RoleModel | None = None,
     saved_ranks: int = 0,
     snapshots: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[Capability, str]:
     """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
-    asked, value_head = config.train_of(role), has_value_head(config, role)
-    train = evolve(cluster.train or asked, layout=asked.layout)
+    asked = config.train_of(role)
     needs = asked_by_role(
         role,
-        train,
+        evolve(cluster.train or asked, layout=asked.layout),
         device=cluster.device,
         ranks=cluster.ranks,
-        value_head=value_head,
+        value_head=plugins.is_critic(role),
         frozen=cluster.frozen,
         lora=config.lora_table_of(role) if cluster.lora else "",
     )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")
-    if experts > 1:
-        needs[Capability.MOE] = f"a model with {experts} experts"
-    if buffer:
-        needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
+    if model is not None:
+        needs |= _needed_by(model)
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
         needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
     if saved_ranks and saved_ranks != cluster.ranks:
@@ -200,15 +204,18 @@ def needed(
     if (config.checkpoint.background or config.checkpoint.memory) and config.run.trains and not cluster.frozen:
         name = "background" if config.checkpoint.background else "memory"
         needs[Capability.SAVE_BACKGROUND] = f"checkpoint.{name} = true"
-    if role == ACTOR and (transport := config.weights.transport) != AUTO:
-        needs[transport_named(transport).capability] = f"weights.transport = '{transport}'"
+    if role == ACTOR and plugins.transport is not None:
+        needs[plugins.transport.spec.capability] = f"weights.transport = '{config.weights.transport}'"
     return needs
 
 
-def offloaded(config: Config, device: str) -> tuple[str, ...]:
-    """The roles that share devices with engines and take turns with them in device memory."""
-    offload = config.cluster.offload
-    apart = config.cluster.placement != "colocated" or not config.run.samples
-    if apart or offload == "never" or (offload == "auto" and device != "cuda"):
-        return ()
-    return tuple(role for role in config.chosen_roles if role not in config.own_devices)
+def _needed_by(model: RoleModel) -> dict[Capability, str]:
+    from corerl.models.build import stored_buffers  # slow to import, as is the next one: takes seconds
+    from corerl.models.config import experts
+
+    needs = {}
+    if (count := experts(model.hf)) > 1:
+        needs[Capability.MOE] = f"a model with {count} experts"
+    if model.built is not None and (buffer := next(iter(stored_buffers(model.built)), "")):
+        needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
+    return needs

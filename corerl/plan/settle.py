@@ -1,41 +1,68 @@
-"""Settle what a config leaves open: the precision by the device, and where relative paths begin."""
+"""Fill in what a config leaves open: adapters, vocabulary, precision, absolute paths; and change its sizes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from corerl.config.schema import Config, ModelConfig, TrainConfig
+from corerl.config.load import as_config
+from corerl.config.problems import Problems
+from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
 from corerl.models.tokenizer import CHARACTERS, known_tokens
-from corerl.plan.lora import with_absolute_adapters
-from corerl.plan.resolve import backend_name, is_frozen
+from corerl.plan.resolve import Plugins
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-
 # What decides on recomputation where the config leaves it open.
 BY_MEMORY = "pip install 'corerl[forecast]' to have it chosen by the memory that training needs"
+REPLICAS = "rollout.replicas"
+OF_RANKS = re.compile(r"roles\.\w+\.(ranks|backend|options(\..+)?)|backend\.name|backends\..+")
 
 
-def with_choices(config: Config, device: str, *, bfloat16: bool) -> Config:
-    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`, and with
-    nothing recomputed in place of 'auto'."""
-    trains = {}
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def settle_adapters(config: Config, problems: Problems) -> Config:
+    """The config with a value for all that the roles' adapters leave open: of a PEFT directory, or the common one."""
     for role in config.chosen_roles:
-        train = config.train_of(role)
-        half = bfloat16 and supports(config, role, Capability.BFLOAT16)
-        trains[role] = train.settled(device, bfloat16=half)
-    return with_trains(config, trains)
+        lora, table = config.lora_of(role), config.lora_table_of(role)
+        if lora is None:
+            continue
+        saved: Mapping[str, Any] = {}
+        if lora.path:
+            from corerl.models.peft_files import saved_settings  # slow to import: takes seconds
+
+            with problems.stage(f"{table}.path", path=f"{table}.path"):
+                saved = saved_settings(lora.path)
+        for name, value in saved.items():
+            asked = getattr(lora, name)
+            if asked is not None and (set(asked) != set(value) if name == "targets" else asked != value):
+                problems.add(f"{table}.{name}: {asked!r}, but the adapters in {lora.path} have {value!r}; remove it")
+        config = _with_lora(config, role, lora.settled(saved))
+    return config
+
+
+def _with_lora(config: Config, role: str, lora: LoraConfig) -> Config:
+    return evolve(config, lora=lora) if role == ACTOR else _with_roles(config, {role: {"lora": lora}})
+
+
+def _with_roles(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The config with these settings of roles, by role."""
+    roles: Any = {role: evolve(getattr(config.roles, role), **changed) for role, changed in changes.items()}
+    return evolve(config, roles=evolve(config.roles, **roles)) if roles else config
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
 
 
 def with_vocabulary(
@@ -55,47 +82,49 @@ def with_vocabulary(
         rows = models[role].get_text_config().vocab_size
         return evolve(config.model_of(role), vocabulary=asked if asked < rows else 0)
 
-    own: dict[str, Any] = {
-        role: evolve(config.roles.beside_actor[role], model=of(role))
-        for role in config.roles.own_models
-        if role in models
-    }
-    return evolve(config, model=of(ACTOR), roles=evolve(config.roles, **own))
+    own = {role: {"model": of(role)} for role in config.roles.own_models if role in models}
+    return _with_roles(evolve(config, model=of(ACTOR)), own)
 
 
-def supports(config: Config, role: str, capability: Capability) -> bool:
-    return bool(load(Kind.BACKENDS, backend_name(config, role)).spec.support(capability).full)
+# ---- precision and recomputation -------------------------------------------------------------------------------------
 
 
-def with_trains(config: Config, trains: Mapping[str, TrainConfig]) -> Config:
-    """The config with these training settings of all its roles, in their tables; roles that share one in which they
-    now differ get tables of their own."""
-    frozen = {role: train.of_passes() for role, train in trains.items() if is_frozen(config, role)}
+def with_choices(config: Config, plugins: Plugins, device: str, *, bfloat16: bool) -> Config:
+    """The config with a precision for every role in place of 'auto', for devices with or without `bfloat16`, and with
+    nothing recomputed in place of 'auto'. Roles that share a table in which they now differ get their own."""
+    trains: dict[str, TrainConfig] = {}
+    for role in config.chosen_roles:
+        half = bfloat16 and plugins.supports(role, Capability.BFLOAT16)
+        trains[role] = config.train_of(role).settled(device, bfloat16=half)
+        if plugins.is_frozen(role):
+            trains[role] = trains[role].of_passes()
     sharing = [role for role in trains if config.chosen_roles[role].train is None]
-    shared = {role: trains[role] for role in sharing if role not in frozen}
-    if len(set(map(repr, shared.values()))) == 1:
-        config = evolve(config, train=next(iter(shared.values())))
+    trained = [trains[role] for role in sharing if not plugins.is_frozen(role)]
+    if all(each == trained[0] for each in trained):
+        config = evolve(config, train=trained[0]) if trained else config
+        shared = {role for role in sharing if not plugins.is_frozen(role)}
     else:
-        shared = {}
-    shared |= {role: train for role, train in frozen.items() if role in sharing and train == config.train.of_passes()}
-    trains = {**trains, **frozen}
-    own: dict[str, Any] = {
-        role: evolve(config.chosen_roles[role], train=trains[role]) for role in trains if role not in shared
-    }
-    return evolve(config, roles=evolve(config.roles, **own)) if own else config
+        shared = set()
+    shared |= {role for role in sharing if plugins.is_frozen(role) and trains[role] == config.train.of_passes()}
+    return _with_roles(config, {role: {"train": train} for role, train in trains.items() if role not in shared})
 
 
-def settled(before: Config, after: Config, *, decided: Collection[str] = (), advice: str = "") -> Iterator[str]:
+def settled(
+    before: Config, after: Config, plugins: Plugins, *, decided: Collection[str] = (), advice: str = ""
+) -> Iterator[str]:
     """A line for each setting that was settled, but for those that extensions have `decided`; with `advice` where they
     might decide on recomputation."""
     for role in before.chosen_roles:
         table, was, now = before.train_table_of(role), before.train_of(role), after.train_of(role)
-        trained = before.run.trains and not is_frozen(before, role)
+        trained = before.run.trains and not plugins.is_frozen(role)
         for name in ("precision", "recompute") if trained else ("precision",):
             if getattr(was, name) == "auto" and f"{table}.{name}" not in decided:
-                open_to = advice and name == "recompute" and supports(before, role, Capability.RECOMPUTE)
+                open_to = advice and name == "recompute" and plugins.supports(role, Capability.RECOMPUTE)
                 more = f"; {advice}" if open_to else ""
                 yield f"{table}.{name}: 'auto' is {getattr(now, name)!r} for the {role}{more}"
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -105,24 +134,58 @@ def with_absolute_paths(config: Config) -> Config:
         found = source and (os.path.exists(source) or is_pattern(source))
         return str(Path(source).absolute()) if found else source
 
+    def absolute(model: ModelConfig) -> ModelConfig:
+        own = model.tokenizer
+        return evolve(
+            model,
+            path=model.path and str(Path(model.path).absolute()),
+            tokenizer=own if not own or own.startswith(CHARACTERS) else str(Path(own).absolute()),
+        )
+
     data = config.data
-    data = evolve(
-        data, source=there(data.source), sources=tuple(evolve(each, source=there(each.source)) for each in data.sources)
-    )
+    sources = tuple(evolve(each, source=there(each.source)) for each in data.sources)
     sets = tuple(evolve(each, source=there(each.source)) for each in config.eval.sets)
-    config = evolve(config, model=_absolute(config.model), data=data, eval=evolve(config.eval, sets=sets))
-    config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
-    config = evolve(config, algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)))
-    config = with_absolute_adapters(config)
-    own = {
-        role: evolve(config.roles.beside_actor[role], model=_absolute(model))
-        for role, model in config.roles.own_models.items()
-    }
-    return evolve(config, roles=evolve(config.roles, **own))
+    config = evolve(
+        config,
+        model=absolute(config.model),
+        data=evolve(data, source=there(data.source), sources=sources),
+        eval=evolve(config.eval, sets=sets),
+        rollout=evolve(config.rollout, saved=there(config.rollout.saved)),
+        algorithm=evolve(config.algorithm, reference=there(config.algorithm.reference)),
+    )
+    for role in config.chosen_roles:
+        lora = config.lora_of(role)
+        if lora is not None and lora.path:
+            config = _with_lora(config, role, evolve(lora, path=str(Path(lora.path).absolute())))
+    return _with_roles(config, {role: {"model": absolute(model)} for role, model in config.roles.own_models.items()})
 
 
-def _absolute(model: ModelConfig) -> ModelConfig:
-    def absolute(directory: str) -> str:
-        return str(Path(directory).absolute()) if directory and not directory.startswith(CHARACTERS) else directory
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
-    return evolve(model, path=absolute(model.path), tokenizer=absolute(model.tokenizer))
+
+def with_other_sizes(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with overrides of what may change while a run goes on, such as "roles.actor.ranks=4". Raises
+    ConfigError for other settings, and as `load_config` does."""
+    changed = as_config(config, overrides)  # first: it knows what a misspelt key was meant to be
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    if refused := [key for key in keys if key != REPLICAS and not OF_RANKS.fullmatch(key)]:
+        raise ConfigError(
+            "\n".join(
+                f"{key}: does not change while a run goes on; roles.ROLE.ranks, .backend and .options, backend.name, "
+                f"[backends.NAME] and {REPLICAS} do"
+                for key in refused
+            )
+        )
+    return changed
+
+
+def with_sizes(
+    config: Config, role: str, *, ranks: int = 0, backend: str = "", options: Mapping[str, Any] | None = None
+) -> Config:
+    """The config with another number of ranks of the role, another backend or other options; what is left out stays,
+    but for the options of another backend."""
+    choice = config.chosen_roles[role]
+    if options is None and not backend:
+        options = choice.options
+    changed = {"ranks": ranks or choice.ranks, "backend": backend or choice.backend, "options": options}
+    return _with_roles(config, {role: changed})

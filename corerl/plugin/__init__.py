@@ -4,14 +4,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.imports import on_demand as on_demand
-    from corerl.plugin.api import API as API
     from corerl.plugin.capabilities import FULL as FULL
     from corerl.plugin.capabilities import Capability as Capability
     from corerl.plugin.capabilities import not_implemented as not_implemented
     from corerl.plugin.capabilities import unsupported as unsupported
-    from corerl.plugin.context import Context as Context
-    from corerl.plugin.control import Failure as Failure
-    from corerl.plugin.control import RunControl as RunControl
     from corerl.plugin.events import CallFinished as CallFinished
     from corerl.plugin.events import CheckpointSaved as CheckpointSaved
     from corerl.plugin.events import Evaluated as Evaluated
@@ -26,15 +22,19 @@ if TYPE_CHECKING:
     from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span
     from corerl.plugin.events import StepFinished as StepFinished
-    from corerl.plugin.probing import REINSTALL_TORCH as REINSTALL_TORCH
-    from corerl.plugin.probing import check_library as check_library
-    from corerl.plugin.probing import check_nccl as check_nccl
-    from corerl.plugin.probing import version_numbers as version_numbers
+    from corerl.plugin.helpers import REINSTALL_TORCH as REINSTALL_TORCH
+    from corerl.plugin.helpers import check_library as check_library
+    from corerl.plugin.helpers import check_nccl as check_nccl
+    from corerl.plugin.helpers import slow_attention as slow_attention
+    from corerl.plugin.helpers import version_numbers as version_numbers
+    from corerl.plugin.hookspecs import Context as Context
+    from corerl.plugin.hookspecs import Failure as Failure
+    from corerl.plugin.hookspecs import RunControl as RunControl
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import installed_names as installed_names
     from corerl.plugin.registry import load as load
     from corerl.plugin.registry import load_implementation as load_implementation
-    from corerl.plugin.slow import slow_attention as slow_attention
+    from corerl.plugin.spec import API as API
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
     from corerl.plugin.spec import CommandSpec as CommandSpec

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from corerl.config.schema import TrainConfig
+from corerl.errors import Unsupported
+
+if TYPE_CHECKING:
+    from corerl.plugin.spec import BackendSpec
 
 
 class Capability(StrEnum):
@@ -107,3 +112,17 @@ def refusal(capability: Capability, support: Support, *, asked_by: str, backend:
         f"{asked_by} requires {capability.value!r}, which the backend {backend!r} does not support{when}: "
         f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
     )
+
+
+def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, name: str = "") -> None:
+    """Check what a run needs of a backend (capability -> the setting that needs it) against what the spec declares.
+
+    Raises Unsupported with one line for each missing capability. `name` is the backend's, for the message.
+    """
+    lines = []
+    for capability, asked_by in needs.items():
+        support = spec.support(capability)
+        if not support.full:
+            lines.append(refusal(capability, support, asked_by=asked_by, backend=name or spec.implementation))
+    if lines:
+        raise Unsupported("\n".join(lines))

@@ -16,9 +16,10 @@ import pluggy
 from corerl.errors import ContractError, CorerlError, HookFailed, NoPlaces, WorkerDied
 from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
-from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
+from corerl.plugin.hookspecs import REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
 from corerl.plugin.moved import method_now
+from corerl.plugin.spec import PROJECT
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 INNERMOST = "corerl"  # the host's own wrapper, on ranks that have one
@@ -120,8 +121,8 @@ def ask_each(
     manager: HookManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
 ) -> Iterator[tuple[str, Any]]:
     """Call the implementations of a list hook that decides something, outermost first; yield (plugin, what it returned)
-    for each. The first CorerlError is raised as it is, any other error as HookFailed; both have the plugin's name, but
-    for what the run's processes have met."""
+    for each. Raises the first CorerlError, with a note of the plugin's name unless it is about the run's processes; any
+    other error as HookFailed."""
     for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
         if impl.plugin_name in skip:
             continue

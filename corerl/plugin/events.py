@@ -61,7 +61,7 @@ class PhaseProgress:
     name: str  # as in PhaseStarted
     step: int
     seconds: float  # since it started
-    unit: str = ""  # what is counted, such as 'samples drawn'; "" if nothing is
+    unit: str = ""  # what is counted, such as 'samples generated'; "" if nothing is
     done: int = 0
     of: int = 0
 
@@ -83,7 +83,7 @@ class StepFinished:
     step: int
     metrics: Mapping[str, float]
     shown: Sequence[SampleShown] = field(factory=tuple)  # a few of the samples
-    samples: Sequence[SampleShown] = field(factory=tuple)  # all, those of one prompt adjacent
+    samples: Sequence[SampleShown] = field(factory=tuple)  # all; samples of one prompt are adjacent
     idle: Sequence[Idle] = field(factory=tuple)  # since the last step's end
 
 
@@ -93,8 +93,8 @@ class Evaluated:
 
     step: int
     metrics: Mapping[str, float]  # eval/reward, eval/exact_match, eval/pass@8, eval/NAME/reward, ...
-    shown: Sequence[SampleShown] = field(factory=tuple)  # those of the first held-out prompts
-    samples: Sequence[SampleShown] = field(factory=tuple)  # of all held-out prompts, the samples of one prompt adjacent
+    shown: Sequence[SampleShown] = field(factory=tuple)  # of the first held-out prompts
+    samples: Sequence[SampleShown] = field(factory=tuple)  # of all held-out prompts; samples of one prompt are adjacent
 
 
 @frozen(kw_only=True)

@@ -9,15 +9,14 @@ from attrs import asdict, frozen
 
 import corerl
 from corerl.errors import PluginError, PluginIncompatible
-from corerl.plugin.registry import Kind, Loaded, found_twice, load
+from corerl.plugin.registry import Kind, Loaded, load
 
 
 @frozen(kw_only=True)
 class Origin:
     """Where one plugin, or CoreRL itself, comes from, or why it cannot be loaded. Plain data: crosses Ray."""
 
-    kind: str  # backend, engine, extension or core
-    name: str
+    what: str  # such as "backend 'mine'"
     distribution: str = ""
     version: str = ""
     value: str = ""  # the entry point's value
@@ -25,10 +24,6 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.what} ({self.source})" if self.distribution else self.what
-
-    @property
-    def what(self) -> str:
-        return self.name if self.kind == "core" else f"{self.kind} {self.name!r}"
 
     @property
     def source(self) -> str:
@@ -43,7 +38,7 @@ class Origin:
         """How `other`, found in another process, differs; "" if it does not."""
         if other.problem:
             return other.problem
-        if (self.distribution, self.version) != (other.distribution, other.version):
+        if self.source != other.source:
             return f"{self.what} is {other.source}, but the driver's is {self.source}"
         if self.value != other.value:
             return f"{self.what} is {other.value}, but the driver's is {self.value}"
@@ -52,17 +47,26 @@ class Origin:
 
 def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
     """The origins of CoreRL itself, then of each plugin."""
-    return (_core(), *[_origin(kind, loaded) for kind, loaded in plugins])
+    core = Origin(what="corerl", distribution="corerl", version=corerl.__version__)
+    return core, *(
+        Origin(
+            what=f"{kind.noun} {loaded.name!r}",
+            distribution=loaded.distribution,
+            version=loaded.version,
+            value=loaded.value,
+        )
+        for kind, loaded in plugins
+    )
 
 
 def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
     """The origins of CoreRL itself, then of each plugin, as this process finds them."""
-    found = [_core()]
+    found = list(origins_of())
     for kind, name in named:
         try:
-            found.append(_origin(kind, load(kind, name)))
+            found += origins_of((kind, load(kind, name)))[1:]
         except PluginError as error:
-            found.append(Origin(kind=kind.noun, name=name, problem=error.message))
+            found.append(Origin(what=f"{kind.noun} {name!r}", problem=error.message))
     return found
 
 
@@ -76,20 +80,4 @@ def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> Non
     each process of a run."""
     found = [text for there, here in zip(driver, origins_of(*plugins), strict=True) if (text := there.against(here))]
     if found:
-        # A node's owner may have another copy in mind than the one in use.
-        found += filter(None, [found_twice(loaded) for _, loaded in plugins])
         raise PluginIncompatible(f"{'; '.join(found)}; install the same corerl and the same plugins on every node")
-
-
-def _core() -> Origin:
-    return Origin(kind="core", name="corerl", distribution="corerl", version=corerl.__version__)
-
-
-def _origin(kind: Kind, loaded: Loaded) -> Origin:
-    return Origin(
-        kind=kind.noun,
-        name=loaded.name,
-        distribution=loaded.distribution,
-        version=loaded.version,
-        value=loaded.value,
-    )

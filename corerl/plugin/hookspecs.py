@@ -6,10 +6,12 @@ A backend implements all of them by extending `corerl.backend.Backend`. Extensio
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol
 
-from corerl.plugin.api import API, PROJECT, hookimpl, hookspec
+from attrs import frozen
+
+from corerl.plugin.spec import hookspec
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -28,16 +30,73 @@ from corerl.types import (
 
 if TYPE_CHECKING:
     from corerl.config.schema import RoleConfig
-    from corerl.plan.ready import PlanReady
-    from corerl.plugin.context import Context
-    from corerl.plugin.control import Failure, RunControl
+    from corerl.plan.plan import Plan, PlanReady
     from corerl.plugin.events import Event
     from corerl.plugin.spec import PlanAnswer
 
-__all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl", "hookspec"]
+# ---- arguments of hooks ----------------------------------------------------------------------------------------------
 
 
-class Hooks:
+@frozen(kw_only=True)
+class Context:
+    """Which rank of which role a backend is, and where its run is kept."""
+
+    role: str  # actor, ...
+    rank: int
+    world_size: int
+    local_rank: int  # index of the device on this machine
+    run_dir: str
+
+
+@frozen(kw_only=True)
+class Failure:
+    """Processes that have ended, and are about to be replaced."""
+
+    message: str  # which process, and why
+    ranks: bool  # True: the ranks of all roles are started again, from the newest checkpoint; False: engines alone
+    lost: Mapping[str, int]  # "engines" or a role -> how many of its processes were on a machine that is gone
+
+
+class RunControl(Protocol):
+    """A run, as `between_steps` and `ranks_failed` get it; valid during the call."""
+
+    @property
+    def step(self) -> int:
+        """Rollout steps done."""
+
+    @property
+    def plan(self) -> Plan:
+        """Of the groups as they are; `plan.record` is its config as plain data."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Ranks by role, and replicas, under the names of their settings: roles.actor.ranks, rollout.replicas."""
+
+    def replan(self, overrides: Sequence[str]) -> Plan:
+        """The plan with overrides of sizes, layouts and backends, such as "roles.actor.ranks=4". Changes nothing.
+        Raises UserError for other settings, and for all that is wrong with these."""
+
+    def apply(self, plan: Plan) -> list[str]:
+        """Let the groups be as `plan` says; returns a line for each that has changed, which is also a notice.
+
+        In `between_steps`, ranks go on with the state that they have, and engines are started or ended. Raises
+        ResizeFailed or UserError where a group could not be changed: then it is as before, and the run may go on; and
+        WorkerDied if ranks die, which `between_steps` lets pass: the run then goes on from its newest checkpoint.
+
+        In `ranks_failed` nothing is started yet: what is about to start does so by this plan, on the devices that are
+        left. Raises CorerlError if there are too few."""
+
+    def notice(self, text: str) -> None:
+        """Report a sentence that the user should read."""
+
+    def request_stop(self) -> None:
+        """Let the run end as a first SIGINT does: saved, as soon as another one can go on from there."""
+
+
+# ---- the hooks -------------------------------------------------------------------------------------------------------
+
+
+class Hooks(Protocol):
     """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
     the backend's."""
 
@@ -46,7 +105,6 @@ class Hooks:
     @hookspec(firstresult=True)
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
-        raise AssertionError("a specification is never called")
 
     # ---- every step --------------------------------------------------------------------------------------------------
 
@@ -57,49 +115,42 @@ class Hooks:
         """Add the gradients of all micro-batches to those that the step's earlier calls have left. The loss is a plain
         sum over weighted tokens. `outputs` are returned of the same passes. With `last`, no other call comes before
         `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
         alike if the gradient is not finite, and clear them."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
-        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` those of
-        a role with `weights.lora = 'adapter'` alone, for engines that hold the rest."""
-        raise AssertionError("a specification is never called")
+        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` only the
+        adapters (`weights.lora = 'adapter'`), for engines that hold the rest."""
 
     @hookspec(firstresult=True)
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         """Write this rank's part of the portable checkpoint into the directory `path`."""
-        raise AssertionError("a specification is never called")
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         """Give the memory of `kinds` back to the device. The host has already removed kinds that are asleep."""
-        raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
-        raise AssertionError("a specification is never called")
 
     # ---- the end, and extensions -------------------------------------------------------------------------------------
 
     @hookspec
     def shutdown(self, reason: str) -> None:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
-        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run starts anew
-        from an older checkpoint, with new instances, and no RunFinished was emitted."""
+        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run restarts from
+        an older checkpoint, with new instances, and without a RunFinished event."""
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
 

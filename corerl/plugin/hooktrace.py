@@ -4,9 +4,10 @@ inputs and outputs. The numbers in arrays and tensors are never read: that would
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from enum import Enum
@@ -18,9 +19,6 @@ import pluggy
 from corerl.messages import one_line
 
 VARIABLE = "CORERL_TRACE"
-DEPTH = 4  # levels of nested objects that are shown
-ITEMS = 12  # items of a mapping or a sequence that are shown
-LONGEST = 60  # characters of a string that are shown
 
 
 def wanted() -> bool:
@@ -61,52 +59,37 @@ class HookTrace:
             self._ended(hook, error, None)
 
     def _began(self, hook: str, chain: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        told = " ".join(f"{name}={summary(value)}" for name, value in arguments.items())
-        self._tell(f"> {hook} [{' > '.join(chain)}] {told}")
+        shown = " ".join(f"{name}={summary(value)}" for name, value in arguments.items())
+        self._print(f"> {hook} [{' > '.join(chain)}] {shown}")
         self._started.append(time.perf_counter())
 
     def _ended(self, hook: str, error: BaseException | None, result: Any) -> None:
         taken = 1000 * (time.perf_counter() - self._started.pop())
-        told = f"raised {one_line(error)}" if error is not None else summary(result)
-        self._tell(f"< {hook} {taken:.1f} ms {told}")
+        outcome = f"raised {one_line(error)}" if error is not None else summary(result)
+        self._print(f"< {hook} {taken:.1f} ms {outcome}")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         now = datetime.now().strftime("%H:%M:%S.%f")[:-3]
         print(f"{now} {self._where} {'  ' * len(self._started)}{text}", file=sys.stderr, flush=True)
 
 
-def summary(value: Any, depth: int = DEPTH) -> str:
-    """`value` on one line: arrays and tensors by dtype and shape, numbers and short strings as they are."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return repr(value if len(value) <= LONGEST else value[:LONGEST] + "...")
-    if hasattr(value, "shape") and hasattr(value, "dtype"):  # numpy or torch, without importing either
-        device = getattr(value, "device", None)
-        on = f" on {device}" if device is not None and str(device) != "cpu" else ""
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{on}"
-    if depth == 0:
-        counted = f"{len(value)}" if isinstance(value, Mapping | list | tuple | Set) else "..."
-        return f"{type(value).__name__}({counted})"
-    if isinstance(value, Mapping):
-        items = [f"{summary(key)}: {summary(each, depth - 1)}" for key, each in list(value.items())[:ITEMS]]
-        return "{" + ", ".join(items + _more(value)) + "}"
-    if isinstance(value, list | tuple):
-        alike = len(value) > 1 and len({type(each) for each in value}) == 1 and attrs.has(type(value[0]))
-        items = [summary(value[0], depth - 1)] if alike else [summary(each, depth - 1) for each in value[:ITEMS]]
-        return f"[{len(value)} x {items[0]}]" if alike else "[" + ", ".join(items + _more(value)) + "]"
-    if isinstance(value, Set):
-        return "{" + ", ".join(sorted(summary(each, depth - 1) for each in value)) + "}"
-    if attrs.has(type(value)):
-        fields = [
-            f"{field.name.lstrip('_')}={summary(getattr(value, field.name), depth - 1)}"
-            for field in attrs.fields(type(value))
-        ]
-        return f"{type(value).__name__}({', '.join(fields)})"
-    return f"<{type(value).__name__}>"  # lazy iterables are not consumed
+class _Summary(reprlib.Repr):
+    """Arrays and tensors by dtype and shape, objects by their fields, all else shortened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 4, 60
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 12
+
+    def repr1(self, x: Any, level: int) -> str:
+        if hasattr(x, "shape") and hasattr(x, "dtype"):  # numpy or torch, without importing either
+            device = str(getattr(x, "device", "cpu"))
+            return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{f' on {device}' if device != 'cpu' else ''}"
+        if attrs.has(type(x)):
+            fields = [each.name for each in attrs.fields(type(x))] if level > 0 else []
+            shown = [f"{name.lstrip('_')}={self.repr1(getattr(x, name), level - 1)}" for name in fields]
+            return f"{type(x).__name__}({', '.join(shown) if level > 0 else '...'})"
+        return str(x.value) if isinstance(x, Enum) else super().repr1(x, level)
 
 
-def _more(value: Any) -> list[str]:
-    return [f"and {len(value) - ITEMS} more"] if len(value) > ITEMS else []
+summary = _Summary().repr

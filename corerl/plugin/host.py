@@ -24,7 +24,6 @@ from corerl.errors import (
 )
 from corerl.messages import one_line, place
 from corerl.plugin.capabilities import Capability, Support, asked_by_role, refusal, support_in
-from corerl.plugin.context import Context
 from corerl.plugin.contract import (
     INNERMOST,
     build_manager,
@@ -34,7 +33,8 @@ from corerl.plugin.contract import (
     refuse_driver_hooks,
     require_instance,
 )
-from corerl.plugin.hookspecs import NEEDS, RESULTS, hookimpl
+from corerl.plugin.hookspecs import NEEDS, RESULTS, Context
+from corerl.plugin.spec import hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,

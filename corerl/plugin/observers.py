@@ -7,13 +7,12 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ContractError, CorerlError, PluginBroken
 from corerl.messages import note, one_line, printable
 from corerl.plugin.contract import DRIVER_HOOKS, HookManager, ask_each, build_manager, call_each
 from corerl.plugin.events import Event, Notice
-from corerl.plugin.registry import Kind, Loaded, load, load_implementation
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.spec import Process
 
 
@@ -116,9 +115,7 @@ def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Proces
 
 
 def _instance(loaded: Loaded, options: Any, run_dir: str) -> object:
-    cls = loaded.spec.config
-    if not isinstance(options, cls):  # options cross Ray as plain data, which may lack the plugin's classes
-        options = structure(options, cls, path=f"extensions.{loaded.name}.options")
+    options = options_of(Kind.EXTENSIONS, loaded, options)
     implementation = load_implementation(Kind.EXTENSIONS, loaded)
     try:
         return implementation(options=options, run_dir=run_dir)

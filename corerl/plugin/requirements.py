@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from attrs import frozen
 
 from corerl.errors import PluginIncompatible
-from corerl.imports import Where, importable
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
 
 
 @frozen(kw_only=True)
@@ -35,7 +28,7 @@ def unmet(distributions: Iterable[str]) -> list[Unmet]:
     extras do not count, nor those for other Pythons and systems; a name that is not installed requires nothing."""
     found: dict[str, Unmet] = {}
     for name in dict.fromkeys(distributions):
-        for each in _unmet(name, importable()):
+        for each in _unmet(name) if name else ():
             found.setdefault(each.wanted, each)
     return list(found.values())
 
@@ -51,58 +44,31 @@ def installing(lacks: Iterable[Unmet]) -> str:
     return " ".join(["python -m pip install", *(f"'{each.wanted}'" for each in lacks)])
 
 
-@functools.lru_cache(maxsize=64)
-def _unmet(name: str, where: Where) -> Sequence[Unmet]:
-    """What the distribution lacks: each worker asks."""
-    own = _installed(name, where)
-    if own is None:  # run from a source tree
-        return ()
-    found = []
-    for wanted in own.requires:
-        other = _installed(wanted.name, where)
-        version = "" if other is None else other.version
-        if not version or not _admits(wanted.specifier, version):
-            found.append(Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=version))
-    return tuple(found)
-
-
-@frozen
-class _Installed:
-    version: str
-    requires: tuple[Requirement, ...]  # those that hold for this Python and system, without their markers
-
-
-@functools.lru_cache(maxsize=256)
-def _installed(name: str, where: Where) -> _Installed | None:
-    """What METADATA says: packages put their whole README into it, and several require the same ones."""
-    # It costs more to import than all of `import corerl`.
+def _unmet(name: str) -> Iterator[Unmet]:
+    # These cost more to import than all of `import corerl`.
     from importlib.metadata import PackageNotFoundError, distribution
 
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     try:
-        found = distribution(name)
-    except (PackageNotFoundError, ValueError):  # ValueError: no name at all
-        return None
-    requires = []
-    for line in found.requires or ():
-        try:
-            wanted = Requirement(line)
-        except InvalidRequirement:  # pip does not install such metadata either
+        own = distribution(name)
+    except PackageNotFoundError:  # run from a source tree
+        return
+    for line in own.requires or ():
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-            wanted.marker = None
-            requires.append(wanted)
-    return _Installed(found.version, tuple(requires))
+        wanted.marker = None
+        try:
+            version = distribution(wanted.name).version
+        except PackageNotFoundError:
+            version = ""
+        # A pre-release counts as its release too: vendors' containers come with such as torch 2.9.0a0.
+        if not version or not any(wanted.specifier.contains(each, prereleases=True) for each in _releases(version)):
+            yield Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=version)
 
 
-def _admits(specifier: SpecifierSet, found: str) -> bool:
-    """Whether a requirement admits this version. A pre-release counts as its release too: vendors' containers come with
-    such as torch 2.9.0a0."""
-    from packaging.version import InvalidVersion, Version
+def _releases(version: str) -> tuple[str, str]:
+    from packaging.version import Version
 
-    try:
-        release = Version(found).base_version
-    except InvalidVersion:
-        return not specifier  # there is nothing to compare
-    return any(specifier.contains(each, prereleases=True) for each in (found, release))
+    return version, Version(version).base_version

@@ -15,13 +15,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
+import pluggy
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, RewardConfig, RolloutConfig, TrainConfig
-from corerl.fields import explain
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
+
+API = (2, 0)  # of the contract between core and plugins
+PROJECT = "corerl"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@frozen(kw_only=True)
+class NoOptions:
+    """Config of a plugin without a table."""
+
+
+@frozen(kw_only=True)
+class Spec:
+    """What every plugin says of itself, whatever its kind."""
+
+    api: tuple[int, int]  # the contract that it was written for
+    summary: str  # one line
+    config: type = NoOptions  # its options: frozen attrs; every field has a default and help text
+
 
 Environment: TypeAlias = Mapping[str, str]
 PATH = matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.(weights|algorithm|rollout)\..+")
@@ -108,10 +128,15 @@ class RankMemory:
     gradients_grow: bool = False
     gathered: int = 0  # further in every pass: weights of other ranks, or copies of its own
     reducing: int = 0  # further in a layer's backward pass: gradients on their way
-    # The part of the model's activations on a rank. It divides those of the micro-batch that `train` describes.
+    # The share of a micro-batch's activations that one rank holds.
     activations: float = 1.0
     replicated: int = 0  # activations of a micro-batch, further, that are not divided
     fused: bool = False  # layers keep what compiled layers do, not what transformers' code does
+
+
+def nothing(*_: Any) -> tuple[()]:
+    """No problems, findings or slow paths."""
+    return ()
 
 
 def no_environment(config: Any, cluster: ClusterInfo) -> Environment:
@@ -132,18 +157,6 @@ def one(config: Any, cluster: ClusterInfo) -> int:
 
 def not_quantized(config: Any, cluster: ClusterInfo) -> str:
     return "none"
-
-
-def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
-    return ()
-
-
-def no_slow_paths(config: Any, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:
-    return ()
-
-
-def no_findings() -> Iterable[Finding]:
-    return ()
 
 
 class Begun(Protocol):
@@ -173,27 +186,24 @@ class Variant:
 
 
 @frozen(kw_only=True)
-class BackendSpec:
+class BackendSpec(Spec):
     """What the driver knows of a backend before a worker exists; its module imports no torch."""
 
     implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
-    config: type  # frozen attrs; every field has a default and help text
-    api: tuple[int, int]  # the backend API it was written for
-    summary: str
     capabilities: Mapping[Capability, Support] = field(factory=dict)  # one that is not named: see `support_in`
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
-    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
     # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
-    # The slow paths that a role takes; called only on GPUs, and if `check` finds no problem. `slow_attention` tells
-    # those of `corerl.ops.packed_attention`, and `corerl-forecast`, which calls this, what float32 costs.
-    slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = no_slow_paths
+    # The slow paths that a role takes; called by `corerl-forecast`, only on GPUs, and if `check` finds no problem.
+    # `slow_attention` yields those of `corerl.ops.packed_attention`.
+    slow: Callable[[Any, ClusterInfo, ModelSize], Iterable[SlowPath]] = nothing
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
-    probe: Callable[[], Iterable[Finding]] = no_findings
+    probe: Callable[[], Iterable[Finding]] = nothing
     variants: Sequence[Variant] = ()  # each with a name of its own
 
     def support(self, capability: Capability) -> Support:
@@ -201,16 +211,13 @@ class BackendSpec:
 
 
 @frozen(kw_only=True)
-class EngineSpec:
+class EngineSpec(Spec):
     """What the driver knows of an engine before its process exists; its module imports no torch."""
 
     implementation: str  # "package.module:Class", a corerl.engines.Engine; imported in the engine's process only
-    config: type
-    api: tuple[int, int]
-    summary: str
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
-    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     # The number of `generate` calls a replica answers concurrently, each in its own thread. An asynchronous run makes
     # that many, so the more calls, the fewer prompts in each.
     calls: Callable[[Any, ClusterInfo], int] = one
@@ -218,7 +225,7 @@ class EngineSpec:
     # of the engine holds a part of the model and receives weights. Called only if `check` finds no problem.
     bundles: Callable[[Any, ClusterInfo], int] = one
     # Findings about the engine's libraries on this machine; `corerl doctor` calls it in a separate process.
-    probe: Callable[[], Iterable[Finding]] = no_findings
+    probe: Callable[[], Iterable[Finding]] = nothing
     # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
     # `corerl.weights.quantize`.
     quantized: Callable[[Any, ClusterInfo], str] = not_quantized
@@ -238,20 +245,13 @@ class SamplerRun:
     reward: RewardConfig
 
 
-def nothing_wrong(config: Any, run: SamplerRun) -> Iterable[Problem]:
-    return ()
-
-
 @frozen(kw_only=True)
-class SamplerSpec:
+class SamplerSpec(Spec):
     """What the driver knows of a sampler before it is constructed; its module imports no torch. An option `function`,
-    if there is one, names code of the user's, as 'module:function': commands import that in another process first."""
+    if there is one, names code of the user's, as 'module:function'."""
 
     implementation: str  # "package.module:Class", a corerl.rollout.Sampler; imported in the driver only
-    config: type  # frozen attrs; every field has a default and help text
-    api: tuple[int, int]
-    summary: str
-    check: Callable[[Any, SamplerRun], Iterable[Problem]] = nothing_wrong  # of options that cannot be used
+    check: Callable[[Any, SamplerRun], Iterable[Problem]] = nothing  # of options that cannot be used
     # The rows that a run has prompts from whose `[data]` names no source, as those of a data file: objects with the
     # fields of `data.prompt_key`, `data.answer_key` and any others, as many as `len` says, each the same in every run.
     prompts: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None  # (options)
@@ -262,15 +262,12 @@ class SamplerSpec:
 
 
 @frozen(kw_only=True)
-class ExtensionSpec:
+class ExtensionSpec(Spec):
     """What the driver knows of an extension before it is constructed; its module imports no torch."""
 
     implementation: str  # "package.module:Class", constructed with (options: config class, run_dir: str)
-    config: type
-    api: tuple[int, int]
-    summary: str
     process: Process
-    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     # In which runs it takes part: "listed", where the config lists it; "default", also where the config lists no
     # extensions at all; "always", in every run where it is installed, and a listing only sets its options.
     joins: Literal["listed", "default", "always"] = field(
@@ -310,20 +307,12 @@ class Display(Protocol):
 
 
 @frozen(kw_only=True)
-class NoOptions:
-    """Config of a plugin without a table."""
-
-
-@frozen(kw_only=True)
-class DisplaySpec:
+class DisplaySpec(Spec):
     """What the extension `console` shows on a terminal in place of its lines; its module imports no torch."""
 
     # "package.module:function", called without arguments if standard output is a terminal: returns a `Display`, or None
     # if it cannot use that terminal.
     implementation: str
-    api: tuple[int, int]
-    summary: str
-    config: type = NoOptions
 
 
 ACTOR = "actor"  # the role whose policy samples
@@ -347,18 +336,11 @@ class AlgorithmRun:
     steps: int  # run.steps
 
 
-def no_contradictions(config: Any, run: AlgorithmRun) -> Iterable[Problem]:
-    return ()
-
-
 @frozen(kw_only=True)
-class AlgorithmSpec:
+class AlgorithmSpec(Spec):
     """What the driver knows of an algorithm before it is constructed; its module imports no torch."""
 
     implementation: str  # "package.module:Class", a corerl.algorithms.Algorithm; imported in the driver only
-    config: type  # frozen attrs; every field has a default and help text
-    api: tuple[int, int]
-    summary: str
     # The roles that it needs, the actor among them, each with what it is.
     roles: Mapping[str, RoleKind] = field(factory=lambda: {ACTOR: RoleKind.POLICY})
     # Whether advantages compare the samples of a prompt: then a group of one sample, or of equal rewards, teaches
@@ -374,64 +356,39 @@ class AlgorithmSpec:
     # What it sets of `[algorithm]` where the config leaves that unset, of the settings that may be: aggregation,
     # dynamic_sampling, old_logprobs, overlong.
     defaults: Mapping[str, Any] = field(factory=dict)
-    check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = no_contradictions  # of what contradicts it in a run
+    check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = nothing  # of what contradicts it in a run
 
 
 @frozen(kw_only=True)
-class ToolFormatSpec:
+class ToolFormatSpec(Spec):
     """How a model family writes calls of tools, for `samplers.episodes.tool_calls`."""
 
     # "package.module:function", which maps an answer's text behind its reasoning, and a request's tools, to the text
     # without calls, and the calls, each {"name": ..., "arguments": {...}}.
     implementation: str
-    api: tuple[int, int]
-    summary: str
     template: str = ""  # "auto" chooses it where this regular expression is found in the chat template
-    config: type = NoOptions
 
 
 @frozen(kw_only=True)
-class CommandSpec:
+class CommandSpec(Spec):
     """A command of `corerl`: what `corerl --help` shows of it, and where its code is."""
 
     # "package.module:function", which gets the command's `argparse.ArgumentParser`, adds arguments, and sets `run`, a
     # function of the parsed arguments that returns the exit status: `parser.set_defaults(run=run)`. Imported only when
     # the command is chosen, also with --help.
     implementation: str
-    api: tuple[int, int]
-    summary: str  # one line
-    config: type = NoOptions
 
 
 @frozen(kw_only=True)
-class TransportSpec:
+class TransportSpec(Spec):
     """What a run knows of a weight transport before its two ends exist; its module imports no torch."""
 
     sender: str  # "package.module:Class", a corerl.weights.WeightSender, constructed with (address, rank) on every rank
     receiver: str  # "package.module:Class", a corerl.weights.Receiver, constructed with (address, index) by an engine
     capability: Capability  # required of the backend
-    api: tuple[int, int]
-    summary: str
-    config: type = NoOptions  # both ends read the table as `Address.options`, complete and checked
-    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     one_device: bool = False  # both ends access the same device memory
     joins: bool = False  # both ends join a process group, meeting at the address
     # "package.module:function", called by the driver with the address of ranks that have ended: ends the receivers'
     # wait if they do not notice that themselves, and never raises. Empty if they do.
     give_up: str = ""
-
-
-Spec: TypeAlias = (
-    BackendSpec
-    | EngineSpec
-    | SamplerSpec
-    | ExtensionSpec
-    | DisplaySpec
-    | AlgorithmSpec
-    | ToolFormatSpec
-    | CommandSpec
-    | TransportSpec
-)
-
-
-explain(__name__)

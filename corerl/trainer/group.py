@@ -105,14 +105,17 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.group import plan_group, with_sizes  # slow to import: takes seconds
+        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
+        from corerl.plan.settle import with_sizes
 
         current = as_config(config)
         plan = plan_group(current, role, resume=resume)
         for line in plan.notices:
             notify(line)
         with (
-            ray_session(address=plan.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()) as ends,
+            ray_session(
+                address=plan.cluster.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()
+            ) as ends,
             reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
         ):
 
@@ -131,9 +134,9 @@ class TrainGroup:
 
             watching = Watching(
                 notify=notify,
-                watchdog=plan.watchdog,
-                health_timeout=plan.health_timeout,
-                start_timeout=plan.start_timeout,
+                watchdog=plan.cluster.watchdog,
+                health_timeout=plan.cluster.health_timeout,
+                start_timeout=plan.cluster.start_timeout,
             )
             group = cls.launch(plan.role, room[role], watching=watching)
             group._planned = planned

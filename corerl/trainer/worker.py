@@ -15,20 +15,18 @@ import torch.distributed as dist
 from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
-from corerl.config.load import structure
 from corerl.data.packing import pack
 from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
-from corerl.plan.assignment import Assignment
+from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import require_same
 from corerl.plugin.hookspecs import STATE
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
-from corerl.plugin.registry import Kind, Loaded, load, load_implementation
-from corerl.plugin.requirements import require_met
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.transports import open_sender, transport_named
 from corerl.types import (
     Compilation,
@@ -83,24 +81,19 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
-        require_met(each.distribution for each in assignment.origins)
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
         plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
-        options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
+        options = options_of(Kind.BACKENDS, loaded, assignment.config.options)
         self.config = evolve(assignment.config, options=options)
-        choices = [
-            evolve(choice, options=structure(choice.options, extension.spec.config, path=f"extensions.{choice.name}"))
-            for choice, extension in zip(assignment.extensions, extensions, strict=True)
-        ]
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
         self.host = PluginHost(
             self.backend,
             name=loaded.name,
-            extensions=load_worker_extensions(choices, run_dir=self.context.run_dir),
+            extensions=load_worker_extensions(assignment.extensions, run_dir=self.context.run_dir),
             context=self.context,
             capabilities=loaded.spec.capabilities,
         )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from attrs import frozen
 
 from corerl.errors import ModelError
-from corerl.fields import explain
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +151,3 @@ def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]
         elif covered != math.prod(shape):
             wrong[name] = math.prod(shape) - covered
     return wrong
-
-
-explain(__name__)

@@ -15,7 +15,7 @@ from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
 from corerl.models.peft_files import BEGINNING, HARMLESS, LIBRARY, PLAIN, READ
 from corerl.models.tokenizer import SHAPING
-from corerl.plan.experts import FURTHER, TERMS
+from corerl.plan.models import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED
 
 

@@ -33,13 +33,13 @@ import attrs
 import corerl
 import corerl_testing
 from corerl import errors, types
-from corerl.config.describe import FieldHelp, describe
 from corerl.config.schema import Config, RoleConfig
-from corerl.plan.ready import PlanReady
+from corerl.config.toml_text import FieldHelp, describe
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import TABLES
-from corerl.plugin import control, events, hookspecs
+from corerl.plugin import events, hookspecs
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
@@ -85,7 +85,7 @@ def config_reference() -> str:
 
 def options_table(config: type) -> list[str]:
     """Of a plugin's own options; nothing where it has none."""
-    options = describe(config)
+    options = list(describe(config))
     if not options:
         return []
     rows = [f"| `{each.path}` | {each.type} | `{each.default}` | {each.help} |" for each in options]
@@ -124,7 +124,7 @@ def hooks_reference() -> str:
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
     known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
-    known |= {**vars(types), **vars(events), **vars(control)}
+    known |= {**vars(types), **vars(events), **vars(hookspecs)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:

@@ -27,7 +27,7 @@ from corerl.memory import storage
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import PluginHost
 from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
 from corerl.weights.gather import GatherPlan

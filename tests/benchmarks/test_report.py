@@ -25,7 +25,7 @@ def test_a_ratio_is_the_median_over_rounds_of_neighbors() -> None:
     ]
 
 
-def test_a_number_is_held_against_its_target_and_what_has_none_is_not_judged() -> None:
+def test_a_number_is_compared_with_its_target() -> None:
     assert MEMORY.row() == ["memory", "3 GB (2 to 4)", "", "", "≤ 3", "yes"]
     assert Number(what="a call", values=[0.006], unit="s", target=5e-3).row() == [
         *("a call", "6 ms", "", "", "≤ 5 ms", "**no**")

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from tests.plugin.conftest import install as install  # the fixture
+
 
 @pytest.fixture(autouse=True)
 def own_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:

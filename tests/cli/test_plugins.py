@@ -1,11 +1,13 @@
-"""`corerl plugins` lists what is there of every kind, what is wrong with it, and what could be there."""
+"""`corerl plugins` lists what is installed and what is wrong with it; `corerl options` prints a plugin's settings."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from importlib import metadata as installed
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,107 +15,93 @@ import pytest
 
 import corerl
 from corerl.cli.main import main
-from corerl.plugin.registry import Kind
-
-pytestmark = pytest.mark.processes
+from corerl.cli.plugins import SELECTED_BY
+from corerl.config.load import load_config
+from corerl.plan.resolve import resolve_tables
+from corerl.plugin.registry import Kind, installed_names, load
 
 BROKEN = "import a_library_that_is_not_there"
 SPEC = """
+from typing import Literal
 from attrs import frozen
-from corerl.plugin.spec import BackendSpec
+from corerl.config import option
+from corerl.plugin.spec import {kind}Spec, Process
 
-@frozen
+@frozen(kw_only=True)
+class Inner:
+    factors: tuple[float, ...] = option("of something", default=(0.5, 1e-8))
+
+@frozen(kw_only=True)
 class Options:
-    pass
+    mode: Literal["fast", "exact"] = option("how", default="fast")
+    limit: int | None = option("bytes at most", default=None)
+    inner: Inner = option("what is inside", factory=Inner)
+    words: dict[str, str] = option("by name", factory=lambda: {{"a b": 'say "c"'}})
+    on: bool = option("whether at all", default=True)
 
-SPEC = BackendSpec(implementation="nowhere:Code", config=Options, api={api}, summary="a small backend")
+SPEC = {kind}Spec(implementation="nowhere:Code", config=Options, api={api}, summary="a {kind} to print"{more})
 """
+REASON = "ModuleNotFoundError: No module named 'a_library_that_is_not_there'"
 
 
 @pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {"good": SPEC.format(api=(2, 0)), "later": SPEC.format(api=(3, 0)), "bad": BROKEN, "no_engine": BROKEN}
-    for name, source in modules.items():
-        kind = "engines" if name == "no_engine" else "backends"
-        metadata = tmp_path / f"corerl_{name}-0.3.1.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: corerl-{name}\nVersion: 0.3.1\n")
-        (metadata / "entry_points.txt").write_text(f"[corerl.{kind}]\n{name} = cli_{name}:SPEC\n")
-        (tmp_path / f"cli_{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
-    assert main(["plugins", "backends"]) == 0
-    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
-    rows = {line[0]: line[1:] for line in lines[1:]}
-    assert rows["good"] == ["corerl-good", "0.3.1", "2.0", "ok: a small backend"]
-    assert rows["later"] == [
-        "corerl-later",
-        "0.3.1",
-        "3.0",
-        "incompatible: written for API 3.0, but this corerl supports 2.0",
-    ]
-    assert rows["bad"] == [
-        "corerl-bad",
-        "0.3.1",
-        "-",
-        "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
-    ]
-    assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]
-
-
-def test_what_a_plugin_prints_is_no_part_of_the_list(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cli_bad.py").write_text("print('hello')\n" + BROKEN)
-    assert main(["plugins", "backends", "--json"]) == 0
-    shown = capfd.readouterr()
-    assert {"good", "bad", "later"} <= {each["name"] for each in json.loads(shown.out)}
-    assert shown.err == "hello\n"
-
-
-def test_a_second_set_of_metadata_that_says_the_same_is_not_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    used = installed.distribution("corerl-good")
-    metadata = tmp_path / "corerl_good.egg-info"  # as setuptools leaves beside the source of an editable install
-    metadata.mkdir()
-    (metadata / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: corerl-good\nVersion: {used.version}\n")
-    (metadata / "entry_points.txt").write_text(used.read_text("entry_points.txt") or "")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["plugins", "backends"]) == 0
-    assert "found twice" not in capsys.readouterr().out
-
-
-def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told_below(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    earlier = tmp_path / "earlier"
-    for distribution, points in (("corerl_good-0.1.egg-info", ""), ("other-2.0.dist-info", "good = cli_good:SPEC")):
-        metadata = earlier / distribution
-        metadata.mkdir(parents=True)
-        name, _, version = distribution.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")
-        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-        for file in ("METADATA", "PKG-INFO"):
-            (metadata / file).write_text(text)
-        (metadata / "entry_points.txt").write_text(f"[corerl.backends]\n{points}\n")
-    monkeypatch.syspath_prepend(earlier)
-    assert main(["plugins", "backends"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
-    reason = "conflict: provided by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
-    assert rivals == [
-        ["corerl-good", "0.3.1", "2.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
-        ["other", "2.0", "2.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
-    ]
-    assert lines[-1] == (
-        f"corerl-good is found twice; not used: 0.1 in {earlier}/corerl_good-0.1.egg-info (corerl doctor good)"
+def plugins(install: Callable[..., Path]) -> None:
+    """Backends `good`, `later` and `bad`, and `rich`, which is an engine and an extension."""
+    backend = SPEC.format(kind="Backend", api=(2, 0), more="")
+    install("corerl-good", {"backends": {"good": "cli_good:SPEC"}}, version="0.3.1", cli_good=backend)
+    later = backend.replace("(2, 0)", "(3, 0)")
+    install("corerl-later", {"backends": {"later": "cli_later:SPEC"}}, version="0.3.1", cli_later=later)
+    install("corerl-bad", {"backends": {"bad": "cli_bad:SPEC"}}, version="0.3.1", cli_bad=BROKEN)
+    install(
+        "corerl-rich",
+        {"engines": {"rich": "cli_engine:SPEC"}, "extensions": {"rich": "cli_extension:SPEC"}},
+        cli_engine=SPEC.format(kind="Engine", api=(2, 0), more=""),
+        cli_extension=SPEC.format(kind="Extension", api=(2, 0), more=", process=Process.DRIVER"),
     )
 
 
-def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+# ---- plugins ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
+    lines = [line.split(maxsplit=4) for line in printed(capsys, "plugins", "backends").splitlines()]
+    assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
+    rows = {line[0]: line[1:] for line in lines[1:]}
+    assert rows["good"] == ["corerl-good", "0.3.1", "2.0", "ok: a Backend to print"]
+    incompatible = "incompatible: written for API 3.0, but this corerl supports 2.0"
+    assert rows["later"] == ["corerl-later", "0.3.1", "3.0", incompatible]
+    assert rows["bad"] == ["corerl-bad", "0.3.1", "-", f"broken: {REASON} (corerl doctor bad)"]
+    assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]
+    assert not {"transformers", "console"} & rows.keys()
+
+
+def test_output_of_an_imported_plugin_goes_to_stderr(
+    install: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    install("corerl-loud", {"backends": {"loud": "cli_loud:SPEC"}}, cli_loud="print('hello')\n" + BROKEN)
     assert main(["plugins", "backends", "--json"]) == 0
-    rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    shown = capfd.readouterr()
+    assert {"good", "bad", "loud"} <= {each["name"] for each in json.loads(shown.out)}
+    assert shown.err == "hello\n"
+
+
+def test_a_name_of_two_packages_is_a_conflict(install: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    install("other", {"backends": {"good": "cli_good:SPEC"}}, version="2.0")
+    lines = printed(capsys, "plugins", "backends").splitlines()
+    reason = "conflict: provided by corerl-good 0.3.1 and other 2.0; choose one by writing "
+    rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
+    assert [(each[0], each[3].startswith(reason)) for each in rivals] == [("corerl-good", True), ("other", True)]
+
+
+def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
+    found = json.loads(printed(capsys, "plugins", "--json"))
+    assert list(found) == [kind.value for kind in Kind]
+    rows: dict[str, Any] = {row["name"]: row for row in found["backends"]}
     assert rows["good"] == {
         "name": "good",
         "distribution": "corerl-good",
@@ -122,66 +110,17 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], ab
         "status": "ok",
         "reason": "",
         "api": [2, 0],
-        "summary": "a small backend",
-        "shadowed": [],
+        "summary": "a Backend to print",
     }
-    assert rows["bad"]["status"] == "broken"
-    assert rows[absent_backend] == {
-        "name": "absent",
-        "status": "not installed",
-        "reason": "pip install 'corerl[absent]'",
-    }
-
-
-def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "engines"]) == 0
-    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
-    rows = {line[0]: line[1:] for line in lines[1:]}
-    version = corerl.__version__
-    assert rows["transformers"] == ["corerl", version, "2.0", "ok: transformers' own generate(), on CPU or GPU"]
-    assert rows["no_engine"] == [
-        "corerl-no_engine",
-        "0.3.1",
-        "-",
-        "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor no_engine)",
-    ]
-    assert not {"plain", "console"} & rows.keys()
-
-
-def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "extensions", "--json"]) == 0
-    rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["jsonl"] == {
-        "name": "jsonl",
-        "distribution": "corerl",
-        "version": corerl.__version__,
-        "value": "corerl.observability.specs:JSONL",
-        "status": "ok",
-        "reason": "",
-        "api": [2, 0],
-        "summary": "metrics.jsonl and samples.jsonl in the run directory",
-        "shadowed": [],
-    }
-    assert not {"transformers", "good", "plain"} & rows.keys()
+    hint = "pip install 'corerl[absent]'"
+    assert rows[absent_backend] == {"name": "absent", "status": "not installed", "reason": hint}
+    assert {row["name"]: row for row in found["extensions"]}["jsonl"]["version"] == corerl.__version__
 
 
 def test_without_a_kind_each_kind_is_a_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins"]) == 0
-    sections = [section.splitlines() for section in capsys.readouterr().out.removesuffix("\n").split("\n\n")]
+    sections = [each.splitlines() for each in printed(capsys, "plugins").removesuffix("\n").split("\n\n")]
     assert [section[0] for section in sections] == [kind.value for kind in Kind]
-    for section in sections:
-        assert main(["plugins", section[0]]) == 0
-        assert capsys.readouterr().out.splitlines() == section[1:]
-    assert any(line.startswith("doctor ") for line in {each[0]: each for each in sections}["commands"])
-
-
-def test_json_of_all_kinds_has_the_array_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == [kind.value for kind in Kind]
-    for kind, rows in found.items():
-        assert main(["plugins", kind, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == rows
+    assert printed(capsys, "plugins", "engines").splitlines() == sections[1][1:]
 
 
 def test_an_unknown_kind_is_answered_with_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +131,75 @@ def test_an_unknown_kind_is_answered_with_all(capsys: pytest.CaptureFixture[str]
     )
 
 
-@pytest.mark.parametrize("kind", ["backends", "engines", "extensions", "commands"])
-def test_listing_loads_no_library_that_is_slow_to_import(kind: str) -> None:
+@pytest.mark.processes
+def test_listing_loads_no_library_that_is_slow_to_import() -> None:
     program = (
-        f"import sys\nfrom corerl.plugin.registry import Kind, installed\nassert installed(Kind({kind!r}))\n"
+        "import sys\nfrom corerl.plugin.registry import Kind, installed\n"
+        "for kind in (Kind.BACKENDS, Kind.ENGINES, Kind.EXTENSIONS, Kind.COMMANDS):\n    assert installed(kind)\n"
         "assert not {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_setting_has_its_help_its_type_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "options", "rich", "--kind", "engine") == (
+        "# engine rich (corerl-rich 0.1.0): a Engine to print\n"
+        '# selected by rollout.engine = "rich"\n'
+        "[engines.rich]\n"
+        "# how (one of 'fast', 'exact')\n"
+        'mode = "fast"\n'
+        "# bytes at most (integer; unset)\n"
+        "# limit =\n"
+        "# by name (table)\n"
+        'words = {"a b" = "say \\"c\\""}\n'
+        "# whether at all (true or false)\n"
+        "on = true\n"
+        "\n"
+        "# what is inside\n"
+        "[engines.rich.inner]\n"
+        "# of something (array of numbers)\n"
+        "factors = [0.5, 1e-08]\n"
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.EXTENSIONS, *SELECTED_BY])
+def test_what_is_printed_can_be_pasted_and_changes_nothing(
+    kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in set(installed_names(kind)) - {"bad", "later"}:
+        file = tmp_path / "run.toml"
+        text = printed(capsys, "options", name, "--kind", kind.noun)
+        file.write_text(f'backend.name = "plain"\nmodel.path = "somewhere"\n{text}')
+        selecting = [f"{path}={name}" for k, path in SELECTED_BY.items() if k is kind]
+        config = resolve_tables(load_config(file, selecting))
+        cls = load(kind, name).spec.config
+        pasted: Any = config.extensions[0].options if kind is Kind.EXTENSIONS else getattr(config, kind.value)[name]
+        assert pasted == cls()
+
+
+def test_a_command_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    about = f"# command doctor (corerl-doctor {version('corerl-doctor')}): diagnose the installation, a plugin or a run"
+    assert printed(capsys, "options", "doctor") == f"{about}\n# there are no settings\n"
+
+
+def test_a_module_is_of_the_kind_of_its_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tomllib.loads(printed(capsys, "options", "cli_engine:SPEC"))
+    assert list(tables["engines"]) == ["cli_engine:SPEC"]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("rich", "'rich' is the name of several plugins; write --kind engine or --kind extension\n"),
+        ("transformrs", "unknown plugin 'transformrs'; did you mean 'transformers'?\n"),
+        ("absent", "to install 'absent': pip install 'corerl[absent]'\n"),
+    ],
+)
+def test_a_name_that_selects_no_plugin_is_one_line(
+    name: str, end: str, absent_backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["options", name]) == 2
+    assert capsys.readouterr().err.endswith(end)

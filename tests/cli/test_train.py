@@ -43,14 +43,6 @@ def test_modules_beside_the_run_can_be_imported(
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_file_that_is_not_there_is_one_line_and_status_2(
-    trained: list[Config], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "no.toml"]) == 2
-    assert capsys.readouterr() == ("", "corerl: error: no.toml: no such file; pass the path of a TOML file\n")
-    assert trained == []
-
-
 def test_a_failure_of_the_run_is_one_line_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

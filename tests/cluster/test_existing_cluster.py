@@ -21,6 +21,7 @@ from corerl.cluster.nodes import gone, interface_of
 from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError
+from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import plan_role
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
@@ -88,9 +89,7 @@ def test_each_node_gets_the_samples_its_ranks_read(address: str, monkeypatch: py
         rows={"group": np.arange(8)},
     )
     config = config_for(ranks=4, options={"optimizer_steps": [0] * 4})
-    plan = evolve(
-        plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=""), environment={"OMP_NUM_THREADS": "1"}
-    )
+    plan = evolve(plan_role("actor", config, plugins_of(config), device="cpu"), environment={"OMP_NUM_THREADS": "1"})
     with ray_session(address=address, cpus=4.0), reserved(arrange({"actor": 4}), timeout=paced(60.0)) as slots:
         group = TrainGroup.launch(plan, slots["actor"])
         group.init().result()
@@ -151,6 +150,7 @@ def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("joins", [True, False], ids=["existing cluster", "Ray of its own"])
 def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) -> None:
     code = f"from tests.cluster.test_existing_cluster import drive; drive({address if joins else ''!r})"

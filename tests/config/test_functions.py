@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from corerl.config.functions import imported, signature_of
+from corerl.config.functions import imported
 from corerl.errors import ConfigError
 
 
@@ -71,28 +70,6 @@ def test_the_path_of_a_file_is_answered_with_its_module(name: str, hint: str) ->
     assert caught.value.message.startswith(f"a.b: {name!r}: cannot import ") and caught.value.message.endswith(hint)
 
 
-def test_a_module_that_fails_when_it_is_asked_for_a_function_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "asks_in_vain.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"^a.b: 'asks_in_vain:f': module 'asks_in_vain' raised RuntimeError: f$"):
-        imported("asks_in_vain:f", setting="a.b")
-
-
-def test_only_a_signal_interrupts_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "interrupts_itself.py").write_text("raise KeyboardInterrupt\n")
-    (tmp_path / "is_interrupted.py").write_text("import os\nos.kill(os.getpid(), 2)\nwhile True: ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = signal.default_int_handler  # a shell starts what runs in the background without it
-    given = signal.signal(signal.SIGINT, before)
-    with pytest.raises(ConfigError, match=r"^a.b: .* cannot import 'interrupts_itself': KeyboardInterrupt$"):
-        imported("interrupts_itself:f", setting="a.b")
-    with pytest.raises(KeyboardInterrupt):
-        imported("is_interrupted:f", setting="a.b")
-    assert signal.signal(signal.SIGINT, given) is before
-
-
 @pytest.mark.parametrize("name", ["logging:score", "time:score", "json.rewards:score"])
 def test_a_module_that_hides_the_users_own_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for own in ("logging", "time"):  # the latter without a file
@@ -105,16 +82,4 @@ def test_a_module_that_hides_the_users_own_is_told(name: str, tmp_path: Path, mo
     own = module.__name__ if module.__name__ == "json" else f"{module.__name__}.py"
     with pytest.raises(ConfigError) as caught:
         imported(name, setting="a.b")
-    assert caught.value.message.endswith(
-        f"; it is {found}, since installed modules come before those of the working directory: rename your {own}"
-    )
-
-
-def test_a_signature_that_cannot_be_told_is_none() -> None:
-    class Odd:
-        __signature__ = "no signature"
-
-        def __call__(self) -> None: ...
-
-    assert str(signature_of(lambda a, *, b=1: a)) == "(a, *, b=1)"
-    assert signature_of(Odd()) is None and signature_of(max) is None
+    assert caught.value.message.endswith(f"; it is {found}: installed modules come first, rename your {own}")

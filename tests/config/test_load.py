@@ -1,13 +1,11 @@
 """From file and overrides to a Config and back, and every way in which that fails."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attrs import evolve, field, frozen
 
-from corerl.config.load import as_config, config_of, dump_toml, load_config, to_plain
+from corerl.config.load import as_config, config_of, dump_toml, load_config
 from corerl.config.schema import (
     BackendChoice,
     Config,
@@ -19,6 +17,7 @@ from corerl.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
 
 SMALLEST = '[backend]\nname = "plain"\n'
@@ -52,26 +51,6 @@ def test_a_value_in_the_place_of_a_table_is_answered_with_the_tables_first_setti
     tmp_path: Path, override: str, line: str
 ) -> None:
     assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override})"]
-
-
-@pytest.mark.parametrize(
-    ("text", "backend", "extensions"),
-    [
-        ("run.steps = 'a'\n[backend]\nname = 'b'\n[[extensions]]\nname = 'c'\nx = 1\n", "b", ["c"]),
-        ("[[extensions]]\nname = 'c'\n[[extensions]]\noptions = 3\n", "", ["c", ""]),
-        ("backend = 'b'\nextensions = ['c', {name = 'd'}]\n", "", []),
-    ],
-    ids=["values", "missing", "tables"],
-)
-def test_more_is_told_of_what_fits_where_something_does_not(
-    tmp_path: Path, text: str, backend: str, extensions: list[str]
-) -> None:
-    rest: list[Config] = []
-    with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, text), more=lambda config: rest.append(config) or ["more"])  # type: ignore[func-returns-value]
-    assert caught.value.message.splitlines() == [*problems_of(tmp_path / "run.toml"), "more"]
-    (config,) = rest
-    assert (config.backend.name, [each.name for each in config.chosen_extensions]) == (backend, extensions)
 
 
 def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
@@ -282,7 +261,6 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         ("run..steps=3", "override 'run..steps=...': expected KEY=VALUE with a dotted key, such as run.steps=10"),
         ("backend.name.x=3", "override 'backend.name.x=...': backend.name is not a table; override it as a whole"),
         ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=...)"),
-        ("run.dir=a\udcff", "override 'run.dir=a\\udcff': is not UTF-8 text"),
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
         ("backends.absent=x", "backends.absent: expected table, got string 'x' (override backends.absent=x)"),
         ("engines.sglang=8", "engines.sglang: expected table, got integer 8 (override engines.sglang=8)"),
@@ -328,29 +306,6 @@ def test_a_key_that_has_no_like_in_its_table_is_told_where_such_are(tmp_path: Pa
         "model.lora": "there is lora",
         "data.zzz": "",
     }
-
-
-def test_an_override_with_spaces_around_its_sign_is_one_problem_that_shows_no_value(tmp_path: Path) -> None:
-    given = ["run.steps", "=", "3", "cluster.environment.KEY", "=", "secret", "run.seed=x", "run.dir", "="]
-    advice = "write KEY=VALUE as one word, without spaces around the ="
-    assert problems_of(write(tmp_path, SMALLEST), *given) == [
-        f"override 'run.steps = ...': {advice}",
-        f"override 'cluster.environment.KEY = ...': {advice}",
-        f"override 'run.dir = ...': {advice}",
-        "run.seed: expected integer, got string 'x' (override run.seed=x)",
-    ]
-    assert problems_of(write(tmp_path, SMALLEST), "=") == [f"override ' = ...': {advice}"]
-
-
-def test_a_pipe_of_a_shell_is_read() -> None:
-    for directory in ("/dev/fd", "/proc/self/fd"):
-        reading, writing = os.pipe()
-        os.write(writing, SMALLEST.encode())
-        os.close(writing)
-        try:
-            assert load_config(f"{directory}/{reading}") == Config(backend=BackendChoice(name="plain"))
-        finally:
-            os.close(reading)
 
 
 def test_what_a_terminal_would_obey_is_escaped_in_a_config_that_is_written_down(tmp_path: Path) -> None:
@@ -414,46 +369,12 @@ def test_a_plugins_own_class_is_written_as_its_table(tmp_path: Path) -> None:
 
 # ---- files that are made to hurt -------------------------------------------------------------------------------------
 
-A, BITS = "[model.config]\na", "expected an integer of at most 64 bits, got"
-
-
-@pytest.mark.parametrize(
-    ("toml", "said"),
-    [
-        (f"{A} = {'[' * 20_000}{']' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
-        (f"{A} = {'{b = ' * 20_000}1{'}' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
-        (f"[model.config{'.a' * 5000}]\nb = 1", "model.config.a: is nested more than 32 levels deep"),
-        (f"{A} = {'[' * 40}{']' * 40}", "model.config.a: is nested more than 32 levels deep"),
-        (f"[run]\nsteps = {'9' * 5000}", "FILE: has a number of more digits than can be read; integers have at most"),
-        (f"[run]\nsteps = 0x{'f' * 5000}", f"run.steps: {BITS} int that is too large to be shown"),
-        (f"[train.optimizer]\nlr = 1{'0' * 400}", f"train.optimizer.lr: {BITS} 1000"),
-        (f"{A} = [1, 9223372036854775808]", f"model.config.a[1]: {BITS} 9223372036854775808"),
-        (f"{A}.b = -9223372036854775809", f"model.config.a.b: {BITS} -9223372036854775809"),
-    ],
-)
-def test_what_is_too_deep_or_too_large_is_one_line_of_reasonable_length(tmp_path: Path, toml: str, said: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('backend = {name = "plain"}\n' + toml)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert caught.value.message.startswith(said.replace("FILE", str(path)))
-    assert "\n" not in caught.value.message and len(caught.value.message) < 400
-
-
-def test_numbers_and_depths_at_the_bounds_are_taken() -> None:
-    nested: Any = 2**63 - 1
-    for _ in range(28):
-        nested = [nested]
-    config = config_of({"backend": {"name": "plain"}, "model": {"config": {"a": nested, "b": -(2**63)}}})
-    assert config.model.config == {"a": nested, "b": -(2**63)}
-
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("run.steps=" + "[" * 5000, "run.steps: expected integer, got string '[[[["),
         ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
-        ("run.steps=0x" + "f" * 400, "run.steps: expected an integer of at most 64 bits, got "),
         ("a" * 5000, "override 'aaaa"),
         ("run." + "a" * 5000 + "=1", 'run."aaaa'),
         ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),

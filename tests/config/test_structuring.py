@@ -129,13 +129,3 @@ def test_all_problems_of_all_fields_are_reported_together() -> None:
         "names[2]: expected string, got integer 2; put it in quotes",
         "zzz: unknown key; known: degree, share, color, window, size, profile, pair, names, counts, low, high",
     ]
-
-
-def test_of_many_wrong_parts_the_first_ones_are_reported() -> None:
-    lines = problems_of({"names": [1] * 100_000, **{f"key{number:03}": 1 for number in range(500)}})
-    assert lines[:2] == [f"names[{at}]: expected string, got integer 1; put it in quotes" for at in range(2)]
-    assert lines[20:22] == [
-        "names: 20 of its parts do not fit; those behind them are not checked",
-        "has 480 more unknown keys",
-    ]
-    assert [line.partition(":")[0] for line in lines[22:]] == [f"key{number:03}" for number in range(20)]

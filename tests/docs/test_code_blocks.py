@@ -78,7 +78,7 @@ INSIDE = ("corerl.cluster.", "corerl.driver.", "corerl.plan.", "corerl.trainer."
 SHOWN = ("corerl.cluster.arrangement", "arrange")  # what its page explains, and nobody calls
 
 
-def test_python_imports_public_names_and_nothing_deeper() -> None:
+def test_python_imports_public_names_alone() -> None:
     deeper = [
         f"{block}: {module} {name}"
         for block in BLOCKS
@@ -89,7 +89,7 @@ def test_python_imports_public_names_and_nothing_deeper() -> None:
     assert deeper == []
 
 
-def test_names_in_the_text_are_public_or_of_packages_that_have_no_public_names() -> None:
+def test_names_in_the_text_are_public() -> None:
     unknown = []
     for page in PAGES:
         text = re.sub(
@@ -103,7 +103,7 @@ def test_names_in_the_text_are_public_or_of_packages_that_have_no_public_names()
 
 
 @each("toml")
-def test_toml_is_valid_and_loads_as_a_run_where_it_names_a_backend(block: Block, tmp_path: Path) -> None:
+def test_toml_loads_as_a_run_where_it_names_a_backend(block: Block, tmp_path: Path) -> None:
     tables = tomllib.loads(block.text)
     if "backend" not in tables:
         return
@@ -161,6 +161,7 @@ writer.close()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.skipif(not PACKAGES.exists(), reason=f"{PACKAGES} is not there; `make setup` installs it")
 def test_the_commands_of_the_tutorial_run_in_turn_in_one_directory(tmp_path: Path) -> None:

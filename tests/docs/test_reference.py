@@ -59,7 +59,7 @@ def specified() -> dict[str, tuple[list[str], str]]:
     return found
 
 
-def test_every_hook_has_one_heading_with_its_exact_arguments_and_no_other_hook_has_one() -> None:
+def test_every_hook_has_a_heading_with_its_arguments() -> None:
     text = page("reference/hooks.md")
     section = text.partition("\n## The hooks\n")[2].partition("\n## ")[0]
     headings = re.findall(r"^### `(.*)`$", section, re.MULTILINE)
@@ -67,7 +67,7 @@ def test_every_hook_has_one_heading_with_its_exact_arguments_and_no_other_hook_h
     assert re.findall(r"^```text\n(.*)\n```$", section, re.MULTILINE) == [each for _, each in specified().values()]
 
 
-def test_every_type_that_a_hook_is_given_or_gives_back_is_shown_with_its_fields() -> None:
+def test_every_type_of_a_hook_is_shown_with_its_fields() -> None:
     text = page("reference/hooks.md")
     shown = dict(re.findall(r"^### `(\w+)`\n\n`[\w.]+`\n\n```python3\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     assert {cls.__name__ for cls in hookspecs.RESULTS.values()} < shown.keys()
@@ -96,7 +96,7 @@ def test_a_picture_is_what_its_script_draws(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [DOCS / "loop.svg", *(DOCS / "pictures" / name for name in PICTURES)], ids=str)
-def test_a_picture_says_in_words_what_it_shows_and_has_paper_of_its_own(path: Path) -> None:
+def test_a_picture_has_a_title_and_a_background(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     ns = {"svg": "http://www.w3.org/2000/svg"}
     assert root.findtext("svg:title", namespaces=ns) and root.findtext("svg:desc", namespaces=ns)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_run_of_the_tutorial_trains_two_steps_with_the_engine_of_ones_own(tmp_path: Path) -> None:
+def test_the_tutorials_engine_trains_two_steps(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "engine", tmp_path, dirs_exist_ok=True)
     with Command("train", "run.toml", "cluster.offload=always", logs=tmp_path, directory=tmp_path) as command:
         assert command.finish() == 0, command.err

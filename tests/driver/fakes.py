@@ -13,8 +13,8 @@ from attrs import evolve
 
 from corerl.algorithms.base import REFERENCE
 from corerl.calls import Future
-from corerl.config.load import to_plain
 from corerl.config.schema import Config
+from corerl.config.toml_text import to_plain
 from corerl.data.plan import StepPlan
 from corerl.data.prompts import SortDigits
 from corerl.driver.progress import Progress
@@ -27,11 +27,11 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.resolve import resolve_tables
+from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
-from corerl.plan.start import Start
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
-from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
+from corerl.plugin.spec import hookimpl
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
-from corerl.config.load import structure, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.config.structuring import structure
+from corerl.config.toml_text import to_plain
 from corerl.data.prompts import SortDigits
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer

@@ -17,8 +17,8 @@ from corerl.driver.checkpoints import Checkpoints, Copies, copies_of
 from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
-from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
+from corerl.plugin.spec import hookimpl
 from corerl.types import Step
 from tests.checkpoint.roles import cut, whole
 

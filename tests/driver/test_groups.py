@@ -23,9 +23,9 @@ from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.roles import RolePlan
-from corerl.plugin.control import Failure
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Failure
 from corerl.plugin.observers import Observers
+from corerl.plugin.spec import hookimpl
 from corerl.types import InitResult, ParallelLayout, Step
 from corerl.weights.transport import Address
 from tests.driver.fakes import Ears, Group, make_updates, told

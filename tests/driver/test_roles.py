@@ -8,8 +8,8 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.schedules import learning_rate
-from corerl.config.load import to_plain
 from corerl.config.schema import Config
+from corerl.config.toml_text import to_plain
 from corerl.driver.roles import Role, ScheduleStand, resume_schedules
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from corerl.config.load import load_config, to_plain
+from corerl.config.load import load_config
+from corerl.config.toml_text import to_plain
 from corerl.driver.run_dir import write_config
 from tests.driver.saved import make_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from corerl.checkpoint.copies import StateCopies
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import RoleConfig
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
 from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend

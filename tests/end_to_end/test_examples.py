@@ -15,6 +15,7 @@ from corerl.models.tokenizer import load_tokenizer
 from tests.end_to_end.command import ROOT, Command, metrics
 
 SMALL = ["run.steps=2", "eval.every=1", "data.held_out=8", "checkpoint.export=false", 'extensions=[{name="jsonl"}]']
+NIGHTLY = pytest.mark.nightly  # `.ci/wheels.py` trains the quickstart, and test_modes.py has a critic
 EXAMPLES = {
     "quickstart.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "quickstart-ppo.toml": ["rollout.prompts=16"],
@@ -62,10 +63,10 @@ def test_no_example_is_left_out() -> None:
     assert sorted(EXAMPLES) == sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_two_steps_and_scores_before_and_after(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[NIGHTLY] if "quickstart" in name else []) for name in EXAMPLES]
+)
+def test_an_example_trains_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.parquet")
     monkeypatch.chdir(tmp_path)  # where model.path and data.source are looked for

@@ -53,16 +53,7 @@ def test_with_copies_in_memory_no_step_is_lost(tmp_path: Path, undisturbed: Path
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_is_killed_while_a_copy_is_written_over_an_older_one_goes_on_from_the_newest(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    kept = ["checkpoint.memory=true", "checkpoint.every=0"]
-    killed = run(tmp_path, *fault("copy", "kill", step=3, once=True), *kept)
-    assert "; all ranks are started anew from the copy in memory of step 2; step 3 is done again" in killed.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
-def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     """Also where ranks and engines take turns in memory."""
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
     assert "actor rank 1: its process died during train at optimizer step 6" in killed.out
@@ -70,7 +61,8 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_checkpoint(tmp_path: Pa
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_path: Path, undisturbed: Path) -> None:
+@pytest.mark.nightly
+def test_a_frozen_rank_before_any_checkpoint_restarts_the_run(tmp_path: Path, undisturbed: Path) -> None:
     within = f"cluster.health_timeout={paced(6.0)}"
     frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
     assert "actor rank 1: its process was killed during train at optimizer step 2: no heartbeat for " in frozen.out
@@ -78,13 +70,8 @@ def test_a_rank_that_freezes_before_any_checkpoint_costs_all_steps_so_far(tmp_pa
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_is_killed_in_the_first_update_costs_nothing(tmp_path: Path, undisturbed: Path) -> None:
-    killed = run(tmp_path, *fault("update_weights", "kill", step=0, once=True))
-    assert "; all ranks are started anew from the initial weights\n" in killed.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
-def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path: Path, undisturbed: Path) -> None:
+@pytest.mark.nightly
+def test_a_rank_killed_in_an_update_costs_no_engine(tmp_path: Path, undisturbed: Path) -> None:
     """Which does not notice by itself that nobody sends any more."""
     killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), "weights.transport=disk")
     assert "actor rank 1: its process died during update_weights" in killed.out
@@ -92,9 +79,8 @@ def test_a_rank_that_is_killed_in_an_update_over_files_costs_no_engine(tmp_path:
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_that_is_killed_as_the_only_engine_gets_its_weights_anew_costs_no_run(
-    tmp_path: Path, undisturbed: Path
-) -> None:
+@pytest.mark.nightly
+def test_a_rank_and_the_only_engine_may_both_die(tmp_path: Path, undisturbed: Path) -> None:
     """The engine dies as it samples the first batch; the update that follows would be the second one."""
     table = f'engines."{ENGINE}"'
     engine = {"directory": tmp_path, "replica": 0, "deaths": 1, "after": 1}

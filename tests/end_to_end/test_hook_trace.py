@@ -13,9 +13,8 @@ RANKS = 2
 HALVES = ["forward_backward", "optimizer_step"]  # of a step
 
 
-def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.nightly
+def test_every_ranks_hook_trace_reaches_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORERL_TRACE", "1")
     overrides = ["run.steps=1", "eval.every=0", "checkpoint.every=0", "checkpoint.export=false"]
     words = [write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides]

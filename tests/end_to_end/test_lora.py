@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 from attrs import frozen
 
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.driver.export import export
 from corerl.weights.adapters import is_adapter
 from corerl_testing import tolerances
 from tests.end_to_end.command import Command, metrics, write_small
@@ -59,7 +56,7 @@ def on_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return corerl(write_small(directory), directory / "run", *LORA)
 
 
-def test_a_run_of_adapters_learns_samples_what_it_trains_and_checkpoints_nothing_else(on_fsdp: Trained) -> None:
+def test_a_run_of_adapters_learns_and_saves_them_alone(on_fsdp: Trained) -> None:
     steps = steps_of(on_fsdp)
     assert list(steps) == list(range(STEPS))
     for line in steps.values():
@@ -76,7 +73,7 @@ def test_a_run_of_adapters_learns_samples_what_it_trains_and_checkpoints_nothing
         assert 3 * 4 * ADAPTERS <= held < 3 * 4 * ADAPTERS + ROOM
 
 
-def test_a_run_of_adapters_goes_on_in_other_backends_as_if_it_had_stayed(on_fsdp: Trained, tmp_path: Path) -> None:
+def test_a_run_of_adapters_resumes_on_other_backends(on_fsdp: Trained, tmp_path: Path) -> None:
     sharded = ["backend.name=deepspeed", "backends.deepspeed.stage=3", "run.steps=3"]
     resume = f"checkpoint.resume={on_fsdp.checkpoint(2)}"
     second = corerl(on_fsdp.config, tmp_path / "sharded", *LORA, *sharded, resume)
@@ -96,34 +93,7 @@ def test_a_run_of_adapters_goes_on_in_other_backends_as_if_it_had_stayed(on_fsdp
         assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
 
 
-def test_a_checkpoint_of_adapters_and_one_of_all_weights_are_no_substitute_for_each_other(
-    on_fsdp: Trained, refused: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    actor = on_fsdp.checkpoint(2) / "actor"
-    (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}")
-    advice = "resume with the [lora] it was trained with, or start a new run from its export"
-    assert line == f"checkpoint.resume: {actor} holds adapters, this run's actor trains all weights; {advice}"
-    (line,) = refused(f"checkpoint.resume={on_fsdp.checkpoint(2)}", "lora.rank=4")
-    assert line.startswith(
-        f"checkpoint.resume: {actor} has [8, 32] for 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'"
-    )
-
-
-def test_adapters_are_not_put_beside_other_weights(on_fsdp: Trained, tmp_path: Path) -> None:
-    other = export(on_fsdp.checkpoint(2), tmp_path / "merged", merge=True)
-    resume = [f"checkpoint.resume={on_fsdp.checkpoint(2)}", f"model.path={other}", "model.config={}"]
-    arguments = ["train", on_fsdp.config, f"run.dir={tmp_path}/run", *RUN, *LORA, *ALONE, *resume]
-    with Command(*arguments, logs=tmp_path) as command:
-        assert command.finish() != 0
-        command.assert_nothing_is_left()
-    (line,) = command.errors
-    assert re.search(
-        rf"{on_fsdp.checkpoint(2)}/actor: its adapters belong to other weights \(digest [0-9a-f]{{32}}\) than this "
-        r"model's \([0-9a-f]{32}\); resume with the model.path, or the run.seed of random weights",
-        line,
-    )
-
-
+@pytest.mark.nightly
 def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
     ppo = ["algorithm.name=ppo", "roles.critic.ranks=1", "roles.critic.lora.rank=4", "rollout.samples=1"]
     trained = corerl(write_small(tmp_path), tmp_path / "run", *ALONE, *ppo, "rollout.prompts=16", "checkpoint.every=0")
@@ -137,9 +107,8 @@ def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
     assert sum(a * b for a, b in critic.values()) == ADAPTERS // 2 + 32
 
 
-def test_engines_that_hold_the_adapters_apart_draw_the_tokens_that_they_draw_from_merged_weights(
-    on_fsdp: Trained, tmp_path: Path
-) -> None:
+@pytest.mark.nightly
+def test_engines_with_separate_adapters_sample_the_same_tokens(on_fsdp: Trained, tmp_path: Path) -> None:
     apart = corerl(on_fsdp.config, tmp_path / "run", *LORA, "weights.lora=adapter", "weights.verify_every=1")
     merged, found = steps_of(on_fsdp), steps_of(apart)
     assert [found[step]["rollout/tokens"] for step in found] == [merged[step]["rollout/tokens"] for step in merged]

@@ -75,9 +75,7 @@ def test_it_draws_the_tokens_that_the_engine_of_corerl_draws(
     np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-def test_it_serves_nothing_before_weights_and_after_sleep_until_new_ones_have_arrived(
-    make: Any, tmp_path: Path
-) -> None:
+def test_it_serves_nothing_without_weights(make: Any, tmp_path: Path) -> None:
     engine = make(TIED)
     asked = request(SAMPLING["plain"])
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):

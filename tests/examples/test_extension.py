@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/plugins/extension"
 
 
 @pytest.mark.processes
-def test_a_run_stops_after_the_step_in_which_a_metric_was_high_enough_often_enough(tmp_path: Path) -> None:
+def test_a_run_stops_once_its_metric_was_high_enough(tmp_path: Path) -> None:
     """Every sample's reward is 0.25."""
     (point,) = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"].values()
     name = point["enough"]  # the spec, as if it were installed

@@ -48,7 +48,7 @@ def test_a_text_without_a_number_has_none() -> None:
         ("", 0.0),
     ],
 )
-def test_a_right_number_is_worth_1_and_a_marked_wrong_one_a_little(response: str, expected: float) -> None:
+def test_a_right_number_is_worth_1(response: str, expected: float) -> None:
     assert reward(Prompt(index=0, text="How much?", answer=WORKED), response) == expected
 
 

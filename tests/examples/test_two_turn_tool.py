@@ -19,7 +19,7 @@ from tests.in_process import execute_here, small
 PROMPT = SortDigits(held_out=1, seed=0).prompt(35018)
 
 
-def test_the_right_drawer_holds_the_digits_and_half_of_them_are_worth_half_of_the_rest() -> None:
+def test_half_of_the_digits_are_worth_half() -> None:
     with scripted(PROMPT, ["6", "01358"]) as script:
         assert fetch(script.episode) == pytest.approx(1.0)
     assert script.asked == [["6?"], ["6?", "6", "01358>"]]

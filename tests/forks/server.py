@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 
 from tests.forks import ray_config
 from tests.forks.asking import RAYS, SOCKET, WITH_RAY, WORKERS
-from tests.room import with_room
 
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
@@ -300,7 +299,7 @@ def run(request: dict[str, Any]) -> None:
     sys.modules["__main__"] = module
     code, status = compile(request["code"], "<forked>", "exec"), None
     try:
-        with_room(lambda: exec(code, module.__dict__))
+        exec(code, module.__dict__)
     except SystemExit as ended:
         status = ended.code
     end(status)

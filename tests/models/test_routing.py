@@ -172,6 +172,7 @@ def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
         model(input_ids=TOKENS, use_cache=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_layers_compile_as_one_graph_until_somebody_listens_and_go_around_routers_then(model_type: str) -> None:
     depth = torch._dynamo.config.recompile_limit + 2  # what is compiled for each layer fails

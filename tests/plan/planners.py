@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 
 from corerl import hookimpl
 from corerl.errors import DataError
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plugin import ExtensionSpec, PlanAnswer, Process
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from corerl.config.schema import ClusterConfig, ClusterInfo
 from corerl.errors import ConfigError
-from corerl.plan.environment import environment_of, merge_environments, process_environment
+from corerl.plan.processes import environment_of, process_environment
 from corerl.plugin.registry import Kind, load
 
 
@@ -28,7 +28,7 @@ def environment(
 ) -> dict[str, str]:
     """That of a plugin which asks for what is `wanted`."""
     cluster = cluster or ClusterConfig()
-    common = process_environment(cluster=cluster, device=device, transport=transport)
+    common = process_environment(cluster, device=device, transport=load(Kind.TRANSPORTS, transport))
     return environment_of(plugin, wanted, cluster=cluster, common=common)
 
 
@@ -77,19 +77,3 @@ def test_a_secret_has_the_value_that_it_has_where_the_run_starts(monkeypatch: py
     found = environment(cluster=ClusterConfig(environment={"NCCL_DEBUG": "INFO"}, secrets=("HF_TOKEN",)))
     assert (found["HF_TOKEN"], found["NCCL_DEBUG"]) == ("s3cr3t", "INFO")
     assert "HF_TOKEN" not in environment()
-
-
-def test_environments_are_merged_and_preloaded_libraries_joined() -> None:
-    assert merge_environments(
-        ("backend mine", {"A": "1", "LD_PRELOAD": "one.so"}),
-        ("extension wrap", {"A": "1", "B": "2", "LD_PRELOAD": "two.so:one.so"}),
-    ) == {"A": "1", "B": "2", "LD_PRELOAD": "one.so:two.so"}
-
-
-def test_environments_that_contradict_each_other_are_refused_with_both_plugins() -> None:
-    with pytest.raises(ConfigError) as caught:
-        merge_environments(("backend mine", {"A": "1"}), ("extension wrap", {"A": "2"}))
-    assert caught.value.message == (
-        "environment variable A: backend mine needs '1', but extension wrap needs '2'; "
-        "they cannot share a process, so choose one of them"
-    )

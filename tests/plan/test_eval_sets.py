@@ -11,10 +11,7 @@ import pytest
 from corerl.data.load import load_prompts
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
-from corerl.plan.names import wrong_names
 from corerl.plan.plan import Plan
-from corerl.plan.settle import with_absolute_paths
-from corerl.plan.user_code import functions_of
 from tests.driver.saved import DATA, config_in, make_config, make_model, recorded, save
 
 MODEL = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
@@ -90,13 +87,6 @@ def test_what_a_set_skips_and_trains_on_is_among_the_notices(tmp_path: Path) -> 
     assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
 
 
-def test_a_set_may_lack_the_tools_that_training_rows_have(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}>", "functions": []} for n in range(5)]
-    data = {"source": write(tmp_path / "tools.jsonl", *rows), "tools_key": "functions"}
-    plan = planned(tmp_path, {"source": write(tmp_path / "set.jsonl", {"prompt": "7>"})}, data=data)
-    assert [each.text for each in plan.eval_sets[1].source.held_out_prompts()] == ["7>"]
-
-
 def test_held_out_prompts_that_other_training_rows_ask_too_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 3}>", "level": n} for n in range(12)]
     plan = planned(tmp_path, held_out=5, data={"source": write(tmp_path / "again.jsonl", *rows)})
@@ -141,21 +131,3 @@ def test_what_is_wrong_in_a_set_is_told_with_its_place(tmp_path: Path, given: di
     with pytest.raises(UserError) as caught:
         planned(tmp_path, {"source": source, **given})
     assert caught.value.message.startswith(f"eval.sets[0]{told}")
-
-
-def test_a_set_whose_file_is_missing_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    (line,) = wrong_names(make_config(eval={"sets": [{"source": f"{tmp_path}/missing.jsonl"}]}))
-    assert line.startswith(f"eval.sets[0].source: cannot read {tmp_path}/missing.jsonl: No such file")
-
-
-def test_paths_and_functions_of_sets_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "set.jsonl", {"prompt": "7>"})
-    own = {"source": "set.jsonl", "answer": "json:dumps", "reward": {"functions": [{"name": "math:dist"}]}}
-    config = make_config(eval={"answer": "re:sub", "sets": [own]})
-    assert with_absolute_paths(config).eval.sets[0].source == str(tmp_path / "set.jsonl")
-    assert functions_of(config) == {
-        "eval.answer": "re:sub",
-        "eval.sets[0].answer": "json:dumps",
-        "eval.sets[0].reward.functions[0].name": "math:dist",
-    }

@@ -10,7 +10,8 @@ import torch
 
 from corerl.config.load import as_config
 from corerl.errors import UserError
-from corerl.plan.group import GroupPlan, plan_group
+from corerl.plan.make import plan_group
+from corerl.plan.plan import GroupPlan
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
@@ -40,12 +41,6 @@ def test_what_needs_the_engines_or_the_samples_of_a_run_says_nothing_of_a_group(
     adapted = {"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 100}
     for algorithm in (recomputed, adapted):
         assert planned(rollout={"prompts": 8, "samples": 2}, algorithm=algorithm).role.objective is not None
-
-
-def test_how_adapters_are_sent_is_checked_as_for_a_run() -> None:
-    assert lines(weights={"lora": "adapter"}) == ["weights.lora: 'adapter', but the actor trains no adapters"]
-    found = lines(weights={"lora": "adapter", "quantize": "fp8"}, lora={"rank": 4})
-    assert found[0] == ("weights.lora: 'adapter', but weights.quantize='fp8' would round what the adapters are beside")
 
 
 def test_on_gpus_it_is_settled_as_a_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +83,13 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
         (
             {"cluster": {"secrets": ["NOT_SET_X"], "resources": {"h200": 1}}, "backend": {"name": "plian"}},
             [
-                "cluster.resources: h200 requested, but a Ray started on this machine has only CPUs and GPUs",
+                "cluster.resources: {'h200': 1.0} needs cluster.address",
                 "cluster.secrets: 'NOT_SET_X' is not set in the environment of this command",
                 "backend.name: unknown backend 'plian'",
             ],
         ),
-        ({"algorithm": {"kl_target": 0.1}}, ["algorithm.kl_target: adapts algorithm.kl_coef, which is 0"]),
-        ({"model": {}}, ["model.path: neither model.path nor model.config is set"]),
+        ({"algorithm": {"kl_target": 0.1}}, ["algorithm.kl_target: 0.1 needs algorithm.kl_coef"]),
+        ({"model": {}}, ["model.path: unset, as is model.config"]),
         ({"model": {"path": "/none"}}, ["model.path: no directory '/none'"]),
         ({"resume": "/none/actor"}, ["resume: no directory '/none/actor'"]),
         ({"train": {"precision": "bfloat16"}}, ["train.precision = 'bfloat16' requires 'bfloat16', which the backend"]),

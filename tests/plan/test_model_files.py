@@ -20,7 +20,7 @@ from corerl.plan.model_files import (
     built,
     require_adapters,
     require_memory,
-    require_same_model,
+    require_same_tensors,
     require_weights,
     saved_shapes,
     untrained,
@@ -44,7 +44,7 @@ def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path:
 
     def require(**changes: Any) -> None:
         changed = hf_config(evolve(config.model, config={**fields, **changes}))
-        require_same_model(checkpoint, "actor", saved_shapes(changed, value_head=False, lora=None))
+        require_same_tensors(checkpoint / "actor", "actor", saved_shapes(changed, value_head=False, lora=None))
 
     require()
     with pytest.raises(CheckpointError, match=r"has \[16, 32\] for 'model.embed_tokens.weight'.* needs \[19, 32\]"):
@@ -57,7 +57,9 @@ def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
-        require_same_model(checkpoint, "critic", saved_shapes(hf_config(config.model), value_head=True, lora=None))
+        require_same_tensors(
+            checkpoint / "critic", "critic", saved_shapes(hf_config(config.model), value_head=True, lora=None)
+        )
 
 
 def test_with_adapters_a_checkpoint_holds_these_a_value_head_and_buffers_and_no_other_weights() -> None:
@@ -77,11 +79,11 @@ def test_adapters_in_place_of_all_weights_and_the_other_way_round_are_refused_in
     hf, whole = hf_config(config.model), save(tmp_path / "whole", config, make_model(config, seed=1), step=2)
     adapted = train_adapted(tmp_path / "adapted", evolve(config, lora=LORA)).checkpoint
     of_all, of_adapters = (saved_shapes(hf, value_head=False, lora=lora) for lora in (None, LORA))
-    require_same_model(adapted, "actor", of_adapters)
+    require_same_tensors(adapted / "actor", "actor", of_adapters)
 
     def told(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> str:
         with pytest.raises(CheckpointError) as caught:
-            require_same_model(checkpoint, "actor", shapes)
+            require_same_tensors(checkpoint / "actor", "actor", shapes)
         return caught.value.message
 
     advice = "resume with the [lora] it was trained with, or start a new run from its export"

@@ -8,7 +8,7 @@ from attrs import evolve
 from corerl.config.schema import ClusterInfo, Config, WeightsConfig
 from corerl.errors import ConfigError
 from corerl.models.config import hf_config
-from corerl.plan import processes
+from corerl.plan import resolve
 from corerl.plan.make import make_plan
 from corerl.plan.processes import require_form
 from corerl.plugin.registry import Kind, load
@@ -25,13 +25,6 @@ def test_weights_that_the_engine_does_not_take_as_they_travel_are_refused(tmp_pa
     engine = load(Kind.ENGINES, config.rollout.engine)
     quantized = evolve(engine, spec=evolve(engine.spec, quantized=lambda options, cluster: "fp8"))
     require_form(evolve(config, engines={engine.name: None}), quantized, ClusterInfo(device="cpu", ranks=1))
-
-
-def test_an_extension_under_two_names_is_one_twice(tmp_path: Path) -> None:
-    config = config_in(tmp_path, extensions=[{"name": "jsonl"}, {"name": "corerl:jsonl"}])
-    with pytest.raises(ConfigError) as caught:
-        make_plan(config)
-    assert caught.value.message == "extensions: 'corerl:jsonl' and 'jsonl' share a name; keep one"
 
 
 def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
@@ -98,11 +91,11 @@ def test_engines_are_asked_with_the_actors_model_and_their_own_number(
         return 3
 
     known = evolve(fake, spec=evolve(fake.spec, calls=calls, bundles=lambda *_: 2))
-    monkeypatch.setattr(processes, "load", lambda kind, name: known if kind is Kind.ENGINES else load(kind, name))
+    monkeypatch.setattr(resolve, "load", lambda kind, name: known if kind is Kind.ENGINES else load(kind, name))
     config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "replicas": 3})
     plan = make_plan(config)
     (cluster,) = asked
     assert (cluster.device, cluster.ranks, cluster.model["num_key_value_heads"]) == ("cpu", 3, 2)
-    assert cluster.train == evolve(config.train, precision="float32", recompute="none")
+    assert cluster.train == evolve(config.train, precision="float32", recompute="none", layout="packed")
     assert plan.processes.engine is not None and plan.processes.engine.calls == 3
     assert [each.context.bundles for each in plan.processes.engine.assignments] == [2, 2, 2]

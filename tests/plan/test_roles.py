@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from transformers import PreTrainedConfig
 
 from corerl.checkpoint.format import index_file
+from corerl.config.problems import Problems
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -18,8 +20,6 @@ from corerl.config.schema import (
     ClusterInfo,
     Config,
     ModelConfig,
-    OptimizerConfig,
-    RoleChoice,
     RolesConfig,
     RolloutConfig,
     RunConfig,
@@ -27,21 +27,43 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
-from corerl.errors import ConfigError, PluginNotFound, Unsupported
+from corerl.errors import ConfigError, Unsupported
+from corerl.models.files import look_at
+from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.resolve import resolve_tables
-from corerl.plan.roles import RolePlan, cluster_of, needed, offloaded, plan_role
+from corerl.plan.models import RoleModel, load_models
+from corerl.plan.residency import offloaded
+from corerl.plan.resolve import plugins_of, resolve_tables
+from corerl.plan.roles import RolePlan, cluster_of, needed, plan_role
 from corerl.plugin.capabilities import Capability
+from corerl_testing.models import tiny_config
+from tests.driver.saved import make_config
 from tests.trainer.configs import FAKE, config_for
 
 CHOOSY = "tests.trainer.fakes:CHOOSY"
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
-def planned(config: Config, resume: str = "", experts: int = 1, **snapshots: str) -> RolePlan:
+def planned(
+    config: Config, resume: str = "", *, role: str = "actor", model: RoleModel | None = None, **snapshots: str
+) -> RolePlan:
     return plan_role(
-        "actor", config, experts=experts, device="cpu", run_dir="runs/x", resume=resume, snapshots=snapshots
+        role,
+        config,
+        plugins_of(config),
+        device="cpu",
+        run_dir="runs/x",
+        resume=resume,
+        model=model,
+        snapshots=snapshots,
     )
+
+
+def model_of(config: Config, hf: PreTrainedConfig, role: str = "actor") -> RoleModel:
+    """The role's, with a model of another config in the place of its own."""
+    given = evolve(config, model=make_config().model, roles=evolve(config.roles, critic=None))
+    (model,) = load_models(given, ["actor"], plugins_of(config), Problems()).values()
+    return evolve(model, role=role, hf=hf, built=look_at(hf))
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -77,20 +99,6 @@ def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
 
 
-def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
-    own = TrainConfig(optimizer=OptimizerConfig(lr=0.5))
-    config = config_for("plain", roles=RolesConfig(actor=RoleChoice(ranks=2, backend=FAKE, train=own)))
-    plan = planned(config)
-    assert plan.backend.name == FAKE
-    assert [assignment.config.train for assignment in plan.assignments] == [own.settled("cpu")] * 2
-
-
-def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
-    config = evolve(config_for(), backend=BackendChoice(name="plian"))
-    with pytest.raises(PluginNotFound, match=r"unknown backend 'plian'; installed: .*plain; did you mean 'plain'\?"):
-        planned(config)
-
-
 def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> None:
     config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
     with pytest.raises(Unsupported) as caught:
@@ -111,10 +119,10 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
 def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(tmp_path: Path) -> None:
     config = config_for(LIMITED, ranks=1)
     with pytest.raises(Unsupported) as caught:
-        planned(config, resume=saved_by(2, tmp_path), experts=8)
+        planned(config, resume=saved_by(2, tmp_path), model=model_of(config, tiny_config("qwen3-moe")))
     assert caught.value.message.splitlines() == [
         (
-            f"a model with 8 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
+            f"a model with 4 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
             "yet; change that setting, or choose another backend"
         ),
         (
@@ -137,54 +145,13 @@ def test_a_backend_says_how_many_ways_samples_are_split_and_over_all_ranks_where
     assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
 
 
-def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands() -> None:
-    def refused(config: Config, role: str = "actor") -> list[str]:
-        with pytest.raises(ConfigError) as caught:
-            plan_role(
-                role,
-                config,
-                experts=1,
-                device="cpu",
-                run_dir="",
-                resume="",
-                model={"num_key_value_heads": 6},
-            )
-        return caught.value.message.splitlines()
-
-    recompute = TrainConfig(recompute="full")
-    of_model, of_train = "2 more than a multiple of 4", "'full', and it keeps everything"
-    assert refused(config_for(CHOOSY, model=ModelConfig(config={"model_type": "qwen3"}), train=recompute)) == [
-        f"model.config.num_key_value_heads: {of_model}",
-        f"train.recompute: {of_train}",
-    ]
-    roles = RolesConfig(
-        actor=RoleChoice(ranks=2),
-        critic=SideRoleChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value")),
-    )
-    assert refused(config_for(CHOOSY, roles=roles), "critic") == [
-        f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
-        f"roles.critic.train.recompute: {of_train}",
-    ]
-    assert planned(config_for(CHOOSY)).data_parallel == 2  # no model is known: nothing to be said of it
-
-
-def test_each_role_is_told_its_own_table_of_the_backend() -> None:
-    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=SideRoleChoice(ranks=3, options={"shards": 3}))
-    config = config_for(options={"shards": 2}, roles=roles)
-    told = {}
-    for role in ("actor", "critic"):
-        plan = plan_role(role, config, experts=1, device="cpu", run_dir="runs/x", resume="")
-        told[role] = [(each.config.options["shards"], plan.environment["FAKE_SHARDS"]) for each in plan.assignments]
-    assert told == {"actor": [(2, "2 of 2 on cpu")] * 2, "critic": [(3, "3 of 3 on cpu")] * 3}
-
-
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
 PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
 
 def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
     snapshots = plan_algorithm(resolve_tables(config)).snapshots(role) if config.run.trains else {}
-    return set(needed(role, config, cluster, saved_ranks=cluster.ranks, snapshots=snapshots))
+    return set(needed(role, config, plugins_of(config), cluster, saved_ranks=cluster.ranks, snapshots=snapshots))
 
 
 def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
@@ -213,12 +180,13 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
 def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so() -> None:
     config = config_for()
     by_model = evolve(CPU, train=evolve(config.train, layout="whole"))
-    assert needed("actor", config, by_model)[Capability.WHOLE] == "a model that cannot be packed"
+    assert needed("actor", config, plugins_of(config), by_model)[Capability.WHOLE] == "a model that cannot be packed"
     by_user = evolve(config, train=evolve(config.train, layout="whole"))
-    assert needed("actor", by_user, by_model)[Capability.WHOLE] == "train.layout = 'whole'"
+    assert needed("actor", by_user, plugins_of(by_user), by_model)[Capability.WHOLE] == "train.layout = 'whole'"
     assert Capability.WHOLE not in needs(config, CPU)
-    plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="", layout="whole")
-    assert {each.config.train.layout for each in plan.assignments} == {"whole"}
+    hf = tiny_config("qwen3")
+    whole = evolve(model_of(config, hf), layout=choose_layout(look_at(hf), "whole"))
+    assert {each.config.train.layout for each in planned(config, model=whole).assignments} == {"whole"}
 
 
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
@@ -226,7 +194,10 @@ def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
     config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=SideRoleChoice()))
     assert Capability.ROUTING_REPLAY in needs(config, CPU)
-    assert needed("actor", config, CPU)[Capability.ROUTING_REPLAY] == f"algorithm.routing_replay = '{replay}'"
+    assert (
+        needed("actor", config, plugins_of(config), CPU)[Capability.ROUTING_REPLAY]
+        == f"algorithm.routing_replay = '{replay}'"
+    )
     assert Capability.ROUTING_REPLAY not in needs(config, CPU, "critic")
     sampling = evolve(config, run=evolve(config.run, mode="rollout-only"))
     assert Capability.ROUTING_REPLAY not in needs(sampling, CPU)
@@ -243,27 +214,21 @@ def test_a_critic_needs_a_value_head_and_neither_engines_nor_a_reference() -> No
     assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
 
 
-def test_a_critic_is_planned_with_its_own_backend_settings_and_model() -> None:
-    own = TrainConfig(precision="bfloat16")
-    config = with_critic(ranks=2, backend=FAKE, train=own, model=ModelConfig(path="models/value"))
-    plan = plan_role("critic", config, experts=1, device="cpu", run_dir="runs/x", resume="")
-    assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
-    role = plan.assignments[0].config
-    assert (role.value_head, role.train, role.model.path) == (True, own.settled("cpu"), "models/value")
-    assert plan.backend.name == FAKE
-    assert not planned(config).assignments[0].config.value_head
-    assert planned(config).assignments[0].config.model == config.model
-
-
 def test_a_teacher_needs_neither_an_optimizer_nor_checkpoints_and_its_backend_must_have_frozen_roles(
     tmp_path: Path,
 ) -> None:
     config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
     config = evolve(config, roles=RolesConfig(teacher=SideRoleChoice(ranks=2, backend=FAKE)))
-    plan = plan_role("teacher", config, experts=1, device="cpu", run_dir="", resume=saved_by(3, tmp_path))
+    plan = planned(config, role="teacher", resume=saved_by(3, tmp_path))
     role = plan.assignments[1].config
     assert (role.frozen, role.value_head, role.resume, role.train.recompute) == (True, False, "", "none")
-    wanted = needed("teacher", config, cluster_of("teacher", config, device="cpu"), saved_ranks=0)
+    wanted = needed(
+        "teacher",
+        config,
+        plugins_of(config),
+        cluster_of("teacher", config, plugins_of(config), device="cpu"),
+        saved_ranks=0,
+    )
     assert wanted.keys() == {Capability.CPU, Capability.MULTI_RANK, Capability.FROZEN}
     assert wanted[Capability.FROZEN] == "roles.teacher"
     assert not planned(config).assignments[0].config.frozen
@@ -304,17 +269,10 @@ def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
 
 
-def test_a_model_with_weights_in_buffers_is_asked_of_the_backend_by_the_name_of_one() -> None:
-    found = needed("actor", config_for(), CPU, buffer="model.layers.1.mlp.gate.e_score_correction_bias")
-    assert (
-        found[Capability.BUFFERS] == "a model with weights in buffers (model.layers.1.mlp.gate.e_score_correction_bias)"
-    )
-
-
 def test_a_spec_is_told_that_the_actors_steps_are_streamed() -> None:
     roles = RolesConfig(critic=SideRoleChoice())
     config = Config(backend=BackendChoice(name="plain"), roles=roles, algorithm=AlgorithmConfig(name="ppo"))
     streamed = evolve(config, rollout=RolloutConfig(source="streamed"))
     for each, of_actor in ((config, False), (streamed, True)):
-        told = {role: cluster_of(role, each, device="cpu").streamed for role in ("actor", "critic")}
+        told = {role: cluster_of(role, each, plugins_of(each), device="cpu").streamed for role in ("actor", "critic")}
         assert told == {"actor": of_actor, "critic": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,14 @@ from attrs import evolve, frozen
 from corerl.config.load import config_of
 from corerl.config.options import option
 from corerl.config.schema import Config
+from corerl.data.files import Rows
 from corerl.errors import ConfigError, DataError, PluginBroken, UserError
+from corerl.plan.data import _rows_of
 from corerl.plan.make import make_plan
-from corerl.plan.sampler import brings_prompts, brings_rewards, plays_episodes, rows_of_sampler
-from corerl.plugin import registry
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem, SamplerSpec
 from corerl.rollout.sampler import PromptSampler
-from tests.plan.test_inputs import config_in
+from tests.driver.saved import config_in
 
 
 @frozen(kw_only=True)
@@ -60,32 +60,21 @@ def config(**tables: Any) -> Config:
     return config_of({"backend": {"name": "plain"}, **tables})
 
 
+def rows_of(name: str, **options: Any) -> Rows | None:
+    sampler = load(Kind.SAMPLERS, name)
+    return _rows_of(sampler, config(rollout={"sampler": name}, samplers={sampler.name: options}))
+
+
+def test_a_sampler_may_bring_prompts() -> None:
+    rows = rows_of(OWN, count=2)
+    assert rows is not None and rows.where(1) == f"row 1 of sampler {OWN!r}"
+    assert [row for _, row in rows.scan("prompt")] == [{"prompt": "0>", "answer": "0"}, {"prompt": "1>", "answer": "1"}]
+    assert rows_of("prompts") is None
+
+
 def test_core_has_a_sampler_of_single_responses_with_the_rewards_of_the_config(tmp_path: Path) -> None:
-    given = config()
-    assert not (brings_prompts(given) or brings_rewards(given) or plays_episodes(given))
     made = make_plan(config_in(tmp_path / "run")).rollout.sampler
     assert made.func is PromptSampler  # type: ignore[attr-defined]  # of a partial
-
-
-def test_a_sampler_of_a_wheel_that_is_missing_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.metadata.distributions
-    monkeypatch.setattr(
-        importlib.metadata,
-        "distributions",
-        lambda **only: (each for each in found(**only) if each.metadata["Name"] != "corerl-agents"),
-    )
-    registry._scanned.cache_clear()
-    try:
-        with pytest.raises(UserError) as caught:
-            make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler="episodes"))
-    finally:
-        registry._scanned.cache_clear()
-    assert caught.value.message == (
-        "rollout.sampler: unknown sampler 'episodes'; installed: prompts; to install 'episodes': pip install "
-        "'corerl[agents]'"
-    )
 
 
 def evolve_rollout(config: Config, **changed: Any) -> Config:
@@ -106,26 +95,14 @@ def test_what_is_no_sampler_is_told_before_anything_starts(tmp_path: Path) -> No
         make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler=f"{__name__}:WITHOUT_CLASS"))
 
 
-def test_prompts_of_a_sampler_give_way_to_those_that_data_names() -> None:
-    own = config(rollout={"sampler": OWN}, samplers={OWN: {"count": 2}})
-    rows = rows_of_sampler(own)
-    assert rows is not None and [row for _, row in rows.scan("prompt")] == [
-        {"prompt": "0>", "answer": "0"},
-        {"prompt": "1>", "answer": "1"},
-    ]
-    assert rows.where(1) == f"row 1 of sampler {OWN!r}" and brings_prompts(own) and brings_rewards(own)
-    named = evolve(own, data=evolve(own.data, source="mine.jsonl"))
-    assert rows_of_sampler(named) is None and not brings_prompts(named)
-
-
 def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
     with pytest.raises(PluginBroken, match=r"SILENT' has no prompts: IndexError: list index out of range"):
-        rows_of_sampler(config(rollout={"sampler": f"{__name__}:SILENT"}))
+        rows_of(f"{__name__}:SILENT")
 
 
 def test_what_a_sampler_refuses_is_said_in_its_own_words() -> None:
     with pytest.raises(DataError, match="^no rows for count=3$"):
-        rows_of_sampler(config(rollout={"sampler": f"{__name__}:REFUSES"}))
+        rows_of(f"{__name__}:REFUSES")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +110,7 @@ def test_what_a_sampler_refuses_is_said_in_its_own_words() -> None:
 )
 def test_prompts_of_a_sampler_must_be_a_sequence_with_rows(name: str, why: str) -> None:
     with pytest.raises(PluginBroken, match=f"{name}' has no prompts: {why}"):
-        rows_of_sampler(config(rollout={"sampler": f"{__name__}:{name}"}))
+        rows_of(f"{__name__}:{name}")
 
 
 def test_an_unknown_sampler_is_told_without_complaints_about_prompts(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from corerl.plan import make
 from corerl.plan.algorithm import contradictions
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resolve import settle_algorithm
-from corerl.plan.settle import with_trains
+from corerl.plan.resolve import plugins_of, settle_algorithm
+from corerl.plan.settle import with_choices
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
 
 pytestmark = pytest.mark.usefixtures("only_listed")
@@ -64,24 +64,15 @@ def test_a_role_whose_backend_lacks_bfloat16_gets_settings_of_its_own(tmp_path: 
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
 
 
-def test_roles_that_share_settings_share_them_afterwards_unless_they_differ() -> None:
-    config = make_config(**CRITIC)
-    both = with_trains(config, dict.fromkeys(("actor", "critic"), TrainConfig(mini_batches=2)))
-    assert both.train.mini_batches == 2 and both.roles.actor.train is None
-    one = with_trains(config, {"actor": config.train, "critic": TrainConfig(mini_batches=2)})
-    assert one.train == config.train and one.train_of("actor") == config.train
-    assert one.train_of("critic").mini_batches == 2
-
-
-def test_a_frozen_role_shares_settings_that_its_passes_read_and_its_own_have_no_others() -> None:
-    config = settle_algorithm(make_config(**TEACHER, train={"mini_batches": 2, "optimizer": {"lr": 1e-3}}))
-    trains = {role: config.train_of(role).settled("cpu") for role in ("actor", "teacher")}
-    shared = with_trains(config, trains)
-    assert shared.roles.teacher == config.roles.teacher and shared.train == trains["actor"]
-    half = with_trains(config, {**trains, "teacher": evolve(trains["teacher"], precision="bfloat16")})
-    assert half.train == trains["actor"]
-    assert half.train_of("teacher") == TrainConfig(precision="bfloat16")
-    assert [line for line in contradictions(half) if "teacher" in line] == []  # what a run records can be read again
+def test_a_frozen_role_has_no_settings_that_only_training_reads() -> None:
+    config = make_config(**TEACHER, train={"mini_batches": 2, "optimizer": {"lr": 1e-3}})
+    plugins = plugins_of(config)
+    chosen = with_choices(settle_algorithm(config), plugins, "cpu", bfloat16=True)
+    assert chosen.train == config.train.settled("cpu")
+    assert chosen.train_of("teacher") == TrainConfig(precision="float32", recompute="none")
+    assert [line for line in contradictions(chosen) if "teacher" in line] == []  # what a run records can be read again
+    again = with_choices(chosen, plugins, "cpu", bfloat16=True)
+    assert again == chosen
 
 
 @pytest.mark.parametrize(("asked", "rows", "vocabulary"), [(0, 16, 0), (0, 40, 16), (20, 40, 20), (40, 40, 0)])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 
 from corerl.cluster.arrangement import arrange
+from corerl.config.schema import ClusterInfo
 from corerl.errors import ConfigError
-from corerl.plan.transports import choose_transport, senders
+from corerl.plan.processes import check_transport, choose_transport, senders
+from corerl.plan.resolve import plugins_of
 from tests.driver.saved import make_config
 
 
@@ -48,12 +50,15 @@ def test_auto_hands_over_memory_where_ranks_and_engines_share_devices(
     transport: str, placement: str, sending: tuple[int, ...], by_handle: bool, chosen: str
 ) -> None:
     config = make_config(weights={"transport": transport}, cluster={"placement": placement})
-    assert choose_transport(config, places(2, 2), sending, by_handle=by_handle) == chosen
+    assert choose_transport(config, sending, by_handle=by_handle) == chosen
 
 
-def test_handing_over_memory_between_devices_is_refused_where_it_is_asked_for() -> None:
-    asked: dict[str, Any] = {"weights": {"transport": "ipc"}}
-    with pytest.raises(ConfigError, match=r"^weights.transport: 'ipc' .* bundles \[0, 2\]\); use 'auto', or "):
-        choose_transport(make_config(**asked), places(2, 4), (), by_handle=True)
-    reading = make_config(**asked, run={"mode": "train-only"})  # there is no engine
-    assert choose_transport(reading, places(2, 4), (), by_handle=True) == "ipc"
+def test_handing_over_memory_between_devices_is_refused() -> None:
+    for mode, refused in (("train", True), ("train-only", False)):  # where there is no engine
+        config = make_config(weights={"transport": "ipc"}, run={"mode": mode})
+        with (
+            pytest.raises(ConfigError, match="^weights.transport: 'ipc' .* without actor ranks; use 'auto', or ")
+            if refused
+            else nullcontext()
+        ):
+            check_transport(config, plugins_of(config), (), ClusterInfo(device="cpu", ranks=1))

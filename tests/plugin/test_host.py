@@ -24,7 +24,7 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
     ForwardResult,

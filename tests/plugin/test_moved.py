@@ -13,14 +13,14 @@ import pytest
 
 from corerl.backend import Backend
 from corerl.errors import ContractError, PluginBroken, PluginIncompatible
-from corerl.plugin.api import API, hookimpl
 from corerl.plugin.contract import build_manager
-from corerl.plugin.moved import MOVED, Moved
+from corerl.plugin.moved import MOVED
 from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.spec import API, hookimpl
 from corerl_testing.plain.backend import PlainBackend
 
 OLD = Path(__file__).parent / "api_1_0"  # its files, unchanged
-ROWS = [row for rows in MOVED.values() for row in rows if row.old.startswith(("corerl", "Backend."))]
+ROWS = [row for rows in MOVED.values() for row in rows.items() if row[0].startswith(("corerl", "Backend."))]
 
 
 @pytest.fixture
@@ -43,38 +43,30 @@ def edit(file: Path, *changes: tuple[str, str]) -> None:
     file.write_text(text)
 
 
-def test_an_old_backend_is_told_where_each_thing_is_now(mine: Path) -> None:
+def test_an_old_backend_is_refused_with_the_page_of_changes(mine: Path) -> None:
     with pytest.raises(PluginIncompatible) as caught:
         load(Kind.BACKENDS, f"{mine.name}:SPEC")
-    message = caught.value.message
-    assert message.startswith(
+    assert caught.value.message.startswith(
         f"backend '{mine.name}:SPEC' was written for API 1.0, but this corerl supports 2.0; what changed: "
-        "docs/versioning.md, the table of API 2.0; of that it uses "
+        "docs/versioning.md, the table of API 2.0; "
     )
-    listed = re.findall(r"([\w.]+) \(now ([\w.]+)", message)
-    assert listed == [
-        ("corerl.backend.adamw", "corerl.backend"),
-        ("corerl.backend.passes.StepLosses", "corerl.backend"),
-        ("corerl.models.policy.CausalPolicy", "corerl.models"),
-        ("Backend.train", "Backend.forward_backward"),
-    ]
-    assert "\n" not in message
 
 
 ADAMW = ("from corerl.backend.adamw import", "from corerl.backend import")
 POLICY = ("from corerl.models.policy import CausalPolicy\n", "")
+CONTEXT = ("from corerl.plugin.context import", "from corerl.plugin import")
 NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere import")
 
 
 @pytest.mark.parametrize(
-    ("mended", "said"),
+    ("fixed", "said"),
     [
         (
             [],
             (
                 "cannot be loaded from {}: ModuleNotFoundError: No module named 'corerl.backend.adamw'; "
-                "corerl.backend.adamw is corerl.backend: adamw, moments, set_adam_step, set_lr since API 2.0; the "
-                "others that moved: docs/versioning.md"
+                "corerl.backend.adamw is corerl.backend: adamw, moments, set_adam_step, set_lr since API 2.0; see "
+                "docs/versioning.md"
             ),
         ),
         ([ADAMW], "; corerl.models.policy.CausalPolicy is corerl.models: make_policy(config, ...), which builds its"),
@@ -86,9 +78,9 @@ NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere impor
             ),
         ),
         (
-            [ADAMW, POLICY],
+            [ADAMW, POLICY, CONTEXT],
             (
-                "{} lacks forward_backward, optimizer_step, which have no default; implement them; train is "
+                "{} must implement forward_backward, optimizer_step; train is "
                 "Backend.forward_backward(batch, loss, outputs, last), which adds gradients, and "
                 "Backend.optimizer_step(step, scale), which scales and clips them and takes the step since API 2.0, "
                 "see docs/versioning.md"
@@ -97,9 +89,9 @@ NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere impor
     ],
     ids=["module", "name", "never there", "method"],
 )
-def test_what_is_missing_is_told_with_its_place(mine: Path, mended: list[tuple[str, str]], said: str) -> None:
+def test_a_failed_import_of_cores_says_where_that_is_now(mine: Path, fixed: list[tuple[str, str]], said: str) -> None:
     edit(mine / "spec.py", ("api=(1, 0)", f"api={API}"))
-    edit(mine / "backend.py", *mended)
+    edit(mine / "backend.py", *fixed)
     loaded = load(Kind.BACKENDS, f"{mine.name}:SPEC")
     with pytest.raises(PluginBroken) as caught:
         load_implementation(Kind.BACKENDS, loaded)
@@ -108,7 +100,7 @@ def test_what_is_missing_is_told_with_its_place(mine: Path, mended: list[tuple[s
 
 def test_one_method_that_is_missing_is_told_as_one() -> None:
     loaded = load(Kind.BACKENDS, "corerl_testing.plain:SPEC")
-    with pytest.raises(PluginBroken, match="lacks optimizer_step, which has no default; implement it$"):
+    with pytest.raises(PluginBroken, match="must implement optimizer_step$"):
         load_implementation(Kind.BACKENDS, loaded, f"{__name__}:WithoutAStep")
 
 
@@ -126,29 +118,23 @@ def test_a_wrapper_of_a_hook_that_went_is_told_what_replaces_it() -> None:
         build_manager([("timed", Timed())])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.old)
-def test_what_a_row_names_was_there_and_is_elsewhere_now(row: Moved) -> None:
-    module, colon, name = row.old.partition(":")
-    if row.old.startswith("corerl"):
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_each_row_of_the_table_names_what_is_there(row: tuple[str, str]) -> None:
+    old, new = row
+    module, colon, name = old.partition(":")
+    if old.startswith("corerl"):
         there = find_spec(module) is not None if colon or _is_below(module) else False
         assert not there or (colon and not hasattr(importlib.import_module(module), name)) or name == "StepLosses"
-    for method, arguments in re.findall(r"Backend\.(\w+)\(([^)]*)\)", row.new):
+    for method, arguments in re.findall(r"Backend\.(\w+)\(([^)]*)\)", new):
         parameters = list(inspect.signature(getattr(Backend, method)).parameters)[1:]
         assert parameters == [argument.partition("=")[0] for argument in arguments.split(", ")]
-    if now := re.match(r"(corerl(?:_testing)?(?:\.\w+)?): ((?:\w+, )*\w+)", row.new):
+    if now := re.match(r"(corerl(?:_testing)?(?:\.\w+)?): ((?:\w+, )*\w+)", new):
         face = importlib.import_module(now[1])
         assert [each for each in now[2].split(", ") if not hasattr(face, each)] == []
-    elif not row.new.startswith("Backend"):  # a wheel
-        assert find_spec(row.new.partition(",")[0]) is not None
+    elif not new.startswith("Backend"):  # a wheel
+        assert find_spec(new.partition(",")[0]) is not None
 
 
 def _is_below(module: str) -> bool:
     """Whether the package that the module was in is still there, so that it can be looked for."""
     return find_spec(module.rpartition(".")[0]) is not None
-
-
-def test_a_file_that_is_no_python_does_not_hide_the_others(mine: Path) -> None:
-    (mine / "template.py").write_text("print {{ name }}\n")
-    (mine / "latin.py").write_bytes(b"# \xe9\n")
-    with pytest.raises(PluginIncompatible, match="of that it uses corerl.backend.adamw "):
-        load(Kind.BACKENDS, f"{mine.name}:SPEC")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from corerl import hookimpl
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken, WorkerDied
-from corerl.plugin.control import RunControl
 from corerl.plugin.events import Event, Notice
+from corerl.plugin.hookspecs import RunControl
 from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
-from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Process
 
 Install = Callable[..., Path]
@@ -66,13 +64,6 @@ def test_each_extension_is_made_where_its_spec_says_with_its_options(capsys: pyt
     assert capsys.readouterr().out == "runs/x 5 hello\n"
     ((name, instance),) = load_worker_extensions(choices, "runs/x")
     assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("plugins")
-def test_options_that_were_resolved_already_are_taken_as_they_are() -> None:
-    options = load(Kind.EXTENSIONS, "wrap").spec.config(every=9)
-    ((_, instance),) = load_worker_extensions([ExtensionChoice(name="wrap", options=options)], "runs/x")
-    assert instance.options is options  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("plugins")
@@ -200,23 +191,3 @@ def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
         "extension:t implements optimizer_step, which is called in workers only; its spec must have "
         "process=Process.WORKER"
     )
-
-
-def test_events_of_two_threads_are_told_one_after_the_other() -> None:
-    told: list[str] = []
-    other = Thread(target=lambda: observers.emit(Notice(text="second")))
-
-    class Slow:
-        @hookimpl
-        def observe(self, event: Event) -> None:
-            assert isinstance(event, Notice)
-            told.append(f"{event.text} begins")
-            if event.text == "first":
-                other.start()
-                other.join(timeout=0.1)  # in vain: it waits for this call to end
-            told.append(f"{event.text} ends")
-
-    observers = Observers([("slow", Slow())])
-    observers.emit(Notice(text="first"))
-    other.join()
-    assert told == ["first begins", "first ends", "second begins", "second ends"]

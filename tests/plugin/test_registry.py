@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
-from corerl.plugin.api import API
 from corerl.plugin.registry import (
     Installed,
     Kind,
@@ -23,6 +22,7 @@ from corerl.plugin.registry import (
     load,
     load_implementation,
 )
+from corerl.plugin.spec import API
 
 Install = Callable[..., Path]
 
@@ -109,16 +109,14 @@ def test_two_distributions_with_one_name_are_both_named_and_can_be_told_apart(
     assert [each.status for each in listed("mine")] == [Status.CONFLICT, Status.CONFLICT]
 
 
-def test_one_distribution_with_two_different_entry_points_of_one_name_must_be_installed_anew(
-    install: Install, backend_spec: str
-) -> None:
-    old = install("corerl-mine", {"backends": {"mine": "old_g:SPEC"}}, site="old", old_g=backend_spec)
-    new = install("corerl-mine", {"backends": {"mine": "new_g:SPEC"}}, site="new", new_g=backend_spec)
+def test_a_distribution_with_two_plugins_of_one_name_is_a_conflict(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "old_g:SPEC"}}, site="old", old_g=backend_spec)
+    install("corerl-mine", {"backends": {"mine": "new_g:SPEC"}}, site="new", new_g=backend_spec)
     with pytest.raises(PluginConflict) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        f"backend 'mine' is provided twice by corerl-mine, as new_g:SPEC in {new} and old_g:SPEC in {old}; "
-        "uninstall corerl-mine until no copy is left, then install it once"
+        "backend 'mine' is provided twice by corerl-mine, as new_g:SPEC and old_g:SPEC; uninstall corerl-mine until no "
+        "copy is left, then install it once"
     )
 
 
@@ -151,10 +149,7 @@ def test_an_entry_point_that_names_something_else_than_a_spec_is_broken(install:
     install("corerl-bad", {"backends": {"bad": "bad_j:SPEC"}}, bad_j="SPEC = 3")
     with pytest.raises(PluginBroken) as caught:
         load(Kind.BACKENDS, "bad")
-    assert caught.value.message == (
-        "backend 'bad' (corerl-bad 0.1.0): bad_j:SPEC is a int, expected a BackendSpec; "
-        "its entry point must name the spec"
-    )
+    assert caught.value.message == ("backend 'bad' (corerl-bad 0.1.0): bad_j:SPEC is a int, expected a BackendSpec")
 
 
 @pytest.mark.parametrize(("config", "shown"), [("dict", "<class 'dict'>"), ("Options()", "Options(shards=1)")])
@@ -170,8 +165,7 @@ def test_a_spec_whose_options_are_no_attrs_class_is_broken(
 
 def test_a_module_path_to_what_is_no_spec_or_to_the_program_itself_is_told(install: Install) -> None:
     install("corerl-bad", {}, bad_l="SPEC = 3")
-    with pytest.raises(PluginBroken, match=r"plugin bad_l:SPEC is a int, expected one of BackendSpec, EngineSpec, Sa"):
-        kinds_of("bad_l:SPEC")
+    assert kinds_of("bad_l:SPEC") == []
     with pytest.raises(PluginNotFound, match=r"unknown backend '__main__:SPEC'"):
         load(Kind.BACKENDS, "__main__:SPEC")
 
@@ -196,8 +190,7 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     assert pickle.loads(pickle.dumps(caught.value)).api == api  # as on its way through Ray
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
-    hint = "" if api > API else "; what changed: docs/versioning.md"
-    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.0{hint}"
+    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.0"
 
 
 def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:

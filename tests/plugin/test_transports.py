@@ -3,10 +3,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from corerl.errors import PluginBroken, PluginIncompatible, PluginNotFound
-from corerl.plugin import registry
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, scan
 from corerl.plugin.transports import give_up, open_receiver, open_sender, transport_named
@@ -54,25 +50,6 @@ def test_both_ends_are_made_of_the_address_and_their_place(install: Install) -> 
 def test_a_transport_without_a_wait_to_end_is_given_up_silently() -> None:
     assert transport_named("ipc").give_up == ""
     give_up(Address(transport="ipc", engines=()))
-
-
-def test_a_wheel_that_is_missing_has_its_extra_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = [entry for entry in scan(Kind.TRANSPORTS) if entry.distribution == "corerl"]
-    monkeypatch.setattr(registry, "scan", lambda kind: core)
-    with pytest.raises(PluginNotFound) as caught:
-        transport_named("delta")
-    assert caught.value.message == (
-        "unknown transport 'delta'; installed: collective, disk, ipc; to install 'delta': pip install 'corerl[delta]'"
-    )
-
-
-def test_one_for_another_contract_or_that_cannot_be_imported_says_so(install: Install) -> None:
-    points = {"transports": {"early": "early:SPEC", "torn": "torn:SPEC"}}
-    install("corerl-birds", points, early=SPEC.replace("(2, 0)", "(99, 0)"), torn="import no_such_library")
-    with pytest.raises(PluginIncompatible, match=r"^transport 'early' \(corerl-birds 0.1.0\) was written for API 99.0"):
-        transport_named("early")
-    with pytest.raises(PluginBroken, match=r"no_such_library.*; repair or reinstall corerl-birds$"):
-        transport_named("torn")
 
 
 def test_first_party_transports_ask_for_their_own_capability() -> None:

@@ -559,6 +559,7 @@ def test_no_replica_is_called_before_all_have_weights(use: Use[Engines]) -> None
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_quickstarts_task_is_learned_within_the_bound(tmp_path: Path) -> None:
     settings = [
         *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),

@@ -13,10 +13,9 @@ from corerl.backend.batches import OutputCollector
 from corerl.config.options import option
 from corerl.config.schema import ClusterInfo, RoleConfig
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase
-from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl.plugin.spec import BackendSpec, Environment, Problem, hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -34,6 +34,7 @@ from corerl.errors import (
     SaveFailed,
     WorkerDied,
 )
+from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
@@ -68,7 +69,7 @@ from tests.trainer.outputs import LOGPROBS, batch_of, result_of
 
 
 def planned(config: Config) -> RolePlan:
-    return plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
+    return plan_role("actor", config, plugins_of(config), device="cpu")
 
 
 PLAN = planned(config_for())

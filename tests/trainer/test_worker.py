@@ -37,7 +37,6 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.data.plan import StepShare, plan_forward, plan_steps
-from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import (
     ConfigError,
     HookFailed,
@@ -50,9 +49,8 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.assignment import Assignment
-from corerl.plan.resolve import resolve_tables
-from corerl.plan.roles import plan_role
+from corerl.plan.resolve import plugins_of, resolve_tables
+from corerl.plan.roles import Assignment, plan_role
 from corerl.plugin.transports import open_receiver
 from corerl.trainer.worker import Compilations, Worker
 from corerl.types import (
@@ -108,7 +106,7 @@ def assignment(config: Config) -> Assignment:
 
 
 def assigned(config: Config, resume: str = "") -> Assignment:
-    (assignment,) = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=resume).assignments
+    (assignment,) = plan_role("actor", config, plugins_of(config), device="cpu", resume=resume).assignments
     return assignment
 
 
@@ -212,7 +210,7 @@ def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=SideRoleChoice()))
     critic = resolve_tables(critic)
     loss = plan_algorithm(critic).objectives["critic"].loss
-    (assignment,) = plan_role("critic", critic, experts=1, device="cpu", run_dir="", resume="").assignments
+    (assignment,) = plan_role("critic", critic, plugins_of(critic), device="cpu").assignments
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     results = []
@@ -570,14 +568,6 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 
 
 # ---- refused before a backend is made --------------------------------------------------------------------------------
-
-
-def test_wrong_versions_are_found_before_plugins_are_imported(assignment: Assignment, old_pluggy: str) -> None:
-    engine = EngineAssignment(engine="none", origins=assignment.origins, model=ModelConfig(), options={}, context=None)  # type: ignore[arg-type]
-    for make in (lambda: Worker(evolve(assignment, backend="none")), lambda: EngineService(engine)):
-        with pytest.raises(PluginIncompatible) as caught:
-            make()
-        assert caught.value.message == old_pluggy
 
 
 def test_plugins_that_differ_from_the_drivers_are_refused(assignment: Assignment) -> None:

@@ -112,6 +112,7 @@ def test_in_bfloat16_a_rank_holds_what_the_page_says(
         assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
 
 
+@pytest.mark.nightly
 def test_weights_beside_adapters_are_not_kept_gathered_for_the_backward_pass(runs: Runs, rank_pool: RankPool) -> None:
     nothing_stays = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
     options = {"gather_bucket": 2, "reduce_bucket": 1000, "raw": {"zero_optimization": nothing_stays}}

@@ -7,6 +7,8 @@ import pytest
 
 from corerl_testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
 
+pytestmark = pytest.mark.nightly  # `make test` has stage 2 as a variant of the spec
+
 
 @pytest.fixture(scope="session")
 def backend_name() -> str:

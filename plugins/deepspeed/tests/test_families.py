@@ -26,6 +26,7 @@ PLACES: dict[str, list[Place]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", PLACES)
 def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
     runs: Runs, tmp_path: Path, model_type: str
@@ -45,6 +46,7 @@ OF_TEXT: dict[str, list[Place]] = {  # families that read pictures
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", OF_TEXT)
 def test_the_text_of_a_model_that_reads_pictures_goes_on_elsewhere(runs: Runs, tmp_path: Path, family: str) -> None:
     family_runs = Runs(runs.rank_sets, {family: write_pictures(family, tmp_path / "model")})

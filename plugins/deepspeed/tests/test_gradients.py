@@ -77,6 +77,7 @@ def test_deepspeed_would_apply_the_step_before_again(runs: Runs, options: Mappin
     assert (same[0], same[2]) == (True, False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_in_bfloat16_too_gradients_of_several_calls_add_up_whether_the_last_is_announced_or_not(
     runs: Runs, options: Mapping[str, Any]
@@ -91,6 +92,7 @@ def test_in_bfloat16_too_gradients_of_several_calls_add_up_whether_the_last_is_a
     assert 0 < mean_apart(norms[0], wanted.grad_norms) < BFLOAT16_GRAD_NORM
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_in_bfloat16_too_a_skipped_step_leaves_nothing_to_the_next(runs: Runs, options: Mapping[str, Any]) -> None:
     half = in_bfloat16(runs, options)

@@ -40,6 +40,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return {name: steps_of(tmp_path_factory.mktemp("run"), *PPO, *overrides) for name, overrides in RUNS.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "plain"])
 def test_a_run_on_two_backends_is_the_run_on_one(steps: dict[str, list[dict[str, float]]], name: str) -> None:
     wanted, found = steps["plain"], steps[name]
@@ -52,6 +53,7 @@ def test_a_run_on_two_backends_is_the_run_on_one(steps: dict[str, list[dict[str,
             assert mine[metric] == pytest.approx(others[metric], rel=10 * GRAD_NORM.relative, abs=1e-6), metric
 
 
+@pytest.mark.nightly
 def test_a_streamed_run_is_the_synchronous_one_up_to_rounding(tmp_path: Path) -> None:
     found = {}
     for source in ("synchronous", "streamed"):

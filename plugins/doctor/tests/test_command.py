@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from attrs import evolve
 
 from corerl.cli.main import main
 from corerl.plugin.spec import Finding, Level
@@ -51,14 +50,6 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
         "           fix: pip install library\n"
         "2 errors, 1 warning\n"
     )
-
-
-def test_a_finding_moves_no_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    finding(monkeypatch, evolve(GONE, what="\x1b[2J\rgone\u202e", fix=""))
-    assert main(["doctor"]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines()[0] == "error    \\x1b[2J\\rgone\\u202e"
-    assert said.err == "corerl: error: \\x1b[2J\\rgone\\u202e\n"
 
 
 def test_warnings_alone_end_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from corerl.cli.child import look
 from corerl.errors import PluginNotFound
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Finding, Level
 from corerl_doctor import installation
+from corerl_doctor.child import run_check
 from corerl_doctor.examine import examine
 from corerl_doctor.installation import driver
-from corerl_doctor.plugins import finding_of, look_deep, look_joining, look_named
+from corerl_doctor.plugins import check_joining, check_named, finding_of
 from plugins.doctor.tests.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
@@ -43,6 +42,7 @@ def amiss(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
+@pytest.mark.nightly
 @forked
 def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
     distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
@@ -74,15 +74,6 @@ def test_without_a_name_no_process_imports_torch(site: Path) -> None:
     loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
     distribution(site, "corerl-light", "light = light_spec:SPEC", light_spec=loud)
     assert amiss(list(examine())) == []
-
-
-def test_both_ends_of_a_transport_are_imported() -> None:
-    findings = [each for each in look_deep([("transports", "disk")]) if isinstance(each, Finding)]
-    assert amiss(findings) == []
-    assert [each.what.rpartition(": ")[2] for each in findings[1:]] == [
-        "corerl.weights.transports.disk:DiskSender can be imported",
-        "corerl.weights.transports.disk:DiskReceiver can be imported",
-    ]
 
 
 @forked
@@ -136,23 +127,15 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
 
 
 @forked
-def test_an_environment_that_raises_is_told_as_that(site: Path) -> None:
-    raises = spec().replace("str(cluster.ranks)", "cluster.nothing")
-    distribution(site, "corerl-tried", "tried = tried_spec7:SPEC", tried_spec7=raises)
-    (found,) = amiss(list(examine("tried")))
-    assert found.what.startswith("the environment of backend 'tried' (corerl-tried 0.1) raised AttributeError: ")
-
-
-@forked
-def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
+def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
     distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
     distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(2, 0)", "(3, 0)"))
     distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(2, 0)", "(0, 3)"))
     for name in ("one", "two"):
         distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
 
-    mended = [(finding.what.split("'")[1], finding.level.value, finding.fix) for finding in amiss(list(examine()))]
-    assert mended == [
+    fixes = [(finding.what.split("'")[1], finding.level.value, finding.fix) for finding in amiss(list(examine()))]
+    assert fixes == [
         ("both", "warning", "python -m pip uninstall two; or write 'one:both' in the config"),
         ("bad", "error", "python -m pip install --force-reinstall corerl-bad"),
         ("later", "error", "python -m pip install --upgrade corerl"),
@@ -164,8 +147,7 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
         "backend 'both' is provided by one 0.1 and two 0.1; choose one by writing 'one:both'"
     )
     (unknown,) = amiss(list(examine("latter")))
-    assert unknown.what.startswith("unknown plugin 'latter'; installed backends: bad, ")
-    assert unknown.what.endswith("; did you mean 'later'?")
+    assert unknown.what == "unknown plugin 'latter'; did you mean 'later'?"
 
 
 @forked
@@ -178,14 +160,14 @@ def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_
     assert hint not in unknown.fix
 
 
-def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_backend: str) -> None:
+def test_a_backend_of_ours_that_is_not_installed_is_fixes_by_its_extra(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load(Kind.BACKENDS, absent_backend)
     assert finding_of(caught.value, Kind.BACKENDS, absent_backend).fix == "pip install 'corerl[absent]'"
 
 
 @forked
-def test_a_distribution_that_is_found_twice_is_told_with_both_places(
+def test_a_distribution_installed_twice_is_reported_with_both_places(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distribution(site, "corerl-tried", "tried = tried_spec3:SPEC", version="0.2", tried_spec3=spec())
@@ -195,8 +177,8 @@ def test_a_distribution_that_is_found_twice_is_told_with_both_places(
     (finding,) = amiss(list(examine()))
     assert finding.level is Level.WARNING
     assert finding.what == (
-        f"corerl-tried is found twice: 0.2 in {site}/corerl_tried-0.2.dist-info (used), "
-        f"0.1 in {stale}/corerl_tried-0.1.dist-info"
+        f"corerl-tried is installed 2 times: 0.1 in {stale}/corerl_tried-0.1.dist-info, "
+        f"0.2 in {site}/corerl_tried-0.2.dist-info"
     )
     assert finding.fix.startswith("python -m pip uninstall -y corerl-tried")
 
@@ -218,33 +200,16 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
     assert {finding.fix for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
 
 
-@forked
-def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
-    for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
-        distribution(site, f"corerl-tried{number}", f"tried{number} = tried_spec6:SPEC", tried_spec6=spec())
-        (site / f"corerl_tried{number}-0.1.dist-info/direct_url.json").write_text(text)
-    assert amiss(list(examine())) == []
-
-
 def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    (finding,) = look("corerl_doctor.run:devices")
+    (finding,) = run_check("corerl_doctor.run:devices")
     assert finding.what == (
         "importing corerl_doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
     )
     assert finding.fix.endswith(" -c 'import corerl_doctor.run'")
     (site / "torch.py").write_text("import os\nos.abort()\n")
-    (finding,) = look("corerl_doctor.run:devices")
+    (finding,) = run_check("corerl_doctor.run:devices")
     assert finding.what == f"importing corerl_doctor.run killed its process with SIGABRT at {site}/torch.py:2"
-
-
-def test_what_a_module_starts_in_the_background_holds_nothing_up(site: Path, tmp_path: Path) -> None:
-    (site / "judge.py").write_text(
-        f"import subprocess\nserver = subprocess.Popen(['sleep', '30'])\nopen({str(tmp_path / 'pid')!r}, 'w')"
-        ".write(str(server.pid))\ndef checks():\n    yield from ()\n"
-    )
-    assert look("judge:checks") == []
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it lives still
 
 
 @pytest.mark.parametrize(
@@ -286,9 +251,11 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
-    (clash,) = amiss(look("corerl_doctor.run:run", str(file), clashing, False, False))
+    (clash,) = amiss(run_check("corerl_doctor.run:run", str(file), clashing, False, False))
     assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but tried ")
-    (unknown,) = amiss(look("corerl_doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False))
+    (unknown,) = amiss(
+        run_check("corerl_doctor.run:run", str(file), [*clashing, "backends.tried.shards=2"], False, False)
+    )
     assert unknown.what.startswith("backends.tried.shards: unknown key")
     assert unknown.fix == f"edit {file}, then: corerl config check {file}"
 
@@ -307,8 +274,8 @@ def test_extensions_that_always_join_are_examined_whatever_is_listed(monkeypatch
         asked.append({name for _, name in chosen})
         return []
 
-    monkeypatch.setattr("corerl_doctor.plugins.look_deep", looked)
-    assert [*look_joining(None), *look_joining(["jsonl", "elastic"])] == []
+    monkeypatch.setattr("corerl_doctor.plugins.check_plugins", looked)
+    assert [*check_joining(None), *check_joining(["jsonl", "elastic"])] == []
     assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", "forecast"}, {"forecast"}]
 
 
@@ -327,7 +294,7 @@ def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
 
 def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:
     def told(backend: str) -> list[str]:
-        findings = [each for each in look_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
+        findings = [each for each in check_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
         return [each.what.partition(": ")[2] for each in amiss(findings)]
 
     assert told("FORGETS_OTHER_PAIRS") == []  # has a variant on four

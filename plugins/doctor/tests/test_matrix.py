@@ -68,7 +68,7 @@ def faulty(model_type: str, *, check: bool) -> Row:
 
 @pytest.mark.processes
 def test_a_type_that_dies_hangs_or_raises_is_a_row(capfd: Any) -> None:
-    found = list(rows(["good", "dies", "hangs", "raises", "good"], check=True, look=faulty, limit=1.0))
+    found = list(rows(["good", "dies", "hangs", "raises", "good"], check=True, examine_row=faulty, limit=1.0))
     good = Row(model_type="good", status=Status.PACKED, logprobs=1e-7)
     assert found == [
         good,

@@ -138,6 +138,7 @@ OLDER = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("node", "says"), [("lacking", LACKING), ("older", OLDER)])
 def test_a_run_names_the_node_on_which_a_rank_could_not_start(
     nodes: Nodes, tmp_path: Path, node: str, says: str

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from corerl.cli.child import Begins
 from corerl.errors import PluginBroken
 from corerl.plugin.registry import Kind
-from corerl_doctor.plugins import finding_of, look_named
+from corerl_doctor.child import CheckStarted
+from corerl_doctor.plugins import check_named, finding_of
 from corerl_sglang import SPEC
 
 
 def told(name: str) -> list[str]:
-    return [each.what for each in look_named(name) if not isinstance(each, Begins)]
+    return [each.what for each in check_named(name) if not isinstance(each, CheckStarted)]
 
 
 def test_an_engine_is_imported_and_its_probe_asked() -> None:

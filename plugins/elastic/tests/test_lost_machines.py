@@ -18,6 +18,7 @@ EXTENSIONS = "extensions=[{name='console'}, {name='jsonl'}]"
 SETTINGS = ["run.steps=5", "checkpoint.background=false"]
 
 
+@pytest.mark.nightly
 def test_a_machine_that_dies_costs_steps_and_another_takes_its_place_or_the_group_gets_smaller(
     tmp_path: Path,
 ) -> None:

@@ -67,6 +67,7 @@ def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Pat
     assert_same(run_dir, undisturbed)
 
 
+@pytest.mark.nightly
 def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
     asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
     one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
@@ -97,6 +99,7 @@ def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_
     assert_same(resized / "run", one_rank / "run")
 
 
+@pytest.mark.nightly
 def test_ranks_that_train_while_others_are_sampled_change_too_and_their_copies_are_whole(
     tmp_path: Path, undisturbed: Path
 ) -> None:

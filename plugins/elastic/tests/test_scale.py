@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from corerl.cli.main import main
-from corerl.config.load import to_plain
+from corerl.config.toml_text import to_plain
 from corerl.driver.run_dir import occupied, write_config
 from corerl_elastic import scaling
 from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked

@@ -13,8 +13,7 @@ from corerl import hookimpl
 from corerl.config.schema import Config, ExtensionChoice
 from corerl.plan import make
 from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import Plan, PlanReady
 from corerl.plugin import ExtensionSpec, Process
 from corerl.plugin.spec import NoOptions
 from corerl_forecast.forecast import Forecast, Forecaster

@@ -12,12 +12,12 @@ from attrs import evolve
 
 from corerl.config import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
-from corerl.plan import make, roles
+from corerl.plan import make, resolve
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
+from corerl.plugin.helpers import IN_PIECES
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.slow import IN_PIECES
 from corerl_forecast.slow import FLOAT32
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, config_in
@@ -98,7 +98,7 @@ def test_what_a_backends_spec_tells_is_placed_in_its_table_and_the_spec_knows_wh
         loaded = load(kind, name)
         return evolve(loaded, spec=evolve(loaded.spec, slow=slow)) if kind is Kind.BACKENDS else loaded
 
-    monkeypatch.setattr(roles, "load", slower)
+    monkeypatch.setattr(resolve, "load", slower)
     line = "backends.deepspeed.speed: it is low; a step takes 3 times as long; raise it"
     assert told(planned(tmp_path)) == told(planned_on(2**40, tmp_path, backend="deepspeed")) == [line]
     assert [cluster.elsewhere for cluster, _ in seen] == [False, True]

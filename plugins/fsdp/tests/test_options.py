@@ -124,6 +124,7 @@ def test_two_replicas_of_two_shards_train_save_and_resume(runs: Runs, four_ranks
 # ---- compiled layers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_length(
     runs: Runs, rank_pool: RankPool
 ) -> None:

@@ -25,6 +25,7 @@ def test_recomputed_layers_go_through_the_experts_that_they_were_told(
     assert_replays(Path(setup.model), lambda samples: run(samples, 0.02))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "layout", "world_size"),
     [

@@ -37,6 +37,7 @@ def arguments_of(check: str) -> list[str]:
     return list(code.co_varnames[1 : code.co_argcount])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "check"),
     # Experts can be spread in a model of experts alone, which is a matter of what kind of model a check takes.

@@ -126,6 +126,7 @@ PLACES: Mapping[str, Sequence[Place]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", PLACES)
 def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
     runs: Runs, tmp_path: Path, model_type: str

@@ -155,6 +155,7 @@ def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: 
     assert_trains_as_plain(runs_of_four, 4, "qwen3-tied", FOUR[layout])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", CALLS)
 def test_steps_in_several_calls_are_those_of_one(runs_of_four: Runs, layout: str) -> None:
     world_size, kind, options = CALLS[layout]

@@ -175,6 +175,7 @@ def test_a_critic_trains_its_adapters_and_its_head(
     assert_trains_as(trained(all_runs, world_size, setup), of_plain(setup), setup)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "layout"),
     [
@@ -212,6 +213,7 @@ def test_layers_that_are_recomputed_give_adapters_the_same_gradients(
     assert_trains_as(trained(all_runs, world_size, recomputed), of_plain(setup), setup)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2 sp", "dp2, beside computation"])
 def test_steps_in_several_calls_are_those_of_one(
     all_runs: Runs, of_plain: Callable[[Setup], Trained], layout: str
@@ -236,6 +238,7 @@ def test_beside_adapters_transformer_engines_norms_are_modules_of_their_own(
     assert_trains_as((together([each.trained for each in reports]), outputs), of_plain(setup), setup)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", FAMILY_LAYOUTS)
 def test_adapters_of_other_families_train_as_the_plain_backends_do(
     all_runs: Runs, tmp_path: Path, of_plain: Callable[[Setup], Trained], model_type: str
@@ -270,6 +273,7 @@ class WithAdapters(Subject):
         return evolve(super().of(setup), lora=ADAPTERS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2", "dp2, beside computation"])
 @pytest.mark.parametrize(
     "check",
@@ -334,6 +338,7 @@ PLACES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("places", [["tp2", "plain", "tp2 sp", "pp2"], ["plain", "tp2", "fsdp", "dp2"]], ids=str)
 def test_adapters_that_move_every_two_steps_follow_those_that_stay(
     runs: Runs, tmp_path: Path, places: list[str]

@@ -59,6 +59,7 @@ def assert_replays_as_transformers(runs: Runs, ranks: int, setup: Setup) -> None
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "recompute"), CASES)
 def test_it_trains_through_the_experts_that_it_is_told(runs: Runs, layout: str, recompute: str) -> None:
     ranks, options = LAYOUTS[layout]
@@ -71,6 +72,7 @@ def test_so_it_does_with_routers_that_choose_by_a_bias(runs: Runs, layout: str) 
     assert_replays_as_transformers(runs, ranks, evolve(setup_of(runs, options), model=str(runs.models["glm4-moe"])))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{**SP2, **SPLIT_EXPERTS, "context_parallel": 2}, {**SP2, **SPLIT_EXPERTS, **PP2}])
 def test_so_it_does_where_tokens_are_split_twice_and_where_layers_are_too(
     runs: Runs, four_ranks: RankPool, options: Mapping[str, Any]
@@ -79,6 +81,7 @@ def test_so_it_does_where_tokens_are_split_twice_and_where_layers_are_too(
     assert_replays_as_transformers(on_four, 4, setup_of(runs, options, "full"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1]}], ids=["every other", "two"])
 def test_layers_without_experts_are_passed_over_and_stages_without_them_too(

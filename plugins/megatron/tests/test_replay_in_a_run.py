@@ -89,6 +89,7 @@ def engine(directory: Path) -> list[Mapping[str, Any]]:
     return trained(directory, "engine")
 
 
+@pytest.mark.nightly
 def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
     directory: Path, engine: list[Mapping[str, Any]]
 ) -> None:
@@ -111,6 +112,7 @@ def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_diff
     assert "routed_experts" not in read_rollout(saved_rollouts(directory / "megatron-none")[0]).rollout.batch.columns
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
 def test_fsdp_whose_model_is_transformers_goes_the_same_way(
     directory: Path, engine: list[Mapping[str, Any]], replay: str

@@ -47,6 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_the_profile_is_of_the_chosen_steps_and_rank(run_dir: Path) -> None:
     names = sorted(path.name for path in (run_dir / "profile").iterdir())
     assert names == [f"actor-1-step-{step}.{kind}" for step in (1, 5) for kind in ("json", "txt")]

@@ -421,6 +421,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert told == {"engine-0 rank 0": received.error}
 
 
+@pytest.mark.nightly
 def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_nothing_is_dead(
     start: Start, tmp_path: Path
 ) -> None:
@@ -451,6 +452,7 @@ def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_noth
         engine.weight_sums("float32")
 
 
+@pytest.mark.nightly
 def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tmp_path: Path) -> None:
     """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
     weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
@@ -486,6 +488,7 @@ def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tm
     assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
 
 
+@pytest.mark.nightly
 def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> None:
     engine = start(TIED, stand_in={"held_at": 3})
     received, _ = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
@@ -498,6 +501,7 @@ def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> N
             call.result()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("aborts", "what"),
     [
@@ -555,6 +559,7 @@ def check_greedy(model: Any, drawn: Any) -> None:
         np.testing.assert_allclose(logprobs, plain.max(dim=-1).values.numpy(), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_update_is_dead(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

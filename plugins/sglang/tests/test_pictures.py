@@ -172,6 +172,7 @@ def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> 
         assert apart.mean() < 0.05, f"{apart.tolist()}"  # bfloat16 beside float32
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_run_trains_the_text_with_a_server(tmp_path: Path) -> None:
     write_pictures("gemma3", tmp_path / "model")

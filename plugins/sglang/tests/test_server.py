@@ -273,6 +273,7 @@ def run(said):
         server.wait_ready(60.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("given", "seen"), [({}, [0.5, 2.0, 7.0]), ({VOCABULARY: 2}, [0.5, 2.0, -math.inf])])
 def test_ranks_sample_only_ids_of_the_vocabulary(
     servers: list[Server], tmp_path: Path, given: dict[str, int], seen: list[float]

@@ -81,12 +81,12 @@ def test_every_check_of_algorithms_has_a_fault_that_it_sees() -> None:
     assert ids - {spec.seen_by for spec in FAULTY.values()} == {"A01", "A04"}
 
 
-def test_a_gradient_with_the_penalty_is_the_policy_gradient_and_that_of_the_penalty() -> None:
+def test_a_penalty_adds_its_gradient_to_the_policys() -> None:
     name = "plugins.testing.tests.broken_algorithms:TRUNCATED_WEIGHTS"
     assert failures(Trial(name, ["algorithm.kl_coef=0.5", "algorithm.kl_estimator=k1"])) == {}
 
 
-def test_checks_of_algorithms_build_on_earlier_ones_and_take_what_the_plugin_gives() -> None:
+def test_checks_of_algorithms_build_on_earlier_ones() -> None:
     for name, check in checks().items():
         assert all(id_ < check.id for id_ in check.builds_on) and check.level < 2, name
         assert inspect.signature(CHECKS[name]).parameters.keys() <= {"trial", "algorithm_name"}, name

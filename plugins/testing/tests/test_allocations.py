@@ -7,7 +7,7 @@ from corerl_testing.allocations import Allocations
 KB = 256  # floats
 
 
-def test_the_peak_is_what_is_held_at_once_and_not_what_was_made_in_all() -> None:
+def test_the_peak_is_what_is_held_at_once() -> None:
     with Allocations() as found:
         for _ in range(5):
             torch.zeros(3 * KB)  # gone at once
@@ -19,7 +19,7 @@ def test_the_peak_is_what_is_held_at_once_and_not_what_was_made_in_all() -> None
     assert found.held == 0
 
 
-def test_views_in_place_operations_and_what_was_there_before_do_not_count() -> None:
+def test_views_and_in_place_operations_do_not_count() -> None:
     before = torch.zeros(KB)
     with Allocations() as found:
         before.add_(1).view(16, 16)[3:].mul_(2)
@@ -28,7 +28,7 @@ def test_views_in_place_operations_and_what_was_there_before_do_not_count() -> N
     assert (found.largest, found.peak) == (0, 0)
 
 
-def test_a_view_keeps_all_of_its_storage_and_a_resized_storage_counts_at_its_size() -> None:
+def test_a_view_keeps_all_of_its_storage() -> None:
     with Allocations() as found:
         view = torch.zeros(KB)[:1]
         assert found.held == 1024

@@ -14,7 +14,6 @@ from corerl.plugin.registry import Kind, load
 from corerl_testing.broken import BROKEN
 from corerl_testing.subject import Runs, Subject
 from corerl_testing.suite import test_gpu
-from plugins.testing.tests import reached
 from tests.forks.client import Forked
 from tests.machine import wait_for_memory
 
@@ -82,10 +81,9 @@ import pytest
 from corerl_testing import with_variants
 from corerl_testing.broken import BROKEN
 from corerl_testing.suite import *
-from plugins.testing.tests import reached
 
 
-@pytest.fixture(scope="session", params=[reached.NAME, *BROKEN])
+@pytest.fixture(scope="session", params=BROKEN)
 def backend_name(request):
     return request.param
 
@@ -94,153 +92,94 @@ def backend_name(request):
 def backend_variant(request):
     return request.param
 """
-# Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
-# embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
-# A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
-# So is each in a check that reaches none of the methods that it overrides, or not what its fault waits for: the plain
-# backend goes first, and tells.
-# What a module with specs imports is asked of each module once: a process for each spec is as many times the same.
+# One model and packing of a check is enough to see a fault. A check is left out that needs what the backend declares to
+# lack (it would end as unsupported), or that runs one rank where the fault is between ranks. Unless all checks are
+# asked for, a backend meets the check that must see its fault, and the first that this one builds on, which must not.
 CONFTEST = """
-import functools
 import gc
-
-import pytest
+import os
 
 from corerl.plugin import registry
 from corerl.plugin.capabilities import Capability
+from corerl_testing.broken import BROKEN
 from corerl_testing.marks import check_of
-from corerl_testing.outcomes import SELECTED, SESSION
-from corerl_testing.subject import STEPS, Runs
-from plugins.testing.tests import reached
-
-overridden = functools.cache(reached.overridden)
-reached_in = {}  # check and its parameters -> methods
-reached_by = {}  # trajectory that checks share -> methods
-sharing = Runs.trained_as
-
-
-def trained_as(self, world_size, setup, steps=STEPS):
-    if setup.backend != reached.NAME:
-        return sharing(self, world_size, setup, steps)
-    key, before = (world_size, repr(setup), steps), reached.take()
-    found = sharing(self, world_size, setup, steps)
-    methods = reached_by.setdefault(key, reached.take())  # of each check that needs it
-    for method in before | methods:
-        reached.tell(method)
-    return found
-
-
-Runs.trained_as = trained_as
-
-
-def key_of(item):
-    parameters = dict(item.callspec.params)
-    name = parameters.pop("backend_name")
-    parameters.pop("backend_variant", None)
-    return name, (item.originalname, repr(sorted(parameters.items())))
+from corerl_testing.outcomes import repeated
 
 
 def pytest_collection_modifyitems(items):
-    best, modules = {}, set()
-    for item in items:
-        parameters = dict(item.callspec.params)
-        name, world_size = parameters.pop("backend_name"), parameters.pop("world_size", 0)
-        variant = parameters.pop("backend_variant", None)
-        spec = registry.load(registry.Kind.BACKENDS, name).spec
-        lacks = {each for each, support in spec.capabilities.items() if not support.full}
-        if variant is not None and variant not in spec.variants:
-            continue
-        if world_size and spec.variants and variant is None:
-            continue  # it is without a fault there
-        check = check_of(item.function)
-        several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
-        if lacks & {*check.needs, *several} or (world_size == 1 and Capability.MULTI_RANK not in lacks):
-            continue
-        if check.id == "C01":
-            module = name.partition(":")[0]
-            if module in modules:
-                continue
-            modules.add(module)
-        if name == reached.NAME and not world_size:
-            continue  # what looks at a backend from outside may see what is not reached
-        if "qwen3-tied" in parameters.values():
-            best.setdefault((item.originalname, name, world_size, "tied"), item)
-        best.setdefault((item.originalname, name, world_size), item)
-    tied = {key[:3] for key in best if len(key) == 4}
-    items[:] = [item for key, item in best.items() if key not in tied]
+    again = set(repeated(items))
+    checks = map(check_of, {item.function for item in items})
+    before = {check.id: check.builds_on[0] if check.builds_on else "C02" for check in checks}
+    items[:] = [item for item in items if item not in again and wanted(item, before)]
+
+
+def wanted(item, before):
+    parameters, check = item.callspec.params, check_of(item.function)
+    name, world_size = parameters["backend_name"], parameters.get("world_size", 0)
+    variant = parameters.get("backend_variant")
+    spec = registry.load(registry.Kind.BACKENDS, name).spec
+    lacks = {each for each, support in spec.capabilities.items() if not support.full}
+    if variant not in (spec.variants or (None,)) and (world_size or variant is not None):
+        return False  # with variants, it is without a fault elsewhere
+    if world_size == 1 and Capability.MULTI_RANK not in lacks:
+        return False
+    several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
+    if lacks & {*check.needs, *several}:
+        return False
+    return "ALL_CHECKS" in os.environ or check.id in (BROKEN[name], before[BROKEN[name]])
 
 
 def pytest_collection_finish():
     gc.freeze()  # looking for living tensors, a check passes over what was there before any backend
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    found = item.stash[SELECTED]
-    found.plugin, check = key_of(item)
-    if check in reached_in and not overridden(found.plugin) & reached_in[check]:
-        # It would be the plain backend's check once more; one that is blocked blocks what builds on it.
-        return None if item.config.stash[SESSION].blocked_by(found) else True
-
-
-def pytest_runtest_teardown(item):
-    name, check = key_of(item)
-    if name == reached.NAME:
-        reached_in[check] = reached.take()
 """
 
 
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name of a backend -> the report of levels 0 to 2, of the broken ones and of the plain one that tells."""
+def run_suite(directory: Path, **environment: str) -> dict[str, list[dict[str, Any]]]:
+    """Name of a broken backend -> its checks in the report of levels 0 to 2."""
     wait_for_memory(GIB, "the suite with broken backends")
-    arguments = [
-        "pytest",
-        "-q",
-        "--tb=line",
-        "-p",
-        "corerl_testing.plugin",
-        "-c",
-        "/dev/null",
-        "-p",
-        "no:cacheprovider",
-    ]
-    arguments += ["--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
-    directory = tmp_path_factory.mktemp("broken")
+    arguments = ["pytest", "-q", "--tb=line", "-p", "corerl_testing.plugin", "-c", "/dev/null", "--rootdir", "."]
+    arguments += ["-p", "no:cacheprovider", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
     (directory / "test_suite.py").write_text(SUITE)
     (directory / "conftest.py").write_text(CONFTEST)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", reached.FILE: str(directory / "reached.txt")}
+    own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with (directory / "out.txt").open("w") as out:
-        process = Forked(arguments, PYTEST, environment=environment, directory=directory, stdout=out, stderr=out)
+        process = Forked(arguments, PYTEST, environment=own, directory=directory, stdout=out, stderr=out)
     assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
-    return {report["value"]: report for report in json.loads((directory / "report.json").read_text())}
+    return {report["value"]: report["checks"] for report in json.loads((directory / "report.json").read_text())}
+
+
+@pytest.fixture(scope="session")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_suite(tmp_path_factory.mktemp("broken"))
+
+
+@pytest.fixture(scope="session")
+def all_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_suite(tmp_path_factory.mktemp("broken"), ALL_CHECKS="1")
 
 
 @pytest.mark.timeout(1200)  # the first one waits for all
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_backend_fails_in_its_named_check_alone(name: str, reports: dict[str, dict[str, Any]]) -> None:
-    checks = reports[name]["checks"]
-    failed = {check["id"]: f"{check['name']}: {check['reason']}" for check in checks if check["outcome"] == "failed"}
-    assert failed.keys() == {BROKEN[name]}, failed
-    said = "\n".join(check["reason"] for check in checks if check["outcome"] == "failed")
+def test_the_named_check_sees_a_broken_backends_fault(name: str, checks: dict[str, list[dict[str, Any]]]) -> None:
+    failed = [f"{check['id']}: {check['reason']}" for check in checks[name] if check["outcome"] == "failed"]
+    said = "\n".join(failed)
+    assert {line.partition(":")[0] for line in failed} == {BROKEN[name]}, said
     assert re.search(SAYS[re.sub(r"^corerl_testing\.broken[.:]", "", name)], said), said
-    assert {check["outcome"] for check in checks} <= {"passed", "failed", "blocked", "not run"}
-    assert {check["blocked_by"] for check in checks if check["outcome"] == "blocked"} <= {BROKEN[name]}
+    builds_on = {check["outcome"] for check in checks[name] if check["id"] != BROKEN[name]}
+    assert builds_on <= {"passed", "not run"}
 
 
-def test_a_check_is_left_out_for_a_broken_backend_only_if_the_plain_one_passes_it(
-    reports: dict[str, dict[str, Any]],
-) -> None:
-    def ran(name: str) -> set[tuple[str, str, int]]:
-        return {(check["id"], check["name"], check["ranks"]) for check in reports[name]["checks"] if check["ranks"] < 2}
-
-    plain = reports[reached.NAME]["checks"]
-    assert {check["outcome"] for check in plain} <= {"passed", "not run"}
-    everywhere = ran("corerl_testing.broken:LEAVES_A_TENSOR_OUT")  # in the state, which every check on ranks reads
-    assert ran(reached.NAME) == {check for check in everywhere if check[2]}
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_other_check_sees_a_broken_backends_fault(name: str, all_checks: dict[str, list[dict[str, Any]]]) -> None:
+    outcomes = {check["outcome"] for check in all_checks[name]}
+    assert {check["id"] for check in all_checks[name] if check["outcome"] == "failed"} == {BROKEN[name]}
+    assert outcomes <= {"passed", "failed", "blocked", "not run"}
+    assert {check["blocked_by"] for check in all_checks[name] if check["outcome"] == "blocked"} <= {BROKEN[name]}
 
 
-def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, tmp_path: Path) -> None:
+def test_checks_on_gpus_see_numbers_that_differ(runs: Runs, tmp_path: Path) -> None:
     """Here both are a CPU's, where the plain backend passes, but has no bfloat16 to show."""
 
     def on_a_cpu(backend: str) -> Subject:
@@ -261,7 +200,7 @@ def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, 
         halved(on_a_cpu("corerl_testing.broken:FORGETS_TEMPERATURE"))
 
 
-def test_every_broken_backend_has_a_class_or_a_spec_of_its_own_and_says_what_is_wrong() -> None:
+def test_every_broken_backend_says_what_is_wrong() -> None:
     specs = [load(Kind.BACKENDS, name).spec for name in BROKEN]
     assert len(BROKEN) >= 14
     assert len({spec.implementation for spec in specs}) == len(specs)

@@ -97,14 +97,14 @@ def exchanged() -> np.ndarray:
     ],
     ids=["shifted to the left", "shifted to the right", "exchanged samples", "first tokens", "a factor"],
 )
-def test_outputs_that_are_another_tokens_or_samples_are_told_as_that(found: np.ndarray, said: str) -> None:
+def test_outputs_of_another_token_or_sample_are_reported(found: np.ndarray, said: str) -> None:
     assert_outputs(RIGHT.copy(), RIGHT, SAMPLES, Output.LOGPROBS)
     with pytest.raises(AssertionError) as caught:
         assert_outputs(found, RIGHT, SAMPLES, Output.LOGPROBS)
     assert said in str(caught.value)
 
 
-def test_samples_that_two_ranks_return_are_told_with_who_is_to_return_them() -> None:
+def test_samples_that_two_ranks_return_are_reported() -> None:
     given = ForwardResult(samples=np.arange(len(SAMPLES)), offsets=SAMPLES.offsets, outputs={Output.LOGPROBS: RIGHT})
     assert (
         in_order([given, ForwardResult.empty([Output.LOGPROBS])], SAMPLES, Output.LOGPROBS).tolist() == RIGHT.tolist()

@@ -99,7 +99,7 @@ def test_another_name_stands_everywhere_in_the_place_of_mine(tmp_path: Path) -> 
     assert "class TwoWordsBackend(Backend):" in files["src/corerl_two_words/backend.py"]
 
 
-def test_the_package_asks_for_this_minor_version_of_corerl_and_no_later_one(tmp_path: Path) -> None:
+def test_the_package_requires_this_minor_version(tmp_path: Path) -> None:
     project = tomllib.loads(texts(generated("mine", tmp_path))["pyproject.toml"])["project"]
     (wanted,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "corerl"]
     version = Version(corerl.__version__)
@@ -140,7 +140,7 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])
-def test_names_of_every_length_pass_ruff_with_our_rules_and_with_their_own(name: str, tmp_path: Path) -> None:
+def test_names_of_every_length_pass_ruff(name: str, tmp_path: Path) -> None:
     package = generated(name, tmp_path / "package")
     modules = f'lint.isort.known-first-party=["corerl", "corerl_{name.replace("-", "_")}", "corerl_testing"]'
     ours = ["--config", str(ROOT / "pyproject.toml"), "--config", modules]
@@ -203,6 +203,7 @@ def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsy
 # ---- what it is worth ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_python")
 def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp_path: Path) -> None:
     report = tmp_path / "report.json"

@@ -108,7 +108,7 @@ def run(
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_it(tmp_path: Path) -> None:
+def test_each_check_has_its_outcome(tmp_path: Path) -> None:
     (tmp_path / "expected.toml").write_text("C08 = 'see our tracker'\n")
     status, out, report = run(tmp_path, "--corerl-expected-failures", "expected.toml")
     assert status == 1
@@ -160,7 +160,7 @@ def test_a_failure_tells_what_may_be_declared_as_lacking() -> None:
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_an_expected_failure_that_passes_and_one_that_does_not_exist_are_errors(tmp_path: Path) -> None:
+def test_an_expected_failure_that_passes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "expected.toml").write_text("C13 = 'see our tracker'\n")
     select = ["-k", "of_a_kind or someone"]
     status, out, report = run(tmp_path, "--corerl-expected-failures", "expected.toml", *select)
@@ -174,7 +174,7 @@ def test_an_expected_failure_that_passes_and_one_that_does_not_exist_are_errors(
 
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("file", ["no/report.json", "."])
-def test_a_report_that_cannot_be_written_is_told_before_any_check(tmp_path: Path, file: str) -> None:
+def test_an_unwritable_report_is_refused_before_any_check(tmp_path: Path, file: str) -> None:
     status, out, _ = run(tmp_path, "--corerl-report", file)
     assert status == 4
     assert f"cannot write the report {file.removesuffix('.') or '.'}" in out and "passed" not in out
@@ -189,7 +189,7 @@ def test_a_clean_run_ends_with_status_0(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("named", ["by the command", "in the file"])
-def test_with_each_variant_of_the_spec_checks_that_ask_for_it_run_once_on_its_ranks(tmp_path: Path, named: str) -> None:
+def test_checks_run_once_for_each_variant(tmp_path: Path, named: str) -> None:
     own = {"suite": WITH_VARIANTS, "backend": BACKEND}
     if named == "in the file":
         own = {"suite": WITH_VARIANTS + IN_THE_FILE, "backend": ""}
@@ -207,7 +207,7 @@ def test_with_each_variant_of_the_spec_checks_that_ask_for_it_run_once_on_its_ra
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_with_options_of_ones_own_or_on_one_rank_there_are_no_variants(tmp_path: Path) -> None:
+def test_own_options_and_one_rank_leave_variants_out(tmp_path: Path) -> None:
     for arguments in (["--corerl-override", "any=1"], ["--corerl-level", "1"]):
         status, out, report = run(tmp_path, *arguments, suite=WITH_VARIANTS, backend=BACKEND)
         assert (status, {each["variant"] for each in report["checks"]}) == (0, {""})

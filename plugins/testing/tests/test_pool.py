@@ -66,7 +66,7 @@ def gone(pid: int, within: float = 20.0) -> bool:
     return False
 
 
-def test_a_rank_has_imported_what_ranks_need_before_it_is_told_anything() -> None:
+def test_a_rank_starts_with_its_imports_done() -> None:
     pool = RankPool(1)
     try:
         assert pool.run(imported, PRELOAD) == [PRELOAD]
@@ -91,7 +91,7 @@ def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool
     assert os.getpid() not in {pid for _, pid, _ in first}
 
 
-def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_starts_a_new_one() -> None:
+def test_a_failed_rank_ends_the_pool_until_the_next_run() -> None:
     pool = RankPool(2)
     try:
         for function, reason in [
@@ -108,7 +108,7 @@ def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_start
         pool.close()
 
 
-def test_a_rank_that_died_is_named_though_another_was_heard_first_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_rank_is_named_before_those_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*args: Any, **kwargs: Any) -> Any:
         time.sleep(1.0)  # until the death of the one has come to the other, and both have ended
         return wait(*args, **kwargs)
@@ -122,7 +122,7 @@ def test_a_rank_that_died_is_named_though_another_was_heard_first_that_lost_it(m
         pool.close()
 
 
-def test_ranks_that_all_refuse_what_is_unsupported_live_on_and_one_that_is_alone_with_it_ends_the_pool() -> None:
+def test_ranks_survive_a_refusal_by_all_of_them() -> None:
     pool = RankPool(2)
     try:
         pids = [pid for _, pid, _ in pool.run(summed, 0.0)]

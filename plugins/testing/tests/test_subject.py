@@ -44,7 +44,7 @@ def test_losses_are_those_of_any_run_that_is_as_long() -> None:
     assert trained == [(1, [0, 1]), (1, [0, 1, 2, 3]), (1, [0]), (2, [0])]
 
 
-def test_what_the_plain_backend_is_compared_by_is_run_once_also_beside_other_processes() -> None:
+def test_the_plain_backends_side_is_run_once() -> None:
     rank = Told()
     runs = Runs({1: rank}, {"qwen3": Path("there"), "llama": Path("elsewhere")})
     beside = runs.beside({4: Told()}, {"own": Path("own")})
@@ -57,7 +57,7 @@ def test_what_the_plain_backend_is_compared_by_is_run_once_also_beside_other_pro
     assert sorted(beside.rank_sets) == [1, 4] and sorted(runs.models) == ["llama", "qwen3"]
 
 
-def test_a_check_is_not_run_on_ranks_that_the_spec_refuses_for_its_options(tmp_path: Path) -> None:
+def test_a_check_skips_ranks_that_the_spec_refuses(tmp_path: Path) -> None:
     def subject(**options: Any) -> Subject:
         runs = Runs({}, {})
         return Subject(

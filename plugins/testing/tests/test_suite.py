@@ -19,7 +19,7 @@ def checks() -> dict[str, Check]:
     return {name: check for name, check in found.items() if check is not None}
 
 
-def test_every_announced_check_exists_and_says_in_its_name_what_holds() -> None:
+def test_every_announced_check_exists() -> None:
     ids = {check.id for check in checks().values()}
     assert ids == {f"C{number:02}" for number in range(1, max(int(id_[1:]) for id_ in ids) + 1)}
     assert all(len(name.removeprefix("test_").split("_")) >= 4 for name in checks())
@@ -30,7 +30,7 @@ def test_every_module_with_checks_is_part_of_the_suite() -> None:
     assert {path.stem for path in files} == {module.__name__.rpartition(".")[2] for module in suite.MODULES}
 
 
-def test_checks_build_on_checks_that_exist_of_no_higher_level_and_in_no_circle() -> None:
+def test_checks_build_on_checks_of_no_higher_level() -> None:
     levels: dict[str, int] = {}
     builds_on: dict[str, set[str]] = {}
     for check in checks().values():
@@ -70,9 +70,7 @@ def subject_of(backend: str, runs: Runs, directory: Path) -> Subject:
     return Subject(backend=backend, world_size=1, runs=runs, directory=directory)
 
 
-def test_a_gradient_that_stays_after_a_skipped_step_is_told_as_one_that_was_not_cleared(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_a_gradient_left_by_a_skipped_step_is_reported(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("plugins.testing.tests.faults:KEEPS_A_GRADIENT", runs, tmp_path)
     with pytest.raises(AssertionError, match="the step after a skipped one has norm nan: gradients were not cleared"):
         test_training.test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject)
@@ -90,9 +88,7 @@ def test_a_learning_rate_that_stays_is_told_as_that(runs: Runs, tmp_path: Path) 
         test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
 
 
-def test_what_is_wrong_with_a_step_in_several_calls_is_told_by_its_gradients_and_weights(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_a_wrong_step_in_several_calls_is_reported(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("corerl_testing.broken:IGNORES_SCALE", runs, tmp_path)
     with pytest.raises(AssertionError, match="clipped, the gradients agree: before, they are [0-9.]+ times what they"):
         test_halves.test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject)
@@ -128,7 +124,7 @@ def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -
         )
 
 
-def test_host_memory_that_was_not_reserved_is_told_with_the_method_that_counts_it(runs: Runs, tmp_path: Path) -> None:
+def test_host_memory_that_was_not_reserved_is_reported(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("plugins.testing.tests.faults:FORGETS_MOMENTS_TO_COME", runs, tmp_path)
     with pytest.raises(AssertionError, match=r"^\d+ bytes of host memory were reserved .*; moments_to_come\(\) must"):
         test_memory.test_sleep_frees_what_it_says_and_waking_restores_every_bit(

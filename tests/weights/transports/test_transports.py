@@ -325,6 +325,7 @@ def test_an_engine_that_dies_during_the_broadcast_is_reported_and_the_others_com
         sender.close()
 
 
+@pytest.mark.nightly
 def test_a_peer_that_is_lost_without_a_word_and_given_up_holds_up_neither_sender_nor_engines(loopback: None) -> None:
     address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=300.0)
     peers = [Peer(address, index) for index in range(2)]

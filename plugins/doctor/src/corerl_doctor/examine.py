@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from corerl.cli.child import look, look_each
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.observability.notices import NOTICES_FILE, read_notices
-from corerl.plan.names import wrong_names
 from corerl.plan.resolve import selected
-from corerl.plugin.registry import Entry, Kind, is_named
+from corerl.plugin.registry import Entry, Kind
 from corerl.plugin.spec import Finding, Level
 from corerl_doctor import installation
+from corerl_doctor.child import run_check, run_checks
 
 
 def examine(
@@ -44,26 +43,26 @@ def examine(
     config: Config | None = None
     if file:
         try:
-            config = load_config(file, overrides, more=wrong_names)
+            config = load_config(file, overrides)
         except ConfigError as error:
             for line in error.message.splitlines():
                 yield Finding(level=Level.ERROR, what=line, why="the run would not start", fix=f"edit {file}")
     if name:
-        entries = [(kind, entry) for kind, entry in installation.all_entries() if is_named(entry, name)]
+        entries = [(kind, entry) for kind, entry in installation.all_entries() if entry.is_named(name)]
         yield from _installed(entries)
         if entries or ":" in name:
-            yield from look("corerl_doctor.run:devices")
-        yield from look("corerl_doctor.plugins:look_named", name)
+            yield from run_check("corerl_doctor.run:devices")
+        yield from run_check("corerl_doctor.plugins:check_named", name)
     if config is not None:
-        told = []
+        found = []
         chosen = dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used)
         for finding in _selected(list(chosen)):
-            told.append(finding.what)
+            found.append(finding.what)
             yield finding
         listed = None if config.extensions is None else [each.name for each in config.extensions]
-        yield from look("corerl_doctor.plugins:look_joining", listed)
-        for finding in look("corerl_doctor.run:run", file, list(overrides), nodes, layers):
-            if not any(what in finding.what for what in told):  # a plugin's own finding has a better cure
+        yield from run_check("corerl_doctor.plugins:check_joining", listed)
+        for finding in run_check("corerl_doctor.run:run", file, list(overrides), nodes, layers):
+            if not any(what in finding.what for what in found):  # a plugin's own finding has a better cure
                 yield finding
     if not name and not file:
         yield from _all()
@@ -76,11 +75,11 @@ def _selected(chosen: Sequence[tuple[Kind, str]]) -> Iterator[Finding]:
             (kind, entry)
             for kind, entry in installation.all_entries()
             for k, name in chosen
-            if k is kind and is_named(entry, name)
+            if k is kind and entry.is_named(name)
         ]
     )
-    yield from look("corerl_doctor.run:devices")
-    yield from look_each("corerl_doctor.plugins:look_deep", [(kind.value, name) for kind, name in chosen])
+    yield from run_check("corerl_doctor.run:devices")
+    yield from run_checks("corerl_doctor.plugins:check_plugins", [(kind.value, name) for kind, name in chosen])
 
 
 def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
@@ -94,4 +93,4 @@ def _all() -> Iterator[Finding]:
     entries = installation.all_entries()
     yield from _installed(entries)
     named = [(kind.value, f"{entry.distribution}:{entry.name}") for kind, entry in entries]
-    yield from look_each("corerl_doctor.plugins:look_light", named)
+    yield from run_checks("corerl_doctor.plugins:check_specs", named)

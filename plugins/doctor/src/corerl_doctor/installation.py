@@ -10,17 +10,17 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from corerl.cli.trial import PIP
 from corerl.ops.buildable import lacking
-from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
+from corerl.plugin.registry import Entry, Kind, scan
 from corerl.plugin.requirements import installing, unmet
 from corerl.plugin.spec import Finding, Level, ok
 
+PIP = "python -m pip"
 LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
 
 
@@ -42,16 +42,17 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
     """Warn of plugin distributions that are found several times, and names that several distributions offer."""
     seen = set()
     for _, entry in entries:
-        if entry.distribution in seen or not (text := found_twice(entry)):
+        if entry.distribution in seen:
             continue
         seen.add(entry.distribution)
-        yield Finding(
-            level=Level.WARNING,
-            what=text,
-            why="version and entry points come from the first, but code may come from another",
-            fix=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete "
-            f"{copies(entry)[-1].path} where pip does not); then install it once",
-        )
+        if len(found := _copies(entry.distribution)) > 1:
+            yield Finding(
+                level=Level.WARNING,
+                what=f"{entry.distribution} is installed {len(found)} times: {', '.join(found)}",
+                why="version, entry points and code may come from different ones",
+                fix=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete what pip does not); "
+                "then install it once",
+            )
     offers: dict[tuple[Kind, str], dict[str, Entry]] = {}
     for kind, entry in entries:
         offers.setdefault((kind, entry.name), {})[entry.distribution] = entry
@@ -64,6 +65,17 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
                 why=f"a config that names only {name!r} is rejected",
                 fix=f"{PIP} uninstall {sorted(rivals)[-1]}; or write '{sorted(rivals)[0]}:{name}' in the config",
             )
+
+
+def _copies(name: str) -> list[str]:
+    """The copies of a distribution's metadata with different contents. Copies that say the same do not count: an
+    editable install by setuptools has one from the install and one from the source tree."""
+    found: dict[tuple[str, str], str] = {}
+    for each in distributions(name=name) if name else ():
+        version = each.metadata["Version"] or "damaged"
+        where = getattr(each, "_path", each.locate_file(""))
+        found.setdefault((version, (each.read_text("entry_points.txt") or "").strip()), f"{version} in {where}")
+    return list(found.values())
 
 
 def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:

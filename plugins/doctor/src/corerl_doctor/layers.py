@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.cli.child import Begins, Told
 from corerl.config.schema import ModelConfig, RoleConfig
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.config import hf_config
@@ -31,6 +30,7 @@ from corerl.ops.attention import PackedSequences
 from corerl.plugin.spec import Finding, Level, ok
 from corerl.types import Output, offsets_of
 from corerl.weights.chunks import fill
+from corerl_doctor.child import CheckStarted, Report
 
 LENGTHS = (41, 29, 13)  # tokens of each sequence, the longest first; no size of a model, so that dims of tokens show
 WINDOW = 8  # a longer one would let every token of these sequences see all before it
@@ -65,7 +65,7 @@ class Compared:
     parting: Parting | None
 
 
-def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Told]:
+def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Report]:
     """One finding: whether the two ways through a role's model agree, on this machine's CPU in float32."""
     model, way = role.model, role.train.layout
     hf = hf_config(model)
@@ -80,7 +80,7 @@ def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Told]:
             fix="try it on a machine with more memory, or with [model.config] of the same type and fewer layers",
         )
         return
-    yield Begins("comparing the layers", "leave out --layers")
+    yield CheckStarted("comparing the layers", "leave out --layers")
     plain = plain_model(hf, model, seed=role.seed)
     policy = policy_like(plain, hf, layout=way)
     found = compare(policy, plain, temperature=temperature)

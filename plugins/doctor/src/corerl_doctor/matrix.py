@@ -168,14 +168,14 @@ def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 
 def rows(
-    types: Iterable[str], *, check: bool = False, look: Callable[..., Row] = examine, limit: float = LIMIT
+    types: Iterable[str], *, check: bool = False, examine_row: Callable[..., Row] = examine, limit: float = LIMIT
 ) -> Iterator[Row]:
     """`examine` each type in a process of its own, which has `limit` seconds: none can end the table."""
     for model_type in types:
-        yield _in_child(look, model_type, check=check, limit=limit)
+        yield _in_child(examine_row, model_type, check=check, limit=limit)
 
 
-def _in_child(look: Callable[..., Row], model_type: str, *, check: bool, limit: float) -> Row:
+def _in_child(examine_row: Callable[..., Row], model_type: str, *, check: bool, limit: float) -> Row:
     reading, writing = os.pipe()
     pid = os.fork()  # importing torch and transformers anew would take longer than the types themselves
     if pid == 0:
@@ -187,7 +187,7 @@ def _in_child(look: Callable[..., Row], model_type: str, *, check: bool, limit: 
         logging.set_verbosity_error()
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         try:
-            row = look(model_type, check=check)
+            row = examine_row(model_type, check=check)
         except BaseException as error:
             row = Row(model_type=model_type, status=Status.WRONG, reason=f"it raised {one_line(error)}")
         with os.fdopen(writing, "w") as pipe:
@@ -195,13 +195,13 @@ def _in_child(look: Callable[..., Row], model_type: str, *, check: bool, limit: 
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        told = pipe.read()
+        answer = pipe.read()
     _, status = os.waitpid(pid, 0)
-    if not told:
+    if not answer:
         ended = os.waitstatus_to_exitcode(status)
         why = (
             f"did not end within {limit:g} s" if ended == -signal.SIGALRM else f"ended its process with status {ended}"
         )
         return Row(model_type=model_type, status=Status.UNBUILT, reason=why)
-    found = json.loads(told)
+    found = json.loads(answer)
     return Row(**{**found, "status": Status(found["status"])})

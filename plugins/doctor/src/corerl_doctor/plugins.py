@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from corerl.cli.child import Begins, Told
-from corerl.cli.trial import PIP, reinstall
 from corerl.config.schema import ClusterInfo
 from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
-from corerl.plugin.api import API
+from corerl.messages import did_you_mean
 from corerl.plugin.registry import (
+    INSTALL_HINTS,
     Entry,
     Kind,
     Loaded,
+    installed_names,
     kinds_of,
     load,
     load_implementation,
     locate,
-    unknown,
     usable,
 )
-from corerl.plugin.spec import BackendSpec, Finding, Level, all_ranks, ok
+from corerl.plugin.spec import API, BackendSpec, Finding, Level, all_ranks, ok
+from corerl_doctor.child import CheckStarted, Report
+from corerl_doctor.installation import PIP
 
 
-def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
+def check_specs(plugins: Sequence[tuple[str, str]]) -> Iterator[Report]:
     """Check the spec and API of each (value of Kind, name)."""
     for kind, name in plugins:
-        yield from _look_at(Kind(kind), name, deep=False)
+        yield from _check_plugin(Kind(kind), name, deep=False)
 
 
-def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Like `look_light`, and also check each implementation, hooks and probe."""
+def check_plugins(plugins: Sequence[tuple[str, str]]) -> Iterator[Report]:
+    """Like `check_specs`, and also check each implementation, hooks and probe."""
     for kind, name in plugins:
-        yield from _look_at(Kind(kind), name, deep=True)
+        yield from _check_plugin(Kind(kind), name, deep=True)
 
 
-def look_joining(listed: Sequence[str] | None) -> Iterator[Told]:
-    """`look_deep` at the extensions that join by themselves a run that lists these, or (None) none at all."""
+def check_joining(listed: Sequence[str] | None) -> Iterator[Report]:
+    """`check_plugins` at the extensions that join by themselves a run that lists these, or (None) none at all."""
     joins = ("always",) if listed is not None else ("default", "always")
     joining = [each.name for each in usable(Kind.EXTENSIONS) if each.spec.joins in joins]
     joining = [name for name in joining if name not in (listed or ())]
-    yield from look_deep([(Kind.EXTENSIONS.value, name) for name in joining])
+    yield from check_plugins([(Kind.EXTENSIONS.value, name) for name in joining])
 
 
-def look_named(name: str) -> Iterator[Told]:
-    """`look_deep` at every plugin of this name, whatever its kind."""
-    yield Begins(f"importing {name}", f"fix {name}")  # 'package.module:SPEC' is imported to find its kind
+def check_named(name: str) -> Iterator[Report]:
+    """`check_plugins` at every plugin of this name, whatever its kind."""
+    yield CheckStarted(f"importing {name}", f"fix {name}")  # 'package.module:SPEC' is imported to find its kind
     try:
         kinds = kinds_of(name)
         if not kinds:
-            raise unknown(name)
+            known = [each for kind in Kind for each in (*installed_names(kind), *INSTALL_HINTS[kind])]
+            raise PluginNotFound(f"unknown plugin {name!r}{did_you_mean(name, known)}")
     except PluginError as error:
         finding = finding_of(error, Kind.BACKENDS, name)
         if Path(name).is_dir() or name.endswith(".toml"):
@@ -61,16 +64,16 @@ def look_named(name: str) -> Iterator[Told]:
         yield finding
         return
     for kind in kinds:
-        yield from _look_at(kind, name, deep=True)
+        yield from _check_plugin(kind, name, deep=True)
 
 
-def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
+def _check_plugin(kind: Kind, name: str, *, deep: bool) -> Iterator[Report]:
     try:
         entry = locate(kind, name)
     except PluginError as error:
         yield finding_of(error, kind, name)
         return
-    yield Begins(f"importing {entry.value}, the spec of {kind.noun} {entry},", reinstall(entry))
+    yield CheckStarted(f"importing {entry.value}, the spec of {kind.noun} {entry},", reinstall(entry))
     try:
         loaded = load(kind, name)
     except PluginError as error:
@@ -81,7 +84,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     if not deep:
         return
     for code in [loaded.spec.sender, loaded.spec.receiver] if kind is Kind.TRANSPORTS else [loaded.spec.implementation]:
-        yield Begins(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
+        yield CheckStarted(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
         try:
             implementation = load_implementation(kind, loaded, code)
         except PluginError as error:
@@ -90,13 +93,13 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
         yield from _shares(loaded)
-        yield Begins(f"making an instance of {code}", f"fix {code}")
+        yield CheckStarted(f"making an instance of {code}", f"fix {code}")
         yield from _hooks(loaded, implementation)
     if kind in (Kind.BACKENDS, Kind.ENGINES):
-        yield Begins(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
+        yield CheckStarted(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
         yield from loaded.spec.probe()
     if kind is Kind.BACKENDS:
-        yield Begins(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
+        yield CheckStarted(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
         yield from _environment(loaded)
 
 
@@ -117,7 +120,7 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
     """Whether the backend keeps the hook contract, as a worker checks before the first call."""
-    from corerl.plugin.context import Context
+    from corerl.plugin.hookspecs import Context
     from corerl.plugin.host import PluginHost
 
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
@@ -164,3 +167,9 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
         why = useless
         fix = reinstall(entry) if entry is not None else f"fix {name}"
     return Finding(level=Level.ERROR, what=error.message, why=why, fix=fix)
+
+
+def reinstall(entry: Entry) -> str:
+    if not entry.distribution:
+        return f"fix {entry.value}, searched in the installed packages and then in {sys.path[-1]}"
+    return f"{PIP} install --force-reinstall {entry.distribution}"

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from corerl.cli.child import Begins, Told
 from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import load_config
@@ -17,13 +16,14 @@ from corerl.plan.resolve import Selection, ignored_tables, selected
 from corerl.plugin.fingerprint import Origin, look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import ACTOR, Finding, Level, ok
+from corerl_doctor.child import CheckStarted, Report
 
 ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins
 
 
-def devices() -> Iterator[Told]:
+def devices() -> Iterator[Report]:
     """The devices that torch sees on this machine."""
-    yield Begins("querying torch's devices", "python -m pip install --force-reinstall torch")
+    yield CheckStarted("querying torch's devices", "python -m pip install --force-reinstall torch")
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -36,7 +36,7 @@ def devices() -> Iterator[Told]:
         yield ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
 
 
-def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Told]:
+def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Report]:
     """Check a config that can be parsed."""
     config = load_config(file, overrides)
     for note in ignored_tables(config):
@@ -46,7 +46,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
             why="its settings have no effect",
             fix=f"remove the table from {file}, or install its plugin",
         )
-    yield Begins(f"checking {file}", f"corerl config check {file}")
+    yield CheckStarted(f"checking {file}", f"corerl config check {file}")
     try:
         plan = make_plan(config, starting=False)
     except UserError as error:
@@ -68,7 +68,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
 
         yield from compare_layers(roles[ACTOR].assignments[0].config, temperature=plan.rollout.settings.temperature)
     if nodes:
-        yield Begins(f"checking the nodes of {cluster.address}", "ray status")
+        yield CheckStarted(f"checking the nodes of {cluster.address}", "ray status")
         yield from _nodes(named_by(plan.processes, selected(config)), plan.processes.common, cluster.address)
 
 

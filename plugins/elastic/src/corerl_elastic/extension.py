@@ -10,8 +10,8 @@ from corerl.config.functions import imported
 from corerl.driver.control import Control
 from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
-from corerl.plan.ready import PlanReady
-from corerl.plan.transports import ENGINES
+from corerl.plan.plan import PlanReady
+from corerl.plan.processes import ENGINES
 from corerl.plugin import Event, Failure, PlanAnswer, RunStarted, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl_elastic.config import ElasticOptions

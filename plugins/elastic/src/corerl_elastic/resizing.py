@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from corerl.driver.groups import require_same_surroundings
 from corerl.plan.plan import Plan
-from corerl.plan.sizes import REPLICAS
+from corerl.plan.settle import REPLICAS
 from corerl.plugin import RunControl
 
 OF_ROLE = re.compile(r"\s*roles\.(\w+)\.")

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from corerl.driver.run_dir import is_occupied
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean_path
-    from corerl.plan.sizes import with_other_sizes
+    from corerl.plan.settle import with_other_sizes
     from corerl_elastic.scaling import ask
 
     run_dir = Path(args.what)

@@ -16,7 +16,6 @@ from attrs import define, field, frozen
 
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import one_line, short_repr
-from corerl.plan.writable import unwritable
 
 REQUEST, ANSWER = "scale-request.json", "scale-answer.json"  # in the run's directory
 LOOK_SECONDS = 0.2  # between two looks for an answer
@@ -118,7 +117,9 @@ def _write(path: Path, content: Mapping[str, Any], *, replace: bool = True) -> N
             f"{path}: another request waits for the end of a step; wait for it, or remove the file"
         ) from error
     except OSError as error:
-        raise unwritable(path.parent, error) from error
+        raise ConfigError(
+            f"run.dir: cannot write to {path.parent} ({error.strerror}); set another directory"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 

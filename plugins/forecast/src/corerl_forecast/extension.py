@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from corerl import hookimpl
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plugin import PlanAnswer
 
 

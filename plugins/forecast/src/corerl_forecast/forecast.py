@@ -13,13 +13,10 @@ from corerl.errors import ModelError
 from corerl.models.files import look_at
 from corerl.models.size import size_of
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.processes import ProcessPlan
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
+from corerl.plan.processes import ENGINES, ProcessPlan
 from corerl.plan.residency import FORWARD, UPDATE, training
-from corerl.plan.resolve import role_options
-from corerl.plan.sampler import plays_episodes
-from corerl.plan.settle import supports
-from corerl.plan.transports import ENGINES
+from corerl.plan.resolve import Plugins, role_options
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
 from corerl.types import MemoryKind
@@ -84,6 +81,7 @@ class Forecaster:
     asked: Config  # the same as the user has written it
     algorithm: AlgorithmPlan
     plan: ProcessPlan  # as `config` has it
+    plugins: Plugins
     models: Mapping[str, PreTrainedConfig]
     built: Mapping[str, PreTrainedModel]
     longest: int
@@ -95,6 +93,7 @@ class Forecaster:
             asked=plan.asked,
             algorithm=plan.algorithm,
             plan=plan.processes,
+            plugins=plan.plugins,
             models=plan.models,
             built=plan.built,
             # Not by the model's positions, which are often many times as many as samples ever have tokens.
@@ -130,7 +129,9 @@ class Forecaster:
         longest = self.longest or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.
-        counted = config.run.mode == "train" and not plays_episodes(config) and not config.rollout.postprocess
+        sampler = self.plugins.sampler
+        episodes = sampler is None or sampler.spec.episodes
+        counted = config.run.mode == "train" and not episodes and not config.rollout.postprocess
         try:
             found = role_memory(
                 backend.spec,
@@ -163,7 +164,7 @@ class Forecaster:
                 continue
             ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
             cures = [f"{setting} ({total / GIB:.1f} GiB)" for setting, total in ways.items()]
-            if supports(self.config, role, Capability.MULTI_RANK):
+            if self.plugins.supports(role, Capability.MULTI_RANK):
                 cures.append("more ranks")
             cures.append("options of the backend that split or offload the model")
             what = "training" if trained else "a forward pass"
@@ -178,7 +179,7 @@ class Forecaster:
         fewer = {"tokens_per_micro_batch": train.tokens_per_micro_batch // 2}
         ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= max(self.longest, 1) else []
         trained = role in self.algorithm.objectives
-        if trained and train.recompute != "full" and supports(self.config, role, Capability.RECOMPUTE):
+        if trained and train.recompute != "full" and self.plugins.supports(role, Capability.RECOMPUTE):
             ways = [{"recompute": "full"}, *ways, *({"recompute": "full", **way} for way in ways)]
         now = self.role(role)
         for changed in ways:

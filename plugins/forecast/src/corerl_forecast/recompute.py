@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import evolve
 
-from corerl.config.load import to_plain
 from corerl.config.schema import Config
-from corerl.plan.ready import PlanReady
+from corerl.config.toml_text import to_plain
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import role_options
 from corerl.plugin.capabilities import Capability
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from corerl.config.schema import ClusterInfo
 from corerl.models.size import size_of
-from corerl.plan.ready import PlanReady
+from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import place_of, role_options
 from corerl.plugin.spec import SlowPath
 

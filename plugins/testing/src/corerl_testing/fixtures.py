@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from corerl.config.load import config_of, structure
+from corerl.config.load import config_of
 from corerl.config.schema import ClusterInfo
+from corerl.config.structuring import structure
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Variant

@@ -18,9 +18,9 @@ from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleC
 from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
-from corerl.plan.assignment import Assignment
-from corerl.plugin.context import Context
+from corerl.plan.roles import Assignment
 from corerl.plugin.fingerprint import origins_of
+from corerl.plugin.hookspecs import Context
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

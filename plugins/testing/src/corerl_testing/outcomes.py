@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ from corerl.errors import CorerlError
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import BackendSpec
-from corerl_testing.marks import Check
+from corerl_testing.marks import MARK, Check
 
 SEED = 0
 # What is wrong with the training of a variant would be told again by all of its other checks.
 FOUNDATION = "C41"
+SETS = ("backend_name", "backend_variant", "world_size")  # parameters that no other value stands for
 OUTCOMES = ("passed", "failed", "blocked", "unsupported", "expected", "not run")
 
 
@@ -96,6 +97,33 @@ class Session:
                 if where in self.failed.get((found.plugin, id_), ()):
                     return self.root_of.get((found.plugin, id_, where), id_)
         return ""
+
+
+def repeated(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The checks that repeat another one with a further model, packing or value: all but one of each, with tied
+    embeddings where there is a choice. Of what other checks build on, experts stay too."""
+    kept: dict[tuple[Any, ...], pytest.Item] = {}
+    rest = []
+    for item in items:
+        if (mark := item.get_closest_marker(MARK)) is None:
+            continue
+        parameters = dict(parameters_of(item))
+        experts = mark.args[0].id == FOUNDATION and parameters.get("kind") == "qwen3-moe"
+        own = {name: value for name, value in parameters.items() if name in SETS}
+        key = (str(item.path), getattr(item, "originalname", item.name), repr(sorted(own.items(), key=str)), experts)
+        if key not in kept:
+            kept[key] = item
+        elif parameters.get("kind") == "qwen3-tied" != parameters_of(kept[key]).get("kind"):
+            rest.append(kept[key])
+            kept[key] = item
+        else:
+            rest.append(item)
+    return rest
+
+
+def parameters_of(item: pytest.Item) -> Mapping[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
 
 
 def gpus() -> int:

@@ -36,6 +36,7 @@ from corerl_testing.outcomes import (
     Session,
     describe,
     gpus,
+    parameters_of,
     report,
     summary,
 )
@@ -159,7 +160,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         if mark is None:
             kept.append(item)
             continue
-        parameters = _parameters(item)
+        parameters = parameters_of(item)
         if not _fits(mark.args[0], parameters):
             continue
         found = _select(item, mark.args[0], parameters)
@@ -204,11 +205,6 @@ def _asked(ids: Sequence[str], items: Sequence[pytest.Item]) -> set[str]:
             found.add(id_)
             left += builds_on.get(id_, ())
     return found
-
-
-def _parameters(item: pytest.Item) -> Mapping[str, Any]:
-    callspec = getattr(item, "callspec", None)
-    return callspec.params if callspec else {}
 
 
 def _fits(check: Check, parameters: Mapping[str, Any]) -> bool:
@@ -396,7 +392,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if file := config.getoption("--corerl-report"):
         reports = [report(kind, name, own) for kind, name in dict.fromkeys(plugin for plugin, _ in own.outcomes)]
-        Path(file).write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
+        Path(file).write_text(as_text(reports[0]) if len(reports) == 1 else json.dumps(reports))
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report as JSON with a line for each entry, and one for each check."""
+    checks = ",\n".join(f"  {json.dumps(each)}" for each in report["checks"])
+    rest = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in report.items() if key != "checks")
+    return f'{{\n{rest} "checks": [\n{checks}\n ]\n}}\n'
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

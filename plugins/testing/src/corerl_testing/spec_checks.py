@@ -11,10 +11,11 @@ from typing import Any
 
 import attrs
 
-from corerl.config.load import structure, to_plain
+from corerl.config.structuring import structure
+from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
-from corerl.plugin.api import API
 from corerl.plugin.registry import Kind, Loaded
+from corerl.plugin.spec import API
 from corerl_testing.require import require
 
 HEAVY = ("torch", "ray", "transformers")

@@ -11,8 +11,8 @@ import pytest
 from attrs import evolve, field, frozen
 
 from corerl.checkpoint.commit import begin, commit
-from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
+from corerl.config.structuring import structure
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import BackendSpec
 from corerl_testing.compare import Trajectory, together

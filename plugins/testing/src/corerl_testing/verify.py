@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _backend(args: argparse.Namespace) -> list[str]:
     """What pytest is told of the backend. Raises CorerlError if there is none of this name."""
-    from corerl.cli.trial import require_plugins
     from corerl.config.load import config_of
     from corerl.errors import UserError
     from corerl.plan.resolve import resolve_tables
@@ -105,7 +104,6 @@ def _backend(args: argparse.Namespace) -> list[str]:
     if bare := [each for each in args.option if "=" not in each]:
         raise UserError(f"--option {bare[0]}: expected KEY=VALUE")
     (name,) = args.names
-    require_plugins([(Kind.BACKENDS, name)])
     loaded = load(Kind.BACKENDS, name)  # reports a wrong name as everywhere else
     overrides = [f"backends.{json.dumps(loaded.name)}.{option}" for option in args.option]
     resolve_tables(config_of({"backend": {"name": name}, "rollout": {"engine": "fake"}}, overrides))
@@ -121,12 +119,10 @@ def _backend(args: argparse.Namespace) -> list[str]:
 
 def _algorithm(args: argparse.Namespace) -> list[str]:
     """What pytest is told of the algorithm. Raises CorerlError if there is none of this name, or a setting is wrong."""
-    from corerl.cli.trial import require_plugins
     from corerl.config.load import config_of
     from corerl.plan.resolve import resolve_tables
     from corerl.plugin.registry import Kind, load
 
-    require_plugins([(Kind.ALGORITHMS, args.algorithm)])
     load(Kind.ALGORITHMS, args.algorithm)
     given = {"backend": {"name": "plain"}, "rollout": {"engine": "fake"}, "algorithm": {"name": args.algorithm}}
     resolve_tables(config_of(given, args.names))

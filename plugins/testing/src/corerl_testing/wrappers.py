@@ -10,8 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from corerl.plugin.api import API, hookimpl
-from corerl.plugin.spec import ExtensionSpec, Process
+from corerl.plugin.spec import API, ExtensionSpec, Process, hookimpl
 
 NAMES = ("FIRST", "SECOND", "THIRD")
 

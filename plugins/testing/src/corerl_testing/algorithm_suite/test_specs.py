@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 from corerl.algorithms.base import Algorithm, ForwardPass, Objective
-from corerl.config.load import structure
 from corerl.config.schema import AlgorithmConfig
+from corerl.config.structuring import structure
 from corerl.data.plan import AGGREGATIONS
 from corerl.plan.algorithm import check_algorithm, contradictions
 from corerl.plugin.registry import Kind, load_implementation

@@ -24,7 +24,7 @@ from corerl.checkpoint.writer import stage, with_sums, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
 from corerl.models.lora import LoraLinear
-from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -14,8 +14,7 @@ from attrs import evolve
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import ContractError
-from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import NEEDS
+from corerl.plugin.hookspecs import NEEDS, Context
 from corerl.types import (
     Array,
     ForwardResult,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
+from corerl.config.structuring import structure
 from corerl.errors import PluginIncompatible
 from corerl.plugin.registry import Kind, Loaded, scan
 from corerl.plugin.transports import transport_named

@@ -16,12 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from corerl.config.load import structure, to_plain
 from corerl.config.schema import ClusterInfo
+from corerl.config.structuring import structure
+from corerl.config.toml_text import to_plain
 from corerl.errors import Unsupported
 from corerl.messages import one_line
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.check import check_capabilities
+from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.contract import build_manager, check_backend
 from corerl.plugin.host import BackendBase
 from corerl.plugin.registry import Kind, Loaded, load_implementation

@@ -1,0 +1,214 @@
+"""Settings as text: types and values as TOML writes them, plain data, and tables with each setting's help."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
+from datetime import date, time
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+from attrs import frozen
+
+from corerl.messages import short_repr
+
+
+def class_fields(cls: type) -> Mapping[str, attrs.Attribute[Any]]:
+    """The settings of an attrs class by name, their annotations resolved to types."""
+    attrs.resolve_types(cls)
+    return {attribute.name: attribute for attribute in attrs.fields(cls) if attribute.init}
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a Literal, an Enum, or a union of them allows; () for any other type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    if is_union(kind):
+        parts = [choices(arm) for arm in get_args(kind) if arm is not type(None)]
+        return tuple(value for part in parts for value in part) if all(parts) else ()
+    return ()
+
+
+def spell(kind: Any) -> str:
+    """A type's name for a user of TOML."""
+    if allowed := choices(kind):
+        return ("one of " if len(allowed) > 1 else "") + ", ".join(repr(value) for value in allowed)
+    if is_union(kind):
+        return " or ".join(spell(arm) for arm in get_args(kind) if arm is not type(None))
+    names = {bool: "true or false", int: "integer", float: "number", str: "string", Any: "any value"}
+    if kind in names:
+        return names[kind]
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if attrs.has(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return "table"
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return f"array of {len(arguments)}"
+    if arguments:
+        return f"array of {spell(arguments[0])}s"
+    return getattr(kind, "__name__", str(kind))
+
+
+def spell_value(value: Any) -> str:
+    """A value as it is in the file, with its TOML type."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f"string {short_repr(value)}"
+        case int() | float():
+            return f"{spell(type(value))} {short_repr(value)}"
+        case Mapping():
+            return "a table"
+        case list() | tuple():
+            return "an array"
+        case date() | time():
+            return f"{type(value).__name__} {value}"
+        case _:
+            return f"{type(value).__name__} {short_repr(value)}"
+
+
+def to_plain(value: Any) -> Any:
+    """Convert attrs instances to dicts, recursively; None is left out, since TOML has no null."""
+    if attrs.has(type(value)):
+        return to_plain({name: getattr(value, name) for name in class_fields(type(value))})
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def toml_value(plain: Any) -> str:
+    """Plain data on one line of TOML."""
+    if isinstance(plain, dict):
+        return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in plain.items()) + "}"
+    if isinstance(plain, list):
+        return "[" + ", ".join(toml_value(item) for item in plain) + "]"
+    # JSON spells strings, booleans and finite numbers as TOML does
+    return escaped(json.dumps(plain, ensure_ascii=False)) if isinstance(plain, (str, bool, int)) else str(plain)
+
+
+# What TOML allows in strings and a terminal obeys: C1 controls and marks that turn the direction of text around.
+CONTROLS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(toml: str) -> str:
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", toml)
+
+
+def toml_key(name: str) -> str:
+    """One part of a dotted key, quoted if TOML requires it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def parse_toml(text: str) -> Any:
+    """Parse one TOML value, as after an equals sign; anything that is not valid TOML is a string."""
+    try:
+        data = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # TOMLDecodeError; too many digits; nested too deeply
+        return text
+    # no setting is a date, so run.dir=2024-05-01 means the string
+    return text if len(data) > 1 or isinstance(data["value"], (date, time)) else data["value"]
+
+
+# ---- help texts ------------------------------------------------------------------------------------------------------
+
+WIDTH = 100  # columns of a comment
+
+
+@frozen(kw_only=True)
+class FieldHelp:
+    """One setting. `path` is dotted and relative to the class; an array of tables adds `[]`."""
+
+    path: str
+    type: str  # in words: integer, number, string, one of 'a', 'b'
+    default: str  # as TOML; or "required", "unset" (None), "computed" (from other settings)
+    help: str
+
+
+def describe(cls: type, prefix: str = "") -> Iterator[FieldHelp]:
+    """Every setting of a frozen attrs class, tables expanded, in the order of the class."""
+    for attribute in class_fields(cls).values():
+        kind: Any = attribute.type
+        path = prefix + attribute.name
+        if attrs.has(kind):
+            yield from describe(kind, f"{path}.")
+            continue
+        yield FieldHelp(
+            path=path, type=spell(kind), default=_default(attribute), help=attribute.metadata.get("help", "")
+        )
+        for arm in get_args(kind) if is_union(kind) else (kind,):
+            for argument in (arm, *get_args(arm)):
+                if attrs.has(argument):
+                    yield from describe(argument, f"{path}[]." if get_origin(arm) is tuple else f"{path}.")
+
+
+def _default(attribute: attrs.Attribute[Any]) -> str:
+    default: Any = attribute.default
+    if default is attrs.NOTHING:
+        return "required"
+    factory = getattr(default, "factory", None)
+    if factory is not None:
+        if default.takes_self:
+            return "computed"
+        default = factory()
+    return "unset" if default is None else toml_value(to_plain(default))
+
+
+def settings_with_help(table: Any, path: str = "") -> Iterator[str]:
+    """The lines of a table, an attrs instance or a mapping, and of the tables in it: each setting below a comment with
+    its help and its type. One that is unset is a comment too."""
+    tables: list[tuple[str, str, Any]] = []
+    for name, value, about in _settings(table):
+        if _is_table(value) or (isinstance(value, tuple) and value and attrs.has(type(value[0]))):
+            tables.append((name, about, value))  # TOML wants a table's own settings before its subtables
+            continue
+        yield from comment(about)
+        yield f"# {toml_key(name)} =" if value is None else f"{toml_key(name)} = {toml_value(to_plain(value))}"
+    for name, about, value in tables:
+        inside = f"{path}.{toml_key(name)}" if path else toml_key(name)
+        for each in value if isinstance(value, tuple) else (value,):
+            yield ""
+            yield from comment(about)
+            yield f"[[{inside}]]" if isinstance(value, tuple) else f"[{inside}]"
+            yield from settings_with_help(each, inside)
+
+
+def _settings(table: Any) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and help of each setting of a table."""
+    if isinstance(table, Mapping):
+        yield from ((name, value, "") for name, value in table.items())
+        return
+    for attribute in class_fields(type(table)).values():
+        value = getattr(table, attribute.name)
+        about = attribute.metadata.get("help", "")
+        if not _is_table(value):
+            unset = "; unset" if attribute.default is None else ""
+            if getattr(attribute.default, "takes_self", False):
+                unset = "; computed from the others by default"
+            about = f"{about} ({spell(attribute.type)}{unset})".strip()
+        yield attribute.name, value, about
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value gets a header of its own: a mapping of plain values stands on one line."""
+    if isinstance(value, Mapping):
+        return any(isinstance(each, Mapping) or attrs.has(type(each)) for each in value.values())
+    return attrs.has(type(value))
+
+
+def comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False, break_long_words=False
+    )

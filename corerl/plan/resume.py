@@ -1,0 +1,351 @@
+"""Find where a run begins: its directory, in which nothing is overwritten, and the checkpoint that it resumes from,
+with the state that the driver left there."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over, read_state
+from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir, require_fields
+from corerl.config.problems import Problems
+from corerl.config.schema import Config
+from corerl.data.prompts import PromptSource, PromptStream
+from corerl.data.resumed import resume_data
+from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
+from corerl.messages import listed, short_repr
+from corerl.observability.files import read_lines
+from corerl.observability.history import METRICS_FILE
+from corerl.observability.jsonl import SAMPLES_FILE
+from corerl.rollout.recorded import ROLLOUTS
+
+EXPORT = "model"  # subdirectory for the final Hugging Face export
+EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
+ADVICE = re.compile(r"(?:;|, so) resume from ")  # with which a checkpoint's fault ends
+SHOWN_CHANGES = 8  # settings named in one line
+SHOWN_CHARACTERS = 40  # of a setting's value
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    run_dir: Path
+    resume: Path | None  # a checkpoint that fits this run, if it resumes
+    state: Mapping[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
+    lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
+    resumed: Path | None  # the run that `resume` is the newest intact checkpoint of; None if it was named itself
+    data: tuple[str, ...] = ()  # notices about rows that have changed since the checkpoint
+
+    @property
+    def same_run(self) -> bool:
+        """Whether it resumes from its own directory, which then also holds the earlier metrics."""
+        return self.resume is None or lies_in(self.resume, self.run_dir)
+
+
+def find_start(
+    config: Config,
+    prompts: PromptSource | None,
+    problems: Problems,
+    *,
+    starting: bool,
+    damaged: Faults = NO_FAULTS,
+) -> Start:
+    """Where a run of the config begins. What is wrong with that goes to `problems`; then it has nothing to resume."""
+    run_dir = Path(config.run.dir).absolute()
+    resume: Path | None = None
+    state: dict[str, Any] = {}
+    with problems.stage("run.dir"):
+        require_writable(run_dir)
+    if problems.none_in("checkpoint.resume", "run.dir"):
+        with problems.stage("checkpoint.resume", path="checkpoint.resume"):
+            found = resume_from(config, run_dir, starting=starting, damaged=damaged)
+            state = read_run(found) if found else {}
+            resume = found
+    if state and config.run.mode != "eval":
+        with problems.stage("checkpoint.source", path="checkpoint.resume"):
+            require_same_source(state, config, str(resume))
+    data: list[str] = []
+    if "data" in state and config.run.samples and prompts is not None and problems.none_in("data", "checkpoint"):
+        with problems.stage("checkpoint.data", path="checkpoint.resume"):
+            data = check_data(config, prompts, state)
+    if starting and problems.none_in("checkpoint.resume"):
+        for line in would_overwrite(config, run_dir, resume):
+            problems.add(line)
+        if resume and state and config.run.trains:
+            with problems.stage("run.steps"):
+                require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
+    return Start(
+        run_dir=run_dir,
+        resume=resume,
+        state=state,
+        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
+        resumed=resumed_run(config, run_dir),
+        data=tuple(data),
+    )
+
+
+def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) -> list[str]:
+    """Hold out what the checkpoint did; returns notices about other rows than the checkpoint's. Raises CheckpointError
+    if a run would train on other ones, unless `data.restart` is set."""
+    lines, differs = resume_data(prompts, state, seed=config.run.seed)
+    trains = config.run.mode == "train"
+    if differs and trains and not config.data.restart:
+        raise CheckpointError(
+            f"the data are not the checkpoint's: {differs}; use the same [data] and run.seed, or set data.restart=true "
+            "to begin these at their first prompt, with the checkpoint's weights, optimizer and step"
+        )
+    if trains:
+        PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
+    begin = "; they begin at their first prompt" if trains else ""
+    return [*lines, *([f"data: not the checkpoint's: {differs}{begin}"] if differs else [])]
+
+
+def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
+    """Raise CheckpointError if a run that samples would resume one that read saved batches, or the other way round."""
+    sampled = "prompts" in state["source"]
+    if sampled != config.run.samples:
+        raise CheckpointError(
+            f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, but "
+            f"run.mode={config.run.mode!r} does not; resume with the run.mode it was trained with"
+        )
+
+
+# ---- the driver's state ----------------------------------------------------------------------------------------------
+
+COUNT = object()  # an integer of at least 0
+ANY = "*"  # any name in a table
+# What a table holds by name; a name that ends with "?" may be missing, and a list has any number of items.
+POSITION = {
+    "data": str,
+    "seed": int,
+    "sources": [dict.fromkeys(("epoch", "offset", "prompts", "taken"), COUNT)],
+    "returned?": [COUNT],
+}
+ROWS = {"name": str, "weight": float, "rows": str, "held_out": str, "added": [{"epoch": COUNT, "rows": COUNT}]}
+STATE = {
+    "rollout_step": COUNT,
+    "source": {"rollout_step": COUNT, "begun?": COUNT, "prompts?": POSITION, "sampled?": POSITION},
+    "config": dict,
+    "kl_coef?": float,
+    "kept?": {ANY: str},
+    "before?": [{"prompt": str, "response": str, "answer": str, "reward": float}],
+    "schedules?": {ANY: {"optimizer_step": COUNT, "rollout_step": COUNT, "progress": float}},
+    "data?": {"sources": [ROWS], "identity": str},
+}
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """The driver's state. Raises CheckpointError, also if it lacks a field or has one of another type."""
+    state, where = read_state(checkpoint), f"{checkpoint / DRIVER_FILE}: state"
+    _require(state, STATE, where)
+    positions = {name: state["source"][name] for name in ("prompts", "sampled") if name in state["source"]}
+    if positions:
+        require_fields(state, {"data": dict}, where=where)
+    for name, position in positions.items():
+        _require_position(position, sources=len(state["data"]["sources"]), where=f"{where}: source: {name}")
+    return state
+
+
+def _require(table: Any, shape: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless a table has the fields of this shape."""
+    shape = dict.fromkeys(table, shape[ANY]) if ANY in shape else shape
+    there = {name.rstrip("?"): each for name, each in shape.items() if not name.endswith("?") or name[:-1] in table}
+    kinds = {
+        name: each if isinstance(each, type) else int if each is COUNT else type(each) for name, each in there.items()
+    }
+    require_fields(table, kinds, where=where)
+    for name, each in there.items():
+        value, inner = table[name], f"{where}: {name}"
+        if each is COUNT and value < 0:
+            raise CheckpointError(
+                f"{where}: {name!r} is {short_repr(value, 40)}, wanted at least 0; resume from another checkpoint"
+            )
+        if isinstance(each, Mapping):
+            _require(value, each, inner)
+        elif isinstance(each, list) and isinstance(each[0], Mapping):
+            for number, item in enumerate(value):
+                _require(item, each[0], f"{inner}[{number}]")
+        elif isinstance(each, list):
+            _require({str(number): item for number, item in enumerate(value)}, {ANY: each[0]}, inner)
+
+
+def _require_position(position: Mapping[str, Any], *, sources: int, where: str) -> None:
+    """Raise CheckpointError unless the position in the prompts is of so many sources, and within each of them."""
+    if len(position["sources"]) != sources:
+        raise CheckpointError(
+            f"{where}: 'sources' has {len(position['sources'])}, wanted {sources}; resume from another checkpoint"
+        )
+    for number, each in enumerate(position["sources"]):
+        if each["offset"] > each["prompts"]:
+            raise CheckpointError(
+                f"{where}: sources[{number}]: 'offset' is {short_repr(each['offset'], 40)}, wanted at most "
+                f"{each['prompts']}, the number of prompts; resume from another checkpoint"
+            )
+
+
+# ---- what to resume from ---------------------------------------------------------------------------------------------
+
+
+def resumed_run(config: Config, run_dir: Path) -> Path | None:
+    """The run whose newest intact checkpoint is resumed; None if a checkpoint itself is named, or none is."""
+    resume = config.checkpoint.resume
+    named = run_dir if resume == "auto" else Path(resume).absolute()
+    # os.path: a name that no file can have is no directory either.
+    return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
+
+
+def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
+    """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
+    rather than overwrite another run."""
+    resume = config.checkpoint.resume
+    newest = latest(run_dir, damaged=damaged)
+    if starting and newest is not None and not config.run.trains:
+        advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
+            f"would overwrite; set another run.dir{advice}"
+        )
+    if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
+        fault = next(iter(lost.values()))
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: "
+            f"{ADVICE.split(fault)[0]}; set "
+            f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
+        )
+    if resume == "auto":
+        return newest
+    chosen = None if resume == "never" else Path(resume).absolute()
+    if (other := resumed_run(config, run_dir)) is not None:
+        chosen = latest(other, damaged=damaged)
+        if chosen is None:
+            faults = [ADVICE.split(fault)[0] for fault in passed_over(other, damaged=damaged).values()]
+            raise ConfigError(
+                f"checkpoint.resume: {other} is a run without {'an intact' if faults else 'a complete'} checkpoint"
+                f"{': ' + faults[0] if faults else ''}; set the path of another run or checkpoint"
+            )
+    # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
+    if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
+            "another run.dir"
+        )
+    return chosen
+
+
+def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
+    """A line for each checkpoint of the resumed run that was skipped."""
+    run = resumed_run(config, run_dir)
+    return [skipping(path, fault) for path, fault in passed_over(run, damaged=damaged).items()] if run else []
+
+
+def skipping(checkpoint: Path, fault: str) -> str:
+    """The line for a checkpoint that is passed over, without the advice to do that."""
+    return (
+        f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
+        f"{ADVICE.split(fault)[0]}"
+    )
+
+
+# ---- settings that have changed --------------------------------------------------------------------------------------
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
+    Both are plain data."""
+    changes = [
+        "{}={} (was {})".format(path, *_shown_apart(value, old)) if old is not None and value is not None else path
+        for path, old, value in _differences(before, now)
+        if path not in EXPECTED_CHANGES
+    ]
+    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
+
+
+def _shown_apart(*values: Any) -> list[str]:
+    """The beginnings of values, or the ends of those that begin alike, as long paths do."""
+    shown = [short_repr(each, SHOWN_CHARACTERS) for each in values]
+    return shown if len({*shown}) > 1 else [f"...{str(each)[-SHOWN_CHARACTERS:]}" for each in values]
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted path, old and new value of each difference; of what is in one of them only, the outermost path."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        if before != now:
+            yield path, before, now
+        return
+    for key in [*now, *(key for key in before if key not in now)]:
+        yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+
+
+# ---- what must not be lost -------------------------------------------------------------------------------------------
+
+
+def require_writable(run_dir: Path) -> None:
+    """Raise ConfigError if the directory, or what there is of its path, cannot be written to; makes nothing."""
+    there = next(each for each in (run_dir, *run_dir.parents) if os.path.lexists(each))
+    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if number:
+        raise unwritable(run_dir, OSError(number, f"{there}: {os.strerror(number)}"))
+
+
+def unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); set another directory")
+
+
+def lies_in(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the checkpoint belongs to that run itself; a subdirectory may hold another run."""
+    return checkpoint.resolve().parent in (run_dir.resolve(), checkpoints_dir(run_dir).resolve())
+
+
+def would_overwrite(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:
+    """A line for each thing in the directory that a starting run would overwrite or mix with its own output."""
+    goes_on = resume is not None and lies_in(resume, run_dir)
+    if goes_on:
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            try:
+                for _ in read_lines(run_dir / name, before=math.inf):
+                    pass
+            except DataError as error:
+                yield f"run.dir: {error.message}"
+    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
+    if keeps and not (goes_on and config.run.trains) and os.path.isdir(run_dir / ROLLOUTS):
+        yield f"run.dir: {run_dir} already holds rollouts, which would be mixed with new ones; set another run.dir"
+    exports = config.run.trains and config.checkpoint.export
+    if exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:
+        yield (
+            f"run.dir: {run_dir / EXPORT} already exists, and the run would replace it with its export; set another "
+            "run.dir, or checkpoint.export=false"
+        )
+
+
+def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int) -> None:
+    """Raise if a training run would start with all its steps `done`: NothingLeft if they are its own, say because a
+    scheduler restarted it, otherwise ConfigError. A run killed before exporting its last checkpoint may still start."""
+    steps, exports = config.run.steps, config.checkpoint.export
+    if done > steps or (done == steps and not lies_in(resume, run_dir)):
+        raise ConfigError(
+            f"run.steps: {steps}, but the checkpoint {resume} has already done {done}; raise run.steps to continue"
+        )
+    if done == steps and (not exports or _exported(resume, run_dir)):
+        found = f" and {run_dir / EXPORT} is its export" if exports else ""
+        raise NothingLeft(
+            f"run.steps: {steps}, which {run_dir} has already done{found}: nothing is left to do; raise run.steps to "
+            "continue"
+        )
+
+
+def _exported(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the export exists and is no older than the checkpoint, and so not of fewer steps."""
+    try:
+        exported = (run_dir / EXPORT / "config.json").stat().st_mtime_ns
+        return exported >= (checkpoint / DRIVER_FILE).stat().st_mtime_ns
+    except OSError:
+        return False

@@ -1,0 +1,52 @@
+"""Every benchmark starts, and those that have a small size run it on a CPU."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.run import BENCHMARKS
+from benchmarks.steps import DIFFERENT
+
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.usefixtures("forked_python")]
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text())
+SMALL = [
+    *(f"{name} --rounds 1 {shlex.join(given)}" for name, given in BENCHMARKS.items() if name != "quickstart"),
+    "adapter_update --tiny --rounds 1",
+    "colocated_update 0.6b --tiny --rounds 1",
+    "deepspeed 8b-zero3 --tiny --rounds 1",
+    "fsdp_gpu --tiny --rounds 1",
+    "fsdp_gpu 0.6b --tiny --rounds 1",
+    "layouts --tiny --rounds 1",
+    "logprobs --tiny --rounds 1",
+    "megatron bf16 --tiny --rounds 1",
+    "memory --tiny",
+    "residual fsdp --tiny",
+    "sleep --tiny --rounds 1",
+]
+
+
+def run(*words: str) -> str:
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_help_says_what_is_compared(name: str) -> None:
+    assert f"{name}.py" in run(f"benchmarks.{name}", "--help")
+
+
+@pytest.mark.parametrize("words", SMALL)
+def test_a_small_size_runs_and_both_sides_do_the_same_work(words: str, tmp_path: Path) -> None:
+    name, *rest = shlex.split(words)
+    file = tmp_path / "found.json"
+    said = run(f"benchmarks.{name}", *rest, "--output", str(tmp_path if name == "deepspeed" else file))
+    assert DIFFERENT not in said and list(tmp_path.iterdir())

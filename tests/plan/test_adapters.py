@@ -1,0 +1,147 @@
+"""What a run that trains adapters is planned with, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.config.structuring import structure
+from corerl.errors import UserError
+from corerl.models.config import hf_config
+from corerl.models.export import write_adapters
+from corerl.models.files import kept_digest
+from corerl.models.names import shapes_of
+from corerl.models.peft_files import peft_config
+from corerl.plan.make import make_plan
+from corerl.plan.model_files import with_adapters
+from corerl.plan.plan import Plan
+from corerl.weights.adapters import is_adapter
+from tests.driver.saved import CRITIC, DATA, config_in, make_config
+from tests.pictures import write_pictures
+
+SAVED = LoraConfig(rank=3, alpha=7.0, targets=("v_proj", "up_proj"), rslora=True)
+
+
+def planned(tmp_path: Path, resume: str = "never", **tables: Any) -> Plan:
+    return make_plan(config_in(tmp_path / "run", resume, **tables))
+
+
+def lora_of(plan: Plan, role: str = "actor") -> LoraConfig | None:
+    (found,) = {assignment.config.lora for assignment in plan.processes.roles[role].assignments}
+    return found
+
+
+def refused(tmp_path: Path, resume: str = "never", **tables: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        planned(tmp_path, resume, **tables)
+    return caught.value.message.splitlines()
+
+
+@pytest.fixture
+def peft(tmp_path: Path) -> Path:
+    """Adapters of the model of `make_config`."""
+    model = with_adapters(hf_config(make_config().model), SAVED, value_head=False)
+    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
+    write_adapters(tmp_path / "peft", tensors, peft_config(SAVED, base="", targets=["v_proj", "up_proj"]))
+    return tmp_path / "peft"
+
+
+# ---- what ranks get --------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_table_means_the_common_settings(tmp_path: Path) -> None:
+    plan = planned(tmp_path, lora={})
+    common = LoraConfig(rank=16, alpha=32.0, targets=("all-linear",), rslora=False)
+    assert lora_of(plan) == common and common.scale == 2.0
+    recorded = structure(plan.record, Config, path="")
+    assert recorded.lora == common
+    assert lora_of(planned(tmp_path)) is None
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+def test_a_checkpoint_with_a_tower_is_known_by_it(tmp_path: Path, lora: Any) -> None:
+    base = write_pictures("mistral3", tmp_path / "base")
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    rollout = {**DATA["rollout"], "max_tokens": 8}
+    plan = planned(tmp_path, model=model, rollout=rollout, **({} if lora is None else {"lora": lora}))
+    assert plan.kept == {"actor": kept_digest(base, hf_config(ModelConfig(path=str(base))))}
+    line = (
+        "lora: adapters are named for the modules of Mistral3ForConditionalGeneration, the class of the checkpoint; "
+        "load them onto a model of AutoModelForImageTextToText"
+    )
+    assert (line in plan.notices) == (lora is not None)
+    other = planned(tmp_path, lora={})
+    assert not other.kept and not [each for each in other.notices if each.startswith("lora: adapters are named")]
+
+
+def test_a_directory_of_peft_says_what_is_left_open(tmp_path: Path, peft: Path) -> None:
+    wanted = evolve(SAVED, path=str(peft), targets=("up_proj", "v_proj"))
+    assert lora_of(planned(tmp_path, lora={"path": str(peft)})) == wanted
+    same = {"path": str(peft), "rank": 3, "alpha": 7, "targets": ["v_proj", "up_proj"], "rslora": True}
+    found = lora_of(planned(tmp_path, lora=same))
+    assert found is not None and found.scale == wanted.scale == 7 / 3**0.5
+
+
+def test_the_critic_has_adapters_of_its_own_or_none(tmp_path: Path) -> None:
+    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "lora": {"rank": 4}}}}
+    plan = planned(tmp_path, **own)
+    assert lora_of(plan) is None
+    critic = lora_of(plan, "critic")
+    assert critic is not None and (critic.rank, critic.alpha) == (4, 32.0)
+    other = planned(tmp_path, **CRITIC, lora={"rank": 4})
+    assert lora_of(other, "critic") is None and lora_of(other) == critic
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_a_directory_of_peft_contradicts_are_all_told(tmp_path: Path, peft: Path) -> None:
+    changed = {"path": str(peft), "rank": 4, "alpha": 8, "targets": ["q_proj"], "rslora": False, "init": "gaussian"}
+    assert sorted(refused(tmp_path, lora=changed)) == sorted(
+        [
+            "lora.init: 'gaussian' does not go with lora.path=" + repr(str(peft)) + "; change that, or remove this",
+            f"lora.rank: 4, but the adapters in {peft} have 3; remove it",
+            f"lora.alpha: 8.0, but the adapters in {peft} have 7.0; remove it",
+            f"lora.targets: ('q_proj',), but the adapters in {peft} have ('up_proj', 'v_proj'); remove it",
+            f"lora.rslora: False, but the adapters in {peft} have True; remove it",
+        ]
+    )
+
+
+def test_a_directory_that_is_none_of_peft_or_of_another_model_is_told_with_its_setting(
+    tmp_path: Path, peft: Path
+) -> None:
+    (line,) = refused(tmp_path, lora={"path": str(tmp_path / "nothing")})
+    assert line == (
+        f"lora.path: {tmp_path}/nothing/adapter_config.json cannot be read (No such file or directory); name a "
+        "directory that PEFT has saved"
+    )
+    wider = {**DATA["model"], "config": {**DATA["model"]["config"], "intermediate_size": 96}}
+    (line,) = refused(tmp_path, lora={"path": str(peft)}, model=wider)
+    up = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    assert line == (
+        f"lora.path: {peft}/adapter_model.safetensors has [64, 3] for {up!r}, this model needs [96, 3]; "
+        "use adapters of the same model"
+    )
+    told = json.loads((peft / "adapter_config.json").read_text())
+    (peft / "adapter_config.json").write_text(json.dumps({**told, "use_dora": True}))
+    (line,) = refused(tmp_path, lora={"path": str(peft)})
+    assert line.startswith(f"lora.path: {peft}/adapter_config.json has use_dora=True, wanted False; ")
+    (peft / "adapter_config.json").write_text(json.dumps(told))
+    (peft / "adapter_model.safetensors").unlink()
+    (line,) = refused(tmp_path, lora={"path": str(peft)})
+    assert line == f"lora.path: {peft} has no adapter_model.safetensors; name a directory that PEFT has saved"
+
+
+def test_a_backend_that_cannot_train_adapters_is_named_with_the_setting(tmp_path: Path) -> None:
+    (line,) = refused(tmp_path, backend={"name": "tests.plan.backends:WITHOUT_LORA"}, lora={})
+    assert line == (
+        "roles.actor: lora requires 'lora', which the backend 'tests.plan.backends:WITHOUT_LORA' does not support yet: "
+        "it has none; change that setting, or choose another backend"
+    )

@@ -1,0 +1,212 @@
+"""What a run is given, as `prepare` loads and checks it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+
+from corerl.config.schema import ModelConfig
+from corerl.data.prompts import PromptStream
+from corerl.driver.sampling import Sampling
+from corerl.driver.step_notices import unseen_tokens
+from corerl.errors import ConfigError, DataError, ModelError
+from corerl.models.config import hf_config
+from corerl.models.tokenizer import character_tokenizer
+from corerl.plan.make import make_plan
+from corerl.plan.plan import Plan
+from tests.driver.saved import DATA, TEACHER, chats_of, config_in, make_config
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_must_have_room_for_the_tokenizer(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    short = evolve(config.model, config={**config.model.config, "vocab_size": 15})
+    with pytest.raises(ModelError) as caught:
+        make_plan(evolve(config, model=short))
+    assert caught.value.message == (
+        "model.config.vocab_size: the model's vocabulary has 15 tokens, but the tokenizer gives 's' the id 15, which "
+        "needs 16; set model.config.vocab_size to at least 16, or set model.tokenizer to the tokenizer of this model"
+    )
+    hf_config(short).save_pretrained(tmp_path / "model")
+    path = ModelConfig(path=str(tmp_path / "model"), tokenizer=config.model.tokenizer)
+    with pytest.raises(ModelError) as caught:
+        make_plan(evolve(config, model=path))
+    assert caught.value.message == (
+        "model.path: its vocabulary has 15 tokens, but the tokenizer gives 's' the id 15, which needs 16; "
+        "set model.tokenizer to the tokenizer of this model"
+    )
+
+
+def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
+    fields = {**make_config().model.config, "hidden_size": 16}
+
+    def planned(model: dict[str, Any], vocab_size: int = 16) -> None:
+        actor = {**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": vocab_size}}
+        tables = {**TEACHER, "model": actor, "roles": {"teacher": {"ranks": 1, "model": model}}}
+        make_plan(config_in(tmp_path / "run", **tables))
+
+    planned({"config": fields})
+    with pytest.raises(ModelError) as caught:
+        planned({"config": {**fields, "vocab_size": 32}})
+    assert caught.value.message.startswith(
+        "roles.teacher.model.config.vocab_size: a vocabulary of 32 tokens, and no tokenizer to compare them by, but "
+        "the actor's model has 16"
+    )
+    directory = tmp_path / "teacher"
+    with torch.random.fork_rng(devices=[]):
+        AutoModelForCausalLM.from_config(hf_config(ModelConfig(config={**fields, "vocab_size": 32}))).save_pretrained(
+            directory
+        )
+    character_tokenizer("0123456789>sabc").save_pretrained(directory)
+    planned({"path": str(directory)})  # the same tokens, and others behind them
+    planned({"path": str(directory)}, vocab_size=33)  # padded differently
+    character_tokenizer("9876543210>s").save_pretrained(directory)
+    with pytest.raises(ModelError) as caught:
+        planned({"path": str(directory)})
+    assert caught.value.message.startswith(
+        "roles.teacher.model.path: its tokenizer has '9' for the token 4, but the actor's has '0', so that log-probs "
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_attention_heads": 0}, "model.config.num_attention_heads=0, wanted at least 1"),
+        ({"hidden_size": 10**9}, "model.config: the model has "),
+        ({"rms_norm_eps": math.nan}, "model.config.rms_norm_eps=nan, wanted a finite number"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9},
+            "model.config.num_experts_per_tok=9, wanted 1 to 4, the number of experts",
+        ),
+        ({"hidden_act": "swish9"}, "model.config: transformers cannot build a qwen3 model from this config ("),
+    ],
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_model_that_cannot_be_built_or_held_is_one_line(
+    fields: dict[str, Any], told: str, on_disk: bool, tmp_path: Path
+) -> None:
+    model = {**DATA["model"], "config": {**DATA["model"]["config"], **fields}}
+    if on_disk:
+        (tmp_path / "config.json").write_text(json.dumps(model["config"]))
+        model |= {"path": str(tmp_path), "config": {}}
+        told = told.replace("model.config.", f"model.path='{tmp_path}': config.json: ").replace(
+            "model.config:", "model.path:"
+        )
+    with pytest.raises(ModelError) as caught:
+        make_plan(config_in(tmp_path / "run", model=model))
+    assert caught.value.message.startswith(told) and "\n" not in caught.value.message
+
+
+def test_a_config_that_cannot_be_read_is_the_only_line_about_its_model(tmp_path: Path) -> None:
+    fields = {**DATA["model"]["config"], "rms_norm_eps": "x"}
+    character_tokenizer("0123456789>s").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError) as caught:
+        make_plan(config_in(tmp_path / "run", model={"path": str(tmp_path)}))
+    assert caught.value.message.startswith(f"model.path: transformers cannot read {tmp_path}/config.json: ")
+    assert "\n" not in caught.value.message
+
+
+# ---- prompts and the model's context ---------------------------------------------------------------------------------
+
+
+def notices(plan: Plan) -> tuple[str, ...]:
+    check = plan.rollout.check
+    assert check is not None and check.notices is not None
+    return check.notices
+
+
+def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
+    """A data set of prompts of so many digits, none of them held out."""
+    path = tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "7" * n}) + "\n" for n in digits))
+    return {"source": str(path), "held_out": 0}
+
+
+def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
+    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20}
+    data = prompts_of(tmp_path, 9, 10, 9, 15)  # <bos> before them
+    plan = make_plan(config_in(tmp_path / "run", model=model, data=data, rollout=rollout))
+    assert {prompt.index for prompt in PromptStream(plan.rollout.prompts, 0).take(4)} == {0, 2}
+    assert notices(plan) == (
+        (
+            f"data: 2 of the first 4 prompts are skipped; {tmp_path}/digits.jsonl:2: it has 11 tokens, but at most 10 "
+            "fit with rollout.max_tokens=20 (the model's config allows 30 tokens)"
+        ),
+    )
+    more = make_plan(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
+    assert notices(more) == ()
+
+
+def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
+    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20, "context_length": 20}
+    data = prompts_of(tmp_path, 9, 10)
+    with pytest.raises(ConfigError, match=r"^rollout.max_tokens: 20 leaves no room for a prompt, rollout.con"):
+        make_plan(config_in(tmp_path / "run", data=data, rollout=rollout))
+    with pytest.raises(
+        DataError, match=r"^data.source: all 2 training prompts .*: it has 10 tokens, but at most 9 fit"
+    ):
+        make_plan(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
+
+
+def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+    model = {**DATA["model"], "config": fields}
+    rollout = {**DATA["rollout"], "max_tokens": 8}
+    config = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 48})
+    assert make_plan(config).rollout.context_length == 48
+    longer = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 49})
+    with pytest.raises(ConfigError, match=r"^rollout.context_length: 49, but the model has 48 positions; lower it$"):
+        make_plan(longer)
+    rotary = config_in(tmp_path / "run", rollout={**rollout, "context_length": 10**6})
+    assert make_plan(rotary).rollout.context_length == 10**6
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anything_starts(tmp_path: Path) -> None:
+    tables = chats_of(tmp_path, bad=13)
+    why = r"chats.jsonl:14: the tokenizer's chat template rejects its messages \(TemplateError: one at a time\); "
+    with pytest.raises(DataError, match=rf"^data.source: .*{why}.*correct the row, or set data.refused='skip'"):
+        make_plan(config_in(tmp_path / "run", **tables))
+    tables["data"]["refused"] = "skip"
+    plan = make_plan(config_in(tmp_path / "run", **tables))
+    assert plan.rollout.prompts.left_out == {13}
+    (notice,) = notices(plan)
+    assert notice.startswith("data: 1 of the first 20 prompts are skipped; ")
+
+
+def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: Path) -> None:
+    tables = chats_of(tmp_path, bad=99)
+    tables["data"]["chat_template_options"] = {"brief": True}
+    plan = make_plan(config_in(tmp_path / "run", **tables))
+    made = Sampling(plan=plan, fleet=Mock(), loop=Mock(), rewards=(Mock(), []), progress=Mock(), stack=Mock())
+    sampler = made.sampler_of(plan.rollout.rewarding)
+    request = sampler.request([plan.rollout.prompts.prompt(0)], rollout_step=0, samples=1, params=plan.rollout.params)
+    assert plan.rollout.tokenizer.decode(request.tokens) == "7>s"
+    tables["data"]["chat_template_options"] = {"breif": True}
+    with pytest.raises(ConfigError, match="^data.chat_template_options.breif: the tokenizer's chat template never"):
+        make_plan(config_in(tmp_path / "run", **tables))
+
+
+def test_special_tokens_that_texts_leave_out_are_those_that_end_nothing(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("0123456789>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>", "<think>"]})
+    tokenizer.save_pretrained(tmp_path)
+    model = {"tokenizer": str(tmp_path), "config": {**DATA["model"]["config"], "vocab_size": 17}}
+    rollout = {**DATA["rollout"], "stop": ["<stop>"]}
+    for kept, unseen in ((False, {16: "<think>"}), (True, {})):
+        reward = {"special_tokens": kept}
+        config = config_in(tmp_path / "run", model=model, rollout=rollout, reward=reward)
+        assert unseen_tokens(make_plan(config).rollout) == unseen

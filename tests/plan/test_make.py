@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from attrs import evolve
+
+from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, WeightsConfig
+from corerl.config.toml_text import to_plain
+from corerl.errors import CheckpointError, ConfigError
+from corerl.models.tokenizer import character_tokenizer
+from corerl.plan.make import make_plan
+from corerl.plan.residency import resolve_device
+from corerl.plan.resume import require_same_source
+from tests.driver.saved import DATA, config_in, make_config, make_model, save
+
+Install = Callable[..., Path]
+
+
+def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
+    plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
+    assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
+    assert plan.processes.device == "cpu"
+    assert plan.processes.placement.places == {"actor": (0,), "engines": (1, 2)}
+    assert plan.rollout.tokenizer("0>")["input_ids"] == [1, 4, 14]
+    assert plan.rollout.params.stop_tokens == (2,)
+    assert len(plan.rollout.prompts.held_out) == 16
+    assert plan.processes.roles["actor"].assignments[0].config.resume == ""
+    assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
+    assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:
+    always = extension_spec.replace("api=(2, 0),", 'api=(2, 0), joins="always",')
+    install("corerl-all", {"extensions": {"all": "all_p:SPEC"}}, all_p=always)
+    plan = make_plan(config_in(tmp_path / "run", extensions=[{"name": "jsonl"}]))
+    assert [each.name for each in plan.extensions][:1] == ["jsonl"] and "all" in {each.name for each in plan.extensions}
+    assert "all" in {each.name for each in plan.processes.roles["actor"].assignments[0].extensions}
+    assert [each["name"] for each in plan.record["extensions"]] == ["jsonl"]
+    defaults = make_plan(evolve(config_in(tmp_path / "run"), extensions=None))
+    assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
+
+
+def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:
+    whole = {"path": "", "config": {**DATA["model"]["config"], "model_type": "nemotron"}}
+    critic = {"roles": {"critic": {"ranks": 1, "model": whole, "train": {"precision": "float32"}}}}
+    plan = make_plan(config_in(tmp_path / "run", algorithm={"name": "ppo"}, **critic))
+    layouts = {name: role.train.layout for name, role in plan.processes.roles.items()}
+    assert layouts == {"actor": "packed", "critic": "whole"}
+    assert "1 plain rank, 1 plain rank for the critic (whole), 1 " in plan.title
+    (told,) = plan.notices
+    assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
+
+
+# ---- several problems ------------------------------------------------------------------------------------------------
+
+
+def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "no-checkpoint")
+    config = config_in(tmp_path / "run", checkpoint, rollout={"engine": "fake", "prompts": 8, "stop": ["no token"]})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(
+            evolve(
+                config,
+                model=ModelConfig(path="no/model"),
+                backend=BackendChoice(name="plian"),
+                reward=RewardConfig(name="exakt-match"),
+                weights=WeightsConfig(transport="colective"),
+            )
+        )
+    beginnings = [line[:40] for line in caught.value.message.splitlines()]
+    assert beginnings == [
+        "model.path: no directory 'no/model'; set",
+        "checkpoint.resume: no directory '" + checkpoint[:7],
+        "reward.name: unknown reward 'exakt-match",
+        "backend.name: unknown backend 'plian'; i",
+        "weights.transport: unknown transport 'co",
+    ]
+
+
+def test_what_does_not_build_on_a_plugin_that_is_missing_is_checked_all_the_same(tmp_path: Path) -> None:
+    actor = {"roles": {"actor": {"ranks": 2}}}  # the plain backend is one process
+    functions = {"name": "grpo", "loss": "cliped", "advantages": "no_such_module:f", "postprocess": "nor_this:f"}
+    for wrong in ({"extensions": [{"name": "jsnol"}]}, {"rollout": {"engine": "fakee"}}):
+        given = {"backends": {"other": {}}, **actor, "algorithm": functions, "engines": {"transformers": {"no": 1}}}
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config_in(tmp_path, **{**given, **wrong}))
+        place = "extensions[0].name" if "extensions" in wrong else "rollout.engine"
+        assert {line.partition(": ")[0].partition(" = ")[0] for line in caught.value.message.splitlines()} == {
+            place,
+            "engines.transformers.no",
+            "roles.actor.ranks",
+            "algorithm.loss",
+            "algorithm.advantages",
+            "algorithm.postprocess",
+        }
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    make_model(config, seed=0).save_pretrained(tmp_path / "model")
+    character_tokenizer("0123456789>s").save_pretrained(tmp_path / "tokens")
+    monkeypatch.chdir(tmp_path)
+
+    def given(model: ModelConfig) -> ModelConfig:
+        plan = make_plan(evolve(config, model=model))
+        given = plan.processes.roles["actor"].assignments[0].config.model
+        assert plan.record["model"] == to_plain(given)
+        return given
+
+    tokens = given(ModelConfig(path="model", tokenizer="tokens"))
+    assert tokens == ModelConfig(path=f"{tmp_path}/model", tokenizer=f"{tmp_path}/tokens")
+    characters = given(ModelConfig(path="model", tokenizer="characters:0123456789>"))
+    wanted = ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0123456789>", vocabulary=15)
+    assert characters == wanted  # the model has 16 rows
+    assert given(config.model) == config.model
+
+
+# ---- checkpoints and devices -----------------------------------------------------------------------------------------
+
+
+def test_one_that_samples_with_another_runs_weights_begins_at_its_own_first_step(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
+    steps = {}
+    for mode in ("train", "rollout-only", "eval"):
+        config = config_in(tmp_path / mode, str(checkpoint))
+        steps[mode] = make_plan(evolve(config, run=evolve(config.run, mode=mode))).first_step
+    assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "mode", "line"),
+    [
+        ({"prompts": {}}, "train-only", "sampled its batches, but run.mode='train-only' does not"),
+        ({"files": 3}, "train", "read saved batches, but run.mode='train' does not"),
+    ],
+)
+def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
+    config = make_config(run={"mode": mode})
+    with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
+        require_same_source({"source": source}, config, "step-2")
+    require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_auto_takes_the_cpu_and_cuda_is_refused() -> None:
+    assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match="torch sees no CUDA device here; use 'cpu' or 'auto'"):
+        resolve_device("cuda")

@@ -1,0 +1,144 @@
+"""What a config is refused for: one row for each message, with the setting that it names and a few of its words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corerl.config.load import config_of
+from corerl.errors import UserError
+from corerl.plan.make import make_plan
+from tests.driver.saved import DATA
+
+CRITIC = "algorithm.name=ppo roles.critic.ranks=1"
+KL = "algorithm.kl_coef=0.1"
+RECOMPUTE = "algorithm.old_logprobs=recompute"
+TURNS = "cluster.offload=always"
+SETS = 'eval.sets=[{source="sort-digits",name="a"'
+
+# Overrides of a sound config, the setting that the error names, words of the error.
+ROWS = """
+run.mode=eval data.held_out=0                             | data.held_out              | [[eval.sets]]
+run.mode=train-only                                       | rollout.saved              | empty
+run.mode=rollout-only rollout.source=one-step-off         | rollout.source             | needs run.mode to be 'train'
+run.dir=/proc/nope                                        | run.dir                    | cannot write
+rollout.saved=x                                           | rollout.saved              | needs run.mode to be
+rollout.max_staleness=2                                   | rollout.max_staleness      | to be 'asynchronous'
+rollout.stale=wait                                        | rollout.stale              | to be 'asynchronous'
+rollout.source=asynchronous weights.every=2 checkpoint.every=4 | weights.every         | 'synchronous' or 'streamed'
+rollout.prompts=7 train.mini_batches=2                    | rollout.prompts            | use a multiple of 2, such as 8
+rollout.prompts=1048576 rollout.samples=9                 | rollout.prompts            | samples per step
+rollout.prompts=7 rollout.samples=3 roles.actor.ranks=2 backend.name=fsdp | rollout.prompts | evenly over
+rollout.samples=1                                         | rollout.samples            | at least 2
+rollout.max_tokens=200 rollout.context_length=100         | rollout.max_tokens         | no room for a prompt
+rollout.stop=["x"]                                        | rollout.stop               | 'x'
+rollout.engine=fakee                                      | rollout.engine             | unknown engine
+rollout.sampler=promts                                    | rollout.sampler            | unknown sampler
+rollout.postprocess=no_such_module:f                      | rollout.postprocess        | no_such_module
+rollout.replicas=600                                      | rollout.replicas           | processes on this machine
+weights.every=3                                           | checkpoint.every           | multiple of weights.every=3
+weights.transport=colective                               | weights.transport          | did you mean 'collective'
+weights.quantize=fp8                                      | weights.quantize           | make them equal
+weights.lora=adapter                                      | weights.lora               | needs lora
+checkpoint.resume=nver                                    | checkpoint.resume          | did you mean 'never'
+checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address
+algorithm.name=grop                                       | algorithm.name             | unknown algorithm
+algorithm.kl_target=0.1                                   | algorithm.kl_target        | needs algorithm.kl_coef
+algorithm.kl_in=reward                                    | algorithm.kl_in            | needs algorithm.kl_coef
+{KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
+{KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
+{KL} algorithm.kl_target=0.1 algorithm.kl_horizon=5       | algorithm.kl_horizon       | negative
+{KL} algorithm.reference=/nope                            | algorithm.reference        | no directory
+{KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7
+algorithm.reference_every=5                               | algorithm.reference_every  | needs algorithm.kl_coef
+algorithm.correction=token                                | algorithm.correction       | to be 'recompute'
+{RECOMPUTE} algorithm.correction=token algorithm.correction_floor=3.0 | algorithm.correction_floor | above
+algorithm.correction_floor=0.5                            | algorithm.correction_floor | needs algorithm.correction
+algorithm.correction_cap=3.0                              | algorithm.correction_cap   | needs algorithm.correction
+algorithm.correction_beyond=mask                          | algorithm.correction_beyond | needs algorithm.correction
+algorithm.old_weights=old                                 | algorithm.old_weights      | to be 'recompute'
+algorithm.routing_replay=engine                           | algorithm.routing_replay   | no experts
+algorithm.overlong=penalty algorithm.overlong_buffer=1000 | algorithm.overlong_buffer  | 'penalty' needs 1 to
+algorithm.overlong_buffer=5                               | algorithm.overlong_buffer  | the others 0
+algorithm.loss=cliped                                     | algorithm.loss             | cliped
+algorithm.advantages=no_such_module:f                     | algorithm.advantages       | no_such_module
+algorithm.postprocess=no_such_module:f                    | algorithm.postprocess      | no_such_module
+algorithm.dynamic_sampling=2 algorithm.dynamic_sampling_on=x | algorithm.dynamic_sampling_on | no part
+algorithm.name=ppo                                        | roles.critic               | needs a critic
+roles.critic.ranks=1                                      | roles.critic               | uses no critic
+{CRITIC} algorithm.advantages=json:dumps                  | algorithm.advantages       | critic
+{CRITIC} algorithm.dynamic_sampling=2                     | algorithm.dynamic_sampling | equal rewards teach too
+{CRITIC} roles.critic.train.mini_batches=3 | rollout.prompts | roles.critic.train.mini_batches=3
+{CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model         | exactly one of path and config
+{CRITIC} roles.critic.model.path=/none                    | roles.critic.model.path    | no directory
+{CRITIC} roles.critic.options.no=1                        | roles.critic.options.no    | unknown key
+{CRITIC} roles.critic.backend=plian                       | roles.critic.backend       | did you mean 'plain'
+{CRITIC} roles.critic.lora.targets=["lm_head"]            | roles.critic.lora.targets  | lm_head
+roles.reference.ranks=1                                   | roles.reference            | needs algorithm.kl_coef
+{KL} roles.reference.ranks=1 algorithm.reference_every=50 | algorithm.reference_every | does not go with roles.reference
+{KL} roles.reference.train.mini_batches=2                 | roles.reference.train.mini_batches | never trained
+{KL} roles.reference.lora.rank=2                          | roles.reference.lora       | never trained
+lora.targets=["q_porj"]                                   | lora.targets               | did you mean 'q_proj'
+lora.path=/nope                                           | lora.path                  | cannot be read
+lora.rank=2 {KL} algorithm.reference=/                    | algorithm.reference        | does not go with lora
+rollout.source=streamed algorithm.dynamic_sampling=2      | algorithm.dynamic_sampling | 'streamed'
+rollout.source=streamed rollout.postprocess=json:dumps    | rollout.postprocess        | 'streamed'
+rollout.source=streamed algorithm.advantages=json:dumps   | algorithm.advantages       | 'streamed'
+rollout.source=streamed algorithm.name=reinforce++        | rollout.source             | need the whole batch
+eval.samples=4 data.held_out=0                            | eval.samples               | nothing is evaluated
+eval.samples=4 eval.temperature=0.0                       | eval.temperature           | eval.samples
+eval.top_p=0.5                                            | eval.temperature           | eval.top_p
+eval.answer=json:dumps                                    | eval.answer                | majority
+eval.correct_on=x                                         | eval.correct_on            | no part
+{SETS},samples=2,temperature=0.0}}]                       | eval.sets[0].temperature   | eval.sets[0].samples
+{SETS},reward={{name="exakt-match"}}}}]                   | eval.sets[0].reward.name   | exakt-match
+{SETS}}},{{source="sort-digits",name="a"}}]               | eval.sets[0].name eval.sets[1].name | another one
+{SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
+model.path=.                                              | model.config               | keep that
+model.path=/nope model.config={{}}                        | model.path                 | no directory
+model.config={{}}                                         | model.path                 | unset
+model.config={{hidden_size=8}}                            | model.config.model_type    | missing
+model.tokenizer=                                          | model.tokenizer            | characters:ABC
+model.tokenizer=characters:                               | model.tokenizer            | characters:ABC
+model.vocabulary=3                                        | model.vocabulary           | ids up to
+model.config.vocab_size=4                                 | model.config.vocab_size    | 4
+data.source=nope                                          | data.source                | unknown source
+reward.name=exakt-match                                   | reward.name                | exakt-match
+reward.functions=[{{name="exact-match"}},{{name="x"}}]    | reward.functions[1].name   | unknown reward
+cluster.resources.h200=1                                  | cluster.resources          | needs cluster.address
+cluster.offload=never cluster.max_residual_gib=2.0        | cluster.max_residual_gib   | 'auto' or 'always'
+cluster.placement=disaggregated cluster.suspend_communicators=true | cluster.suspend_communicators | 'colocated'
+cluster.offload_kinds=["grad"] cluster.max_residual_gib=2.0 | cluster.max_residual_gib | param and master and optimizer
+cluster.secrets=["NOT_SET_X"]                             | cluster.secrets            | not set
+cluster.environment={{RAY_X="1"}}                         | cluster.environment        | for Ray
+{TURNS} weights.every=2 checkpoint.every=4                | weights.every              | share memory
+{TURNS} rollout.source=one-step-off                       | rollout.source             | take turns
+backend.name=plian                                        | backend.name               | did you mean 'plain'
+backends.plain.no=1                                       | backends.plain.no          | unknown key
+backends.fdsp.no=1                                        | backends.fdsp              | did you mean 'fsdp'
+engines.fake.no=1                                         | engines.fake.no            | unknown key
+extensions=[{{name="jsonl"}},{{name="jsonl"}}]            | extensions                 | listed 2 times
+extensions=[{{name="jsonl"}},{{name="corerl:jsonl"}}]     | extensions                 | share a name
+extensions=[{{name="jsnol"}}]                             | extensions[0].name         | did you mean 'jsonl'
+extensions=[{{name="jsonl",options={{no=1}}}}]            | extensions[0].options.no   | unknown key
+train.aux_loss_coef=0.1                                   | train.aux_loss_coef        | no experts
+roles.actor.ranks=2                                       | roles.actor                | 'multi-rank'
+train.recompute=full                                      | roles.actor                | 'recompute'
+""".strip().splitlines()
+
+
+def refused(tmp_path: Path, overrides: str) -> list[str]:
+    """The lines of the error for the sound config with these overrides."""
+    config = config_of(DATA, [f"run.dir={tmp_path}/run", *overrides.split()])
+    with pytest.raises(UserError) as caught:
+        make_plan(config, starting=False)
+    return caught.value.message.splitlines()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.partition("|")[0].strip())
+def test_a_config_is_refused_with_the_setting_to_change(row: str, tmp_path: Path) -> None:
+    overrides, settings, words = (each.strip() for each in row.format_map(globals()).split("|"))
+    lines = refused(tmp_path, overrides)
+    assert {line.partition(":")[0] for line in lines} == set(settings.split())
+    assert all(words in line for line in lines), lines

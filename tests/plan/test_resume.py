@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.commit import read_state
+from corerl.config.load import recorded
+from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.config.toml_text import to_plain
+from corerl.driver.export import export
+from corerl.errors import ConfigError, NothingLeft, UserError
+from corerl.plan.make import make_plan
+from corerl.plan.resume import changed_settings, lost_checkpoints, require_writable, resume_from
+from tests.driver.saved import config_in, make_config, make_model, save
+from tests.in_process import execute_here, small
+
+
+def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    run, empty = tmp_path / "run", tmp_path / "empty"
+    older, newest = (save(run, config, model, step=step) for step in (2, 4))
+    assert resume_from(config_in(empty), empty, starting=True) is None
+    assert resume_from(config_in(empty, "auto"), empty, starting=True) is None
+    assert resume_from(config_in(run, "auto"), run, starting=True) == newest
+    assert resume_from(config_in(empty, str(older)), empty, starting=True) == older
+    assert resume_from(config_in(empty, str(run)), empty, starting=True) == newest  # of another run
+    assert resume_from(config_in(run, str(run)), run, starting=True) == newest
+    assert resume_from(config_in(run, str(newest)), run, starting=True) == newest
+    for resume in ("never", str(older)):
+        with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
+            resume_from(config_in(run, resume), run, starting=True)
+    assert resume_from(config_in(run), run, starting=False) is None
+
+
+def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
+    config = make_config()
+    older, newest = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4))
+    assert lost_checkpoints(config_in(tmp_path, "auto"), tmp_path) == []
+    (newest / "actor/rank-00001.json").unlink()
+    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True) == older
+    line = "checkpoint.resume: skipping step-00000004, the run falls back to an older checkpoint: "
+    (told,) = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
+    assert told.startswith(f"{line}{newest}/actor/rank-00001.json is missing")
+    assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
+    elsewhere = tmp_path / "elsewhere"
+    assert resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True) == older
+    assert lost_checkpoints(config_in(elsewhere, str(tmp_path)), elsewhere) == [told]
+    shutil.rmtree(older)
+    with pytest.raises(ConfigError) as caught:
+        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
+    assert caught.value.message == (
+        f"checkpoint.resume: {tmp_path} is a run without an intact checkpoint: {newest}/actor/rank-00001.json is "
+        "missing; the checkpoint is damaged; set the path of another run or checkpoint"
+    )
+    shutil.rmtree(newest)
+    with pytest.raises(ConfigError, match="^checkpoint.resume: .* is a run without a complete checkpoint; set the"):
+        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_damaged(tmp_path: Path) -> None:
+    config = make_config()
+    first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
+    auto, damaged = config_in(tmp_path, "auto"), {third: "a rank said so", second: "and so"}
+    assert resume_from(auto, tmp_path, starting=True) == third
+    assert make_plan(auto, {third: "a rank said so"}).start.resume == second
+    plan = make_plan(auto, damaged)
+    assert (plan.start.resume, plan.first_step) == (first, 2)
+    assert plan.start.lost == tuple(
+        f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
+        for path, fault in damaged.items()
+    )
+    other = make_plan(config_in(tmp_path / "other", str(tmp_path)), damaged)
+    assert (other.start.resume, other.start.resumed, other.start.lost) == (first, tmp_path, plan.start.lost)
+    assert make_plan(config_in(tmp_path / "other", str(third))).start.resumed is None
+    with pytest.raises(ConfigError, match="none of its checkpoints can be resumed: a rank said so; set another"):
+        make_plan(auto, {**damaged, first: "and this"})
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path, resume: str) -> None:
+    config = make_config()
+    elsewhere, only = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("other", "run"))
+    (only / "actor/rank-00001.json").unlink()
+    chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
+    with pytest.raises(ConfigError) as caught:
+        resume_from(chosen, tmp_path / "run", starting=True)
+    if resume == "auto":  # a check refuses what the run would
+        with pytest.raises(ConfigError, match="none of its checkpoints can be resumed"):
+            resume_from(chosen, tmp_path / "run", starting=False)
+    else:
+        begun = resume_from(chosen, tmp_path / "run", starting=False)
+        assert begun == (elsewhere if resume == "elsewhere" else None)
+    line = f"run.dir: {tmp_path}/run already holds a run, but none of its checkpoints can be resumed: "
+    assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")
+    assert caught.value.message.endswith(f"to start over here, remove {only.parent}")
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "newest"])
+@pytest.mark.parametrize(
+    ("mode", "advice"),
+    [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")],
+)
+def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
+    tmp_path: Path, mode: Any, advice: str, resume: str
+) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
+    config = config_in(tmp_path, str(checkpoint) if resume == "newest" else resume)
+    config = evolve(config, run=evolve(config.run, mode=mode))
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config)
+    line = f"run.dir: {tmp_path} already holds a run (step-00000004), whose results run.mode={mode!r} would overwrite"
+    assert caught.value.message.startswith(f"{line}; {advice}")
+    assert make_plan(config, starting=False).first_step == (0 if resume == "never" or mode == "rollout-only" else 4)
+
+
+@pytest.mark.parametrize("kept", [{"run": {"mode": "rollout-only"}}, {"rollout": {"save": True}}])
+def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    config = make_config(**kept)
+    config = evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))
+    checkpoint = save(tmp_path / "other", config, make_model(config, seed=1), step=4)
+    for resume in ("never", "auto", str(checkpoint)):
+        with pytest.raises(ConfigError, match=r"^run.dir: .* already holds rollouts, which would be mixed with new"):
+            make_plan(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
+
+
+def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    config = evolve(make_config(rollout={"save": True}), run=RunConfig(dir=str(tmp_path)))
+    save(tmp_path, config, make_model(config, seed=1), step=4)
+    assert make_plan(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
+
+
+def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones_only(tmp_path: Path) -> None:
+    config = make_config()
+    own, other = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("own", "other"))
+    assert make_plan(config_in(tmp_path / "own", str(own))).start.same_run
+    assert not make_plan(config_in(tmp_path / "new", str(other))).start.same_run
+    assert not make_plan(config_in(tmp_path, str(other))).start.same_run  # of a run in a directory below
+    (tmp_path / "own/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "a"\n{"step": 2}\n')
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config_in(tmp_path / "own", "auto"))
+    where = f"{tmp_path}/own/metrics.jsonl:2"
+    assert (
+        caught.value.message
+        == f'run.dir: {where}: \'{{"step": 1, "a"\' is not an object with a step; fix or delete the line'
+    )
+
+
+def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"^run.dir: .*/model already exists, and the run would replace it with its export"
+    ):
+        make_plan(config_in(tmp_path))
+    config = config_in(tmp_path)
+    assert make_plan(config, starting=False).start.run_dir == tmp_path
+    assert make_plan(evolve(config, checkpoint=CheckpointConfig(export=False))).start.run_dir == tmp_path
+    save(tmp_path, config, make_model(config, seed=1), step=4)  # then it is its own
+    assert make_plan(config_in(tmp_path, "auto")).first_step == 4
+
+
+def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None:
+    config = make_config()
+    run = tmp_path / "run"
+    checkpoint = save(run, config, make_model(config, seed=1), step=4)
+
+    def resumed(directory: Path, resume: str, *, steps: int, export: bool = True) -> Config:
+        return evolve(
+            config,
+            run=RunConfig(dir=str(directory), steps=steps),
+            checkpoint=CheckpointConfig(resume=resume, export=export),
+        )
+
+    def refused(resumed: Config, error: type[UserError] = ConfigError) -> str:
+        with pytest.raises(UserError) as caught:
+            make_plan(resumed)
+        assert type(caught.value) is error
+        return caught.value.message
+
+    before = f"run.steps: 3, but the checkpoint {checkpoint} has already done 4; raise run.steps to continue"
+    assert refused(resumed(run, "auto", steps=3)) == before
+    assert make_plan(resumed(run, "auto", steps=3), starting=False).first_step == 4  # what only looks at it may
+    others = f"run.steps: 4, but the checkpoint {checkpoint} has already done 4; raise run.steps to continue"
+    assert refused(resumed(tmp_path / "new", str(checkpoint), steps=4)) == others
+    done = f"run.steps: 4, which {run} has already done: nothing is left to do; raise run.steps to continue"
+    assert refused(resumed(run, "auto", steps=4, export=False), NothingLeft) == done
+
+    # It was killed before it had exported its last checkpoint: that is left to do, also over an earlier export.
+    assert make_plan(resumed(run, "auto", steps=4)).first_step == 4
+    written = export(checkpoint, run / "model")
+    exported = (
+        f"run.steps: 4, which {run} has already done and {run}/model is its export: nothing is left to do; raise "
+    )
+    assert refused(resumed(run, "auto", steps=4), NothingLeft) == f"{exported}run.steps to continue"
+    os.utime(written / "config.json", (0, 0))
+    assert make_plan(resumed(run, "auto", steps=4)).first_step == 4
+
+
+# ---- a config that has changed ---------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
+    config = make_config(train={"optimizer": {"lr": 1e-3}}, run={"dir": "a", "steps": 4})
+    before = to_plain(config)
+    assert changed_settings(before, before) == []
+    longer = evolve(config, run=evolve(config.run, dir="b", steps=8), checkpoint=CheckpointConfig(resume="auto"))
+    assert changed_settings(before, to_plain(longer)) == []
+    other = evolve(
+        longer,
+        train=evolve(config.train, optimizer=evolve(config.train.optimizer, lr=1e-4)),
+        data=evolve(config.data, source="x" * 60),
+        backends={"other": {"a": 1, "b": 2}},
+    )
+    (line,) = changed_settings(before, to_plain(other))
+    start, *changes = line.replace(": ", ", ", 1).split(", ")
+    assert start == "resumed with other settings"
+    assert sorted(changes) == [
+        "backends.other",
+        f"data.source={'x' * 60!r:.37}... (was 'sort-digits')",
+        "train.optimizer.lr=0.0001 (was 0.001)",
+    ]
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_a_run_holds_the_value_of_a_variable_and_it_resumes_without_a_word_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "t0ken-of-the-user")
+    given = [
+        *("cluster.environment.API_KEY=k3y-of-a-service", 'cluster.secrets=["HF_TOKEN"]', "checkpoint.keep=0"),
+        *("extensions=[{name='jsonl'}, {name='trace'}, {name='tensorboard'}]", "rollout.save=true"),
+    ]
+    assert execute_here(small(tmp_path, *given, "run.steps=1")).reason == "finished"
+    other = [*given, "cluster.environment.API_KEY=an0ther-k3y", "checkpoint.resume=auto", "run.steps=2"]
+    assert execute_here(small(tmp_path, *other)).reason == "finished"
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.toml", "config-1.toml", "checkpoint.json", "metrics.jsonl"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        assert not any(word in content for word in (b"t0ken", b"k3y-of", b"an0ther")), path
+    (state,) = (read_state(path)["config"] for path in (tmp_path / "run" / "checkpoints").glob("step-*2"))
+    assert (state["cluster"]["environment"], state["cluster"]["secrets"]) == ({}, ["HF_TOKEN", "API_KEY"])
+    before, now = to_plain(recorded(small(tmp_path, *given))), to_plain(recorded(small(tmp_path, *other)))
+    assert changed_settings(before, now) == []
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "not/there/yet")
+    assert not (tmp_path / "not").exists()
+    for place in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config_in(place), starting=False)
+        assert caught.value.message == (
+            f"run.dir: cannot write to {place} ({tmp_path / 'file'}: Not a directory); set another directory"
+        )
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(
+        ConfigError, match=rf"^run.dir: .*/run \({tmp_path}: Permission denied\); set another directory$"
+    ):
+        require_writable(tmp_path / "run")
